@@ -1,0 +1,1 @@
+"""raytrain_hpc: train language models on a Ray cluster that changes under you."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: verified, atomically published, loadable on any layout."""

@@ -1,0 +1,217 @@
+"""Every setting, documented where it is declared. The defaults are the quickstart.
+
+`raytrain_hpc.config_files.load_config` fills these from YAML files and `key=value` words. A key whose name is a Python
+keyword is declared with a trailing underscore (`async_`) and written without it (`checkpoint.async`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+AUTO = "auto"
+
+
+def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
+    """A documented setting. `minimum` is inclusive, `above` exclusive; both are checked when the config is loaded."""
+    metadata = {"doc": doc, "minimum": minimum, "above": above}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class RunConfig:
+    """The run: where it lives and how it starts."""
+
+    name: str = key("quickstart", "Name of the run; a YAML file's own name where it sets none.")
+    dir: str = key("runs/${run.name}", "Everything the run writes. Must be visible to every node.")
+    seed: int = key(1337, "Seed of weights, data order and dropout.", minimum=0)
+    resume: Literal["auto", "never"] = key(
+        "auto", "auto: go on from the newest valid checkpoint in run.dir; never: refuse a run.dir that holds a run."
+    )
+
+
+@dataclass
+class ModelConfig:
+    """The decoder. GPT-2 and Llama are two settings of one model."""
+
+    preset: str = key("", "A known shape (gpt2_124m, llama3_8b, ...); keys given beside it win over it.")
+    hidden_size: int = key(192, "Width of the residual stream.", minimum=1)
+    num_layers: int = key(4, "Transformer blocks.", minimum=1)
+    num_heads: int = key(6, "Attention heads; must divide hidden_size.", minimum=1)
+    num_kv_heads: int | str = key(AUTO, "Key-value heads (grouped-query attention); auto: num_heads.", minimum=1)
+    ffn_size: int | str = key(
+        AUTO, "Feed-forward width; auto: 4 x hidden_size, or 8/3 of it up to a multiple of 64 for swiglu.", minimum=1
+    )
+    vocab_size: int | str = key(AUTO, "Vocabulary; auto: the dataset's tokenizer.", minimum=2)
+    norm: Literal["layernorm", "rmsnorm"] = key("rmsnorm", "Normalisation before attention, feed-forward and head.")
+    norm_eps: float = key(1e-5, "Epsilon inside the norms.", above=0)
+    activation: Literal["gelu", "swiglu"] = key("swiglu", "Feed-forward: tanh-GELU of one product, or gated SiLU.")
+    positions: Literal["learned", "rotary"] = key("rotary", "Learned absolute positions, or rotary embedding.")
+    rope_theta: float = key(10000.0, "Base of the rotary frequencies.", above=0)
+    tie_embeddings: bool = key(True, "Input embedding and output head share one weight.")
+    bias: bool = key(False, "Biases in the linear layers and layer norms.")
+    dropout: float = key(0.0, "Dropout on the embedding and on both residual branches.", minimum=0)
+    init_std: float = key(0.02, "Standard deviation of the initial weights.", above=0)
+
+
+@dataclass
+class SourceConfig:
+    """One part of a mixture."""
+
+    path: str = key("", "Dataset directory.")
+    weight: float = key(1.0, "Share of the samples, relative to the other sources.", above=0)
+
+
+@dataclass
+class DataConfig:
+    """What is read, and in which order."""
+
+    path: str = key(
+        "stdlib",
+        "A directory written by `raytrain-hpc prepare`, or a built-in: stdlib (source text of the Python standard "
+        "library, as bytes) or synthetic (random tokens).",
+    )
+    sources: list[SourceConfig] = key([], "A mixture instead of data.path: [{path: A, weight: 2}, ...].")
+    order: Literal["shuffle", "sequential", "random"] = key(
+        "shuffle",
+        "shuffle: every sample once an epoch, another permutation each epoch; sequential: as stored; random: windows "
+        "drawn with replacement at any offset.",
+    )
+    engine: Literal["local"] = key("local", "local: memory-mapped reading in the worker.")
+
+
+@dataclass
+class TrainConfig:
+    """The optimisation."""
+
+    steps: int = key(500, "Optimizer steps.", minimum=0)
+    seq_len: int = key(128, "Tokens a sequence.", minimum=1)
+    global_batch: int = key(32, "Sequences a step, over all workers.", minimum=1)
+    micro_batch: int | str = key(
+        AUTO,
+        "Sequences a forward pass; must divide global_batch. auto: the largest that gives every data-parallel rank "
+        "work. global_batch/micro_batch logical microbatches stay the same for the whole life of a run.",
+        minimum=1,
+    )
+    optimizer: Literal["adamw", "sgd"] = key("adamw", "AdamW with decoupled weight decay, or plain SGD.")
+    lr: float = key(3e-3, "Peak learning rate.", above=0)
+    min_lr: float | str = key(AUTO, "Learning rate at the end of the schedule; auto: a tenth of lr.", minimum=0)
+    schedule: Literal["cosine", "wsd", "constant"] = key(
+        "cosine", "After the warmup: cosine to min_lr; wsd: stay at lr, then linear to min_lr; constant: stay at lr."
+    )
+    warmup: int = key(40, "Steps of linear warmup.", minimum=0)
+    decay_fraction: float = key(0.2, "wsd: share of the steps that the final decay takes.", minimum=0)
+    beta1: float = key(0.9, "AdamW's first moment.", minimum=0)
+    beta2: float = key(0.95, "AdamW's second moment.", minimum=0)
+    eps: float = key(1e-8, "AdamW's epsilon.", above=0)
+    weight_decay: float = key(0.1, "Weight decay, on parameters with two dimensions or more.", minimum=0)
+    grad_clip: float = key(1.0, "Clip the global gradient norm to this; 0: never.", minimum=0)
+    lr_scaling: Literal["none", "sqrt", "linear"] = key(
+        "none", "Multiply lr by (global_batch / lr_base_batch), its square root, or not at all."
+    )
+    lr_base_batch: int = key(0, "The global batch at which lr was tuned; needed by lr_scaling.", minimum=0)
+    dtype: Literal["fp32", "bf16", "fp64"] = key(
+        "fp32", "Compute type. bf16 keeps fp32 weights, optimizer and gradient reduction."
+    )
+    deterministic: bool = key(False, "Deterministic kernels only: the same layout gives the same bits.")
+    compile: bool = key(False, "torch.compile each block and the loss.")
+    eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", minimum=0)
+    eval_samples: int = key(0, "Validation windows an evaluation reads; 0: the whole split.", minimum=0)
+
+
+@dataclass
+class ParallelConfig:
+    """The mesh axes, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+
+    zero: int = key(
+        0, "ZeRO stage: 0 replicates the state; 1 shards the optimizer; 2 gradients too; 3 weights too.", minimum=0
+    )
+    dp_replicate: int | str = key(AUTO, "Data-parallel replicas of the state.", minimum=1)
+    dp_shard: int | str = key(AUTO, "Ranks that the state is sharded over; both above 1 is HSDP.", minimum=1)
+    tp: int = key(1, "Tensor-parallel ranks.", minimum=1)
+    cp: int = key(1, "Context-parallel ranks.", minimum=1)
+    pp: int = key(1, "Pipeline stages.", minimum=1)
+    ep: int = key(1, "Expert-parallel ranks.", minimum=1)
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", "Activations kept for backward: all; matrix products and attention only; each block's input only."
+    )
+    bucket_mib: int = key(25, "Size of a gradient bucket in plain data parallel.", minimum=1)
+
+
+@dataclass
+class ClusterConfig:
+    """The workers and where they run."""
+
+    address: str = key(
+        AUTO, "Ray cluster: auto uses RAY_ADDRESS or a cluster running on this machine, else starts Ray; or host:port."
+    )
+    workers: int | str = key(
+        AUTO, "One Ray actor each; auto: every GPU, or 2 on CPU. 0: one rank in this process, with no Ray.", minimum=0
+    )
+    threads: int = key(1, "CPU threads a worker computes with.", minimum=1)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
+    interface: str = key(AUTO, "Network interface of the collectives; auto: the one with the node's Ray address.")
+    start_timeout: float = key(120.0, "Seconds until all workers must be up.", above=0)
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints in run.dir/checkpoints."""
+
+    every: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped.", minimum=0)
+    keep: int = key(3, "Newest checkpoints kept; 0: all.", minimum=0)
+    async_: bool = key(True, "Write behind the next steps; false: the step waits for the disk.")
+
+
+@dataclass
+class FaultConfig:
+    """What happens when something breaks."""
+
+    stall_timeout: float | str = key(
+        AUTO, "Seconds a collective may take before the run is stalled; auto: 300.", above=0
+    )
+    max_failures: int = key(3, "Restarts from the newest checkpoint before the run gives up.", minimum=0)
+
+
+@dataclass
+class ObserveConfig:
+    """What the run says of itself."""
+
+    log_every: int = key(10, "Steps between step lines.", minimum=1)
+    tensorboard: bool = key(True, "Write run.dir/tb.")
+    sample_tokens: int = key(200, "Length of the text sampled at the end; 0: none.", minimum=0)
+    peak_tflops: float | str = key(AUTO, "Dense peak of a device, for MFU; auto: from its name.", above=0)
+    profile: Literal["none", "torch", "pyinstrument"] = key("none", "Profiler, into run.dir/profile.")
+    profile_ranks: list[int] = key([0], "Ranks that are profiled.")
+    profile_steps: list[int] = key([10, 15], "First step profiled, and the step before which it ends.")
+
+
+@dataclass
+class Config:
+    """All settings of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    def origin(self, dotted: str) -> str:
+        """Where a key was set ("conf/x.yaml:12", "command line"), or "" for a default."""
+        origins: dict[str, str] = self.__dict__.get("_origins", {})
+        return origins.get(dotted, "")
+
+
+def to_plain(config: object) -> Any:
+    """A config (or a section) as dicts and lists, with the keys as a user writes them."""
+    if is_dataclass(config):
+        return {f.name.rstrip("_"): to_plain(getattr(config, f.name)) for f in fields(config)}
+    if isinstance(config, list):
+        return [to_plain(item) for item in config]
+    return config

@@ -1,0 +1,199 @@
+"""Config <- YAML files (with `base:`) <- `key=value` words. Each wrong setting is one line that names its origin."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from raytrain_hpc.config import Config, SourceConfig, to_plain
+from raytrain_hpc.config_rules import check_rules
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.presets import PRESETS
+
+
+class Setting(NamedTuple):
+    """One key as a user wrote it."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The resolved config: defaults, then the YAML file and its bases, then `key=value` words, in that order.
+
+    Raises ConfigError naming key, value, origin and remedy for an unknown key, a wrong type or an impossible value.
+    """
+    settings = list(_from_file(Path(path), ())) if path is not None else []
+    if path is not None and not any(s.key == "run.name" for s in settings):
+        settings.insert(0, Setting("run.name", Path(path).stem, str(path)))
+    settings += [_from_word(word) for word in overrides]
+    return build_config(settings)
+
+
+def config_from_plain(plain: dict[str, Any], origin: str) -> Config:
+    """A config from the dicts that `to_plain` made, as read back from a file; `origin` names that file in errors."""
+    settings = [
+        Setting(f"{section}.{name}", value, origin) for section, keys in plain.items() for name, value in keys.items()
+    ]
+    return build_config([s for s in settings if s.key != "model.preset"])
+
+
+def build_config(settings: list[Setting]) -> Config:
+    """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
+    tree = OmegaConf.structured(Config)
+    for setting in _with_preset(settings):
+        _apply(tree, setting)
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error.full_key), str(error.value or ""), "", _first_line(error)) from error
+    if not isinstance(config, Config):
+        raise TypeError("OmegaConf did not give back a Config")
+    config.__dict__["_origins"] = {s.key: s.origin for s in settings}
+    check_rules(config)
+    return config
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved config as YAML that `load_config` reads back to the same values."""
+    plain = to_plain(config)
+    plain["model"]["preset"] = ""
+    path.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def known_keys() -> dict[str, str]:
+    """Every dotted key and its documentation."""
+    return {
+        f"{section.name}.{f.name.rstrip('_')}": f.metadata["doc"]
+        for section in fields(Config)
+        for f in fields(_section_type(section.name))
+    }
+
+
+def _from_word(word: str) -> Setting:
+    name, equals, text = word.partition("=")
+    if not equals or not name:
+        raise ConfigError(word, "", "command line", "a setting is written key=value")
+    try:
+        return Setting(name.strip(), yaml.safe_load(text) if text else "", "command line")
+    except yaml.YAMLError as error:
+        raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
+
+
+def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
+    if path.resolve() in chain:
+        raise ConfigError("base", str(path), str(chain[-1]), "the files name each other; break the circle")
+    try:
+        root = yaml.compose(path.read_text())
+    except OSError as error:
+        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("config", str(path), "", f"not valid YAML: {' '.join(str(error).split())}") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError("config", str(path), "", "a config is a YAML mapping of sections")
+    own = list(_flatten(root, "", path))
+    for setting in own:
+        if setting.key == "base":
+            yield from _from_file(path.parent / str(setting.value), (*chain, path.resolve()))
+    yield from (setting for setting in own if setting.key != "base")
+
+
+def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
+    sections = {section.name for section in fields(Config)}
+    for key_node, value_node in node.value:
+        dotted = f"{prefix}{key_node.value}"
+        origin = f"{path}:{key_node.start_mark.line + 1}"
+        if dotted in sections and isinstance(value_node, yaml.MappingNode):
+            yield from _flatten(value_node, f"{dotted}.", path)
+        elif dotted in sections and value_node.tag == "tag:yaml.org,2002:null":
+            continue
+        else:
+            loader = yaml.SafeLoader("")
+            yield Setting(dotted, loader.construct_object(value_node, deep=True), origin)
+
+
+def _with_preset(settings: list[Setting]) -> list[Setting]:
+    """The preset's keys go before all others, so that a key given beside it wins wherever it was given."""
+    chosen = [s for s in settings if s.key == "model.preset" and s.value]
+    if not chosen:
+        return settings
+    name = str(chosen[-1].value)
+    if name not in PRESETS:
+        raise ConfigError("model.preset", name, chosen[-1].origin, _one_of(name, list(PRESETS)))
+    return [Setting(f"model.{k}", v, f"preset {name}") for k, v in PRESETS[name].items()] + settings
+
+
+def _apply(tree: Any, setting: Setting) -> None:
+    section, _, name = setting.key.partition(".")
+    keys = known_keys()
+    if setting.key not in keys:
+        sections = {f.name: f.type for f in fields(Config)}
+        if section in sections and not name:
+            raise ConfigError(setting.key, setting.value, setting.origin, f"{section} is a section; set {section}.KEY")
+        remedy = f"no such key; {_one_of(setting.key, list(keys))}"
+        raise ConfigError(setting.key, setting.value, setting.origin, remedy)
+    field_name = next(f.name for f in fields(_section_type(section)) if f.name.rstrip("_") == name)
+    if setting.value is None:
+        raise ConfigError(setting.key, setting.value, setting.origin, "has no value")
+    try:
+        OmegaConf.update(tree, f"{section}.{field_name}", _exact(setting))
+    except OmegaConfBaseException as error:
+        raise ConfigError(setting.key, setting.value, setting.origin, _first_line(error)) from error
+
+
+def _exact(setting: Setting) -> Any:
+    """Refuse the silent conversions: true is no number; a list of sources has known keys."""
+    kind = next(f.type for f in fields(_section_type(setting.key.split(".")[0])) if _dotted_end(f.name, setting.key))
+    if isinstance(setting.value, bool) != (kind == "bool"):
+        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(str(kind))}")
+    if str(kind).endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
+        number = "whole number" if "int" in str(kind) else "number"
+        try:
+            return int(setting.value) if "int" in str(kind) else float(setting.value)
+        except ValueError:
+            raise ConfigError(setting.key, setting.value, setting.origin, f"needs a {number} or auto") from None
+    return setting.value
+
+
+def _dotted_end(field_name: str, dotted: str) -> bool:
+    return field_name.rstrip("_") == dotted.split(".", 1)[1]
+
+
+def _kind_name(kind: str) -> str:
+    return {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}.get(
+        kind, f"a value of type {kind}"
+    )
+
+
+def _section_type(section: str) -> Any:
+    made = next(f for f in fields(Config) if f.name == section).default_factory
+    if not is_dataclass(made):
+        raise TypeError(section)
+    return made
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].strip()
+
+
+def _one_of(word: str, options: list[str]) -> str:
+    # A wrong section with the right last part ("optim.lr") is the commonest slip after a typing error.
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    near = near or [o for o in options if o.split(".")[-1] == word.split(".")[-1]]
+    if near:
+        return f"did you mean {near[0]}?"
+    sections = sorted({o.split(".")[0] for o in options})
+    return f"known: {', '.join(sections)}"
+
+
+__all__ = ["Setting", "SourceConfig", "build_config", "config_from_plain", "known_keys", "load_config", "write_config"]

@@ -1,0 +1,98 @@
+"""The rules that hold between settings: ranges, divisibility, combinations. Checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.errors import ConfigError
+
+
+def check_rules(config: Config) -> None:
+    """Raise ConfigError for the first rule that a config breaks."""
+    _ranges(config)
+    for rule in (_model, _data, _train, _observe):
+        rule(config)
+
+
+def _fail(config: Config, key: str, remedy: str) -> ConfigError:
+    section, name = key.split(".")
+    part = getattr(config, section)
+    value = getattr(part, name if hasattr(part, name) else f"{name}_")
+    return ConfigError(key, value, config.origin(key), remedy)
+
+
+def _ranges(config: Config) -> None:
+    for section in fields(config):
+        part = getattr(config, section.name)
+        for f in fields(part):
+            value = getattr(part, f.name)
+            key = f"{section.name}.{f.name.rstrip('_')}"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            low, above = f.metadata["minimum"], f.metadata["above"]
+            if value != value or value in (float("inf"), float("-inf")):
+                raise _fail(config, key, "needs a finite number")
+            if low is not None and value < low:
+                raise _fail(config, key, f"needs at least {low:g}")
+            if above is not None and value <= above:
+                raise _fail(config, key, f"needs more than {above:g}")
+
+
+def _model(config: Config) -> None:
+    m = config.model
+    if m.hidden_size % m.num_heads:
+        raise _fail(config, "model.num_heads", f"must divide model.hidden_size={m.hidden_size}")
+    if m.positions == "rotary" and (m.hidden_size // m.num_heads) % 2:
+        raise _fail(config, "model.num_heads", "rotary positions need an even number of channels a head")
+    if m.num_kv_heads != AUTO and m.num_heads % int(m.num_kv_heads):
+        raise _fail(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
+    if not m.dropout < 1:
+        raise _fail(config, "model.dropout", "needs a probability below 1")
+
+
+def _data(config: Config) -> None:
+    d = config.data
+    if d.sources and config.origin("data.path"):
+        raise _fail(config, "data.path", "give data.path or data.sources, not both")
+    for source in d.sources:
+        if not source.path:
+            raise _fail(config, "data.sources", "every source needs a path")
+        if not source.weight > 0:
+            raise _fail(config, "data.sources", "every weight must be above 0")
+    if not d.path and not d.sources:
+        raise _fail(config, "data.path", "needs a dataset directory, stdlib or synthetic")
+
+
+def _train(config: Config) -> None:
+    t = config.train
+    if t.micro_batch != AUTO and t.global_batch % int(t.micro_batch):
+        near = _nearest_divisor(t.global_batch, int(t.micro_batch))
+        raise _fail(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
+    if t.min_lr != AUTO and float(t.min_lr) > t.lr:
+        raise _fail(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
+    if t.warmup > t.steps > 0:
+        raise _fail(config, "train.warmup", f"must not exceed train.steps={t.steps}")
+    if t.lr_scaling != "none" and t.lr_base_batch == 0:
+        raise _fail(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")
+    checks: list[tuple[str, float, Callable[[float], bool], str]] = [
+        ("train.beta1", t.beta1, lambda v: v < 1, "needs a number below 1"),
+        ("train.beta2", t.beta2, lambda v: v < 1, "needs a number below 1"),
+        ("train.decay_fraction", t.decay_fraction, lambda v: v <= 1, "needs a share of at most 1"),
+    ]
+    for key, value, holds, remedy in checks:
+        if not holds(value):
+            raise _fail(config, key, remedy)
+    if config.parallel.zero > 3:
+        raise _fail(config, "parallel.zero", "ZeRO has the stages 0, 1, 2 and 3")
+
+
+def _observe(config: Config) -> None:
+    steps = config.observe.profile_steps
+    if len(steps) != 2 or steps[0] >= steps[1] or steps[0] < 0:
+        raise _fail(config, "observe.profile_steps", "needs [first, end] with first < end")
+
+
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -1,0 +1,1 @@
+"""One process a run: finds the cluster, starts the workers, records what they report, publishes checkpoints."""

@@ -1,0 +1,1 @@
+"""Models as plain math: they know nothing of ranks, groups or layouts."""

@@ -1,0 +1,1 @@
+"""What a run says of itself: metric keys and formulas, the console, the files."""

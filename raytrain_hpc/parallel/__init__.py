@@ -1,0 +1,1 @@
+"""One file a parallel dimension; apply.py fixes their order."""

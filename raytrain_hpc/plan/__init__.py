@@ -1,0 +1,1 @@
+"""Pure decisions: layout, placement, memory, cost. Standard library and config only."""
