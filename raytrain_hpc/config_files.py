@@ -162,6 +162,8 @@ def _exact(setting: Setting) -> Any:
             return int(setting.value) if "int" in str(kind) else float(setting.value)
         except ValueError:
             raise ConfigError(setting.key, setting.value, setting.origin, f"needs a {number} or auto") from None
+    if str(kind) == "float | str" and isinstance(setting.value, int):
+        return float(setting.value)
     return setting.value
 
 
