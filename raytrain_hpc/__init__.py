@@ -1,1 +1,50 @@
 """raytrain_hpc: train language models on a Ray cluster that changes under you."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raytrain_hpc.api import Run, plan, start, train
+    from raytrain_hpc.config import Config
+    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.data.prepare import prepare
+    from raytrain_hpc.driver.result import Result
+    from raytrain_hpc.errors import RaytrainError
+    from raytrain_hpc.sampling import generate
+
+# Resolved on first use, so that `plan` loads neither torch nor Ray.
+_HOMES = {
+    "Config": "config",
+    "RaytrainError": "errors",
+    "Result": "driver.result",
+    "Run": "api",
+    "generate": "sampling",
+    "load_config": "config_files",
+    "plan": "api",
+    "prepare": "data.prepare",
+    "start": "api",
+    "train": "api",
+}
+
+__all__ = [
+    "Config",
+    "RaytrainError",
+    "Result",
+    "Run",
+    "generate",
+    "load_config",
+    "plan",
+    "prepare",
+    "start",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

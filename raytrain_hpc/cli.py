@@ -1,0 +1,164 @@
+"""raytrain-hpc <verb>: thin over the Python API. Exit code 0 done, 2 wrong config or input, 3 stopped, 4 gave up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from raytrain_hpc.errors import RaytrainError
+
+STOPPED = 3
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="raytrain-hpc")
+def main() -> None:
+    """Train language models on a Ray cluster that changes under you."""
+
+
+def _one_line_errors(verb: Callable[..., None]) -> Callable[..., None]:
+    @wraps(verb)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            verb(*args, **kwargs)
+        except RaytrainError as error:
+            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("error: interrupted before the state was saved", err=True)
+            sys.exit(4)
+
+    return run
+
+
+def _split_words(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """[CONFIG.yaml] [key=value ...] in any order."""
+    from raytrain_hpc.errors import ConfigError
+
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError("config", files[1], "command line", f"one config file at a time; {files[0]} is given already")
+    return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+@main.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@_one_line_errors
+def train(words: tuple[str, ...]) -> None:
+    """Train. With no config: a small byte-level model of the Python standard library's source text."""
+    from raytrain_hpc.config_files import load_config
+
+    path, overrides = _split_words(words)
+    config = load_config(path, overrides)
+    from raytrain_hpc.api import train as run_training
+    from raytrain_hpc.summary import closing_lines, sample_lines
+
+    result = run_training(config)
+    for line in sample_lines(config, result):
+        click.echo(line)
+    for line in closing_lines(config, result):
+        click.echo(line)
+    if result.outcome == "stopped":
+        sys.exit(STOPPED)
+
+
+@main.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option("--workers", type=click.IntRange(min=1), help="Plan for this many workers.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_one_line_errors
+def plan(words: tuple[str, ...], workers: int | None, as_json: bool) -> None:
+    """Show layout, microbatches, bytes and FLOPs a worker. Needs no cluster, torch or GPU."""
+    from raytrain_hpc.api import plan as make_plan
+    from raytrain_hpc.config_files import load_config
+
+    path, overrides = _split_words(words)
+    made = make_plan(load_config(path, overrides), workers=workers)
+    if as_json:
+        click.echo(json.dumps(made, indent=2))
+        return
+    axes = "  ".join(f"{axis}={size}" for axis, size in made["layout"].items())
+    click.echo(f"layout        {made['workers']} workers: {axes}")
+    cut = made["microbatches"]
+    click.echo(f"microbatches  {cut['count']} of {cut['size']} sequences; a rank runs {made['microbatches_per_rank']}")
+    click.echo(f"parameters    {made['parameters']:,}")
+    click.echo(f"state         {made['state_bytes_per_rank'] / 2**30:.2f} GiB a worker, without activations")
+    click.echo(f"compute       {made['flops_per_token'] / 1e9:.3f} GFLOP a token; counts {made['flops_convention']}")
+
+
+@main.command()
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("--out", required=True, help="Directory to write.")
+@click.option("--tokenizer", default="byte", show_default=True, help="byte or char.")
+@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the end kept for validation.")
+@_one_line_errors
+def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, val_fraction: float) -> None:
+    """Turn text files or folders into token shards."""
+    from rich.progress import Progress
+
+    from raytrain_hpc.data.manifest import summary
+    from raytrain_hpc.data.prepare import prepare as write_dataset
+
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("preparing", total=None)
+        manifest = write_dataset(
+            list(inputs),
+            out,
+            tokenizer=tokenizer,
+            val_fraction=val_fraction,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    click.echo(summary(manifest))
+    click.echo(f"next: raytrain-hpc train data.path={out}")
+
+
+@main.command()
+@click.argument("directory")
+@_one_line_errors
+def inspect(directory: str) -> None:
+    """Show what a dataset holds: counts, tokenizer, checksums, a decoded sample."""
+    from raytrain_hpc.data.inspection import describe
+
+    click.echo(describe(directory))
+
+
+@main.command()
+@click.argument("run_dir")
+@click.option("--prompt", default="\n", help="Text to continue.")
+@click.option("--max-tokens", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0))
+@click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0), help="0: all tokens.")
+@click.option("--seed", default=0, show_default=True)
+@_one_line_errors
+def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """Sample text from a run's newest checkpoint."""
+    from raytrain_hpc.sampling import generate as sample
+
+    click.echo(prompt, nl=False)
+    for piece in sample(
+        run_dir, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed
+    ):
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("what", type=click.Choice(["step", "start", "checkpoint"]))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
+@_one_line_errors
+def bench(what: str, as_json: bool, rounds: int) -> None:
+    """Measure the platform beside a peer, alternating in one run."""
+    from importlib import import_module
+
+    table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds)
+    click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Getting hold of Ray: the cluster that was named, the one that is there, or one of our own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.errors import ClusterError
+
+_PROBE_TIMEOUT_S = 2.0
+
+
+@contextmanager
+def connected(config: Config, workers_wanted: int) -> Iterator[bool]:
+    """Be connected to Ray inside; True where it was started here. Leaves a connection that was there before alone."""
+    if ray.is_initialized():
+        yield False
+        return
+    with _signal_handlers_kept():
+        started = _connect(config, workers_wanted)
+    try:
+        yield started
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray replaces the SIGTERM handler by one that exits at once; a run wants to save first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _connect(config: Config, workers_wanted: int) -> bool:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = _address(config)
+    if address is not None:
+        _probe(address, config)
+        try:
+            ray.init(address=address, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError) as error:
+            raise ClusterError(f"cluster.address={address}: Ray did not answer: {_first_line(error)}") from error
+        return False
+    # Our own Ray on one machine: enough slots for the run, and one CPU more, since trainers that hold every CPU
+    # starve Ray Data.
+    cpus = max(os.cpu_count() or 1, workers_wanted + 1)
+    try:
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, OSError) as error:
+        raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}; see /tmp/ray") from error
+    return True
+
+
+def _address(config: Config) -> str | None:
+    """The cluster to join, None to start one."""
+    if config.cluster.address == "local":
+        return None
+    if config.cluster.address != AUTO:
+        return config.cluster.address
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"]
+    return _running_here()
+
+
+def _running_here() -> str | None:
+    """Address of a cluster that `ray start` left running on this machine, if it still answers."""
+    from ray._private.utils import read_ray_address  # no public call tells without connecting
+
+    address: str | None = read_ray_address()
+    return address if address and _answers(address) else None
+
+
+def _probe(address: str, config: Config) -> None:
+    """Fail in seconds where nothing listens: Ray itself tries for much longer."""
+    if address in ("auto", "local") or address.startswith("ray://"):
+        return
+    if not _answers(address):
+        origin = config.origin("cluster.address") or ("RAY_ADDRESS" if "RAY_ADDRESS" in os.environ else "")
+        where = f" ({origin})" if origin else ""
+        raise ClusterError(
+            f"cluster.address={address}{where}: nothing answers there; start Ray with `ray start --head`, correct "
+            "the address, or use cluster.address=local"
+        )
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return False
+    try:
+        with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,40 @@
+"""What Ray reports of the cluster -> plan.topology."""
+
+from __future__ import annotations
+
+import ray
+
+from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.plan.layout import fixed_world
+from raytrain_hpc.plan.topology import Node, Topology
+
+CPU_WORKERS_BY_DEFAULT = 2
+
+
+def topology(config: Config) -> Topology:
+    """The nodes that are alive, with a slot a GPU, or a slot a CPU where there is no GPU or the run asks for CPU.
+
+    Raises ClusterError where cluster.device=cuda and no node has a GPU.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    gpus = sum(node["Resources"].get("GPU", 0) for node in alive)
+    if config.cluster.device == "cuda" and not gpus:
+        raise ClusterError("cluster.device=cuda: no node of the cluster has a GPU; use cluster.device=cpu")
+    device = "cuda" if gpus and config.cluster.device != "cpu" else "cpu"
+    resource = "GPU" if device == "cuda" else "CPU"
+    nodes = [
+        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
+        for node in sorted(alive, key=lambda node: str(node["NodeID"]))
+    ]
+    return Topology(tuple(node for node in nodes if node.slots > 0), device)
+
+
+def world_size(config: Config, cluster: Topology) -> int:
+    """How many workers to start: what the settings fix, else every GPU, else two on CPU."""
+    fixed = fixed_world(config)
+    if fixed is not None:
+        return fixed
+    if config.cluster.workers != AUTO:
+        return int(config.cluster.workers)
+    return cluster.slots if cluster.device == "cuda" else min(CPU_WORKERS_BY_DEFAULT, cluster.slots)

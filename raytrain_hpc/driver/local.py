@@ -1,0 +1,81 @@
+"""One rank in this process, with no Ray: for debuggers, and for machines without Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.worker.build import build_trainer
+from raytrain_hpc.worker.control import Control
+from raytrain_hpc.worker.spec import WorkerSpec
+
+
+class LocalWorker:
+    """The same loop in the calling thread; records are handled as they are made."""
+
+    def __init__(self, config: Config):
+        wanted = config.cluster.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ClusterError("cluster.device=cuda: this machine has no usable GPU; use cluster.device=cpu")
+        use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+        self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+    def start(self) -> list[dict[str, Any]]:
+        """Who and where: this process."""
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        host = socket.gethostname()
+        now = time.time()
+        return [
+            {
+                "rank": 0,
+                "node": "local",
+                "address": "127.0.0.1",
+                "host": host,
+                "pid": os.getpid(),
+                "device": name,
+                "began": now,
+                "imported": now,
+            }
+        ]
+
+    def run(self, spec: WorkerSpec, handle: Callable[[dict[str, Any]], None], stop: threading.Event) -> str:
+        """Train until done or stopped. Returns which of the two."""
+        control = HandlingControl(stop, handle)
+        trainer = build_trainer(spec, 0, self._device, None, control)
+        return trainer.run(spec.resume_step or 0, spec.steps_to)
+
+    def close(self) -> None:
+        """Nothing to end: the process is the caller's."""
+
+
+class LocalFleet:
+    """A fleet of one."""
+
+    world = 1
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def crew(self) -> LocalWorker:
+        """The one worker."""
+        return LocalWorker(self._config)
+
+
+class HandlingControl(Control):
+    """Hands every record over at once instead of keeping it for a driver to fetch."""
+
+    def __init__(self, stop: threading.Event, handle: Callable[[dict[str, Any]], None]):
+        super().__init__(stop)
+        self._handle = handle
+
+    def emit(self, record: dict[str, Any]) -> None:
+        """Handle the record now."""
+        self._handle(record)

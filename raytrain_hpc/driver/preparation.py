@@ -1,0 +1,138 @@
+"""Everything about a run that can be settled, or refused, before a cluster is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.checkpoint.lease import probe_writable
+from raytrain_hpc.checkpoint.store import Checkpoint, CheckpointStore
+from raytrain_hpc.config import Config
+from raytrain_hpc.data.sources import Dataset, open_dataset
+from raytrain_hpc.data.stream import open_stream
+from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.errors import CheckpointError, RunDirectoryError
+from raytrain_hpc.observe.profiling import check_profiler
+from raytrain_hpc.plan.layout import Batching, Layout, fixed_world, resolve_batching, resolve_layout
+from raytrain_hpc.shape import ModelShape, resolve_shape
+from raytrain_hpc.worker.spec import CustomModel
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run whose settings, data, directory and checkpoint fit together."""
+
+    config: Config
+    shape: ModelShape
+    dataset: Dataset
+    custom: CustomModel | None
+    directory: RunDirectory
+    store: CheckpointStore
+    stored: Batching | None  # how an earlier life of the run cut its batch
+
+    def layout(self, world: int) -> tuple[Layout, Batching]:
+        """Layout and microbatches on `world` ranks."""
+        layout = resolve_layout(self.config, world)
+        return layout, resolve_batching(self.config, layout, self.stored)
+
+    def meta(self, batching: Batching) -> Callable[[int], dict[str, Any]]:
+        """What a checkpoint says of its run beside the tensors."""
+
+        def of_step(step: int) -> dict[str, Any]:
+            return self.identity() | {
+                "microbatches": asdict(batching),
+                "next_sample": step * self.config.train.global_batch,
+            }
+
+        return of_step
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to continue this run."""
+        shape = None if self.custom else asdict(self.shape)
+        train, data = self.config.train, self.config.data
+        return {
+            "model": shape,
+            "dtype": train.dtype,
+            "optimizer": train.optimizer,
+            "data": {"seed": self.config.run.seed, "dataset_hash": self.dataset.dataset_hash, "order": data.order},
+            "seq_len": train.seq_len,
+        }
+
+
+def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str], None]) -> PreparedRun:
+    """Check settings against data, directory and checkpoints. Raises the error that a user should see; writes nothing
+    but the run directory itself and a probe file that it removes."""
+    check_profiler(config.observe)
+    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
+    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
+    shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    world = fixed_world(config)
+    if world is not None:
+        resolve_batching(config, resolve_layout(config, world))
+    open_stream(
+        dataset,
+        order=config.data.order,
+        seed=config.run.seed,
+        seq_len=config.train.seq_len,
+        global_batch=config.train.global_batch,
+        micro_batch=1,
+    )
+    directory = RunDirectory(Path(config.run.dir).absolute())
+    probe_writable(directory.path)
+    store = CheckpointStore(directory.checkpoints)
+    if config.run.resume == "never" and (store.steps() or directory.metrics.exists()):
+        raise RunDirectoryError(
+            f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
+        )
+    prepared = PreparedRun(config, shape, dataset, custom, directory, store, None)
+    newest = newest_checkpoint(store, warn)
+    if newest is None:
+        return prepared
+    _same_run(prepared, newest)
+    stored = Batching(**newest.meta["microbatches"])
+    prepared = PreparedRun(config, shape, dataset, custom, directory, store, stored)
+    if world is not None:
+        prepared.layout(world)
+    return prepared
+
+
+def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest valid checkpoint; damaged ones are reported and passed over. None where none was ever published.
+
+    Raises CheckpointError where checkpoints exist and none is valid: starting over is the user's to decide.
+    """
+    damaged: list[str] = []
+
+    def note(path: Path, reason: str) -> None:
+        damaged.append(path.name)
+        warn(f"damaged checkpoint passed over: {path}: {reason}")
+
+    newest = store.newest_valid(note)
+    if newest is None and damaged:
+        raise CheckpointError(
+            f"{store.root}: none of its checkpoints is valid ({', '.join(damaged)}); remove them to start over"
+        )
+    return newest
+
+
+def _same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
+    here = run.identity()
+    for name, mine in here.items():
+        there = checkpoint.meta.get(name)
+        if there == mine:
+            continue
+        what, old, new = _difference(name, there, mine)
+        raise CheckpointError(
+            f"{checkpoint.path}: belongs to another run: {what} is {old!r} there and {new!r} here; "
+            "choose another run.dir, or set it back"
+        )
+
+
+def _difference(name: str, there: Any, here: Any) -> tuple[str, Any, Any]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in here:
+            if there.get(key) != here[key]:
+                return f"{name}.{key}", there.get(key), here[key]
+    return name, there, here

@@ -1,0 +1,163 @@
+"""Turns what workers report into files, lines and published checkpoints. The only writer of a run directory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.shard import ShardReport
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.config import Config
+from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.observe.console import Console, step_line
+from raytrain_hpc.observe.metrics import mfu
+from raytrain_hpc.observe.sinks import JsonlSink, TensorBoardSink
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What MFU and the memory share are measured against; None where unknown."""
+
+    peak_tflops: float | None
+    memory_gib: float | None
+
+
+@dataclass
+class Tally:
+    """Sums over the run, for its result."""
+
+    last: dict[str, Any] = field(default_factory=dict)
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    step_s: float = 0.0
+    first_step_unix: float | None = None
+    checkpoint: str | None = None
+    save_error: str | None = None
+
+
+class RunRecorder:
+    """Safe to call from any thread: a local worker's checkpoint thread reports beside its loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        console: Console,
+        store: CheckpointStore,
+        lease: Lease,
+        meta_of_step: Callable[[int], dict[str, Any]],
+        flops_per_token: float | None,
+    ):
+        self._config, self._directory, self._console = config, directory, console
+        self._store, self._lease, self._meta_of_step = store, lease, meta_of_step
+        self._flops = flops_per_token
+        self._lock = threading.RLock()
+        self._jsonl = JsonlSink(directory.metrics)
+        self._tensorboard: TensorBoardSink | None = None
+        self._shards: dict[int, dict[int, ShardReport | None]] = {}
+        self.tally = Tally()
+        self.ready: dict[int, Record] = {}
+        self._recall()
+
+    def begin(self, generation: int, world: int, facts: DeviceFacts, first_step: int) -> None:
+        """A generation starts: what earlier ones left half-done will never be finished."""
+        with self._lock:
+            self._generation, self._world, self._facts = generation, world, facts
+            self._shards, self._step, self.ready = {}, first_step, {}
+            if self._config.observe.tensorboard and self._tensorboard is None:
+                self._tensorboard = TensorBoardSink(self._directory.tensorboard, first_step)
+
+    def handle(self, record: Record) -> None:
+        """Take one record from a worker."""
+        with self._lock:
+            if record["type"] == "step":
+                self._take_step(record["metrics"])
+            elif record["type"] == "shard":
+                self._take_shard(record)
+            elif record["type"] == "ready":
+                self.ready[record["rank"]] = record
+
+    def close(self) -> None:
+        """Flush every file."""
+        with self._lock:
+            self._jsonl.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+
+    def _recall(self) -> None:
+        """Pick up the tally where an earlier life of the run left it."""
+        for metrics in self._directory.committed_metrics():
+            self._count(metrics)
+        self.tally.step_s = 0.0
+
+    def _count(self, metrics: dict[str, Any]) -> None:
+        tally = self.tally
+        tally.last = metrics
+        tally.step_s += metrics["time/step_s"]
+        if "val/loss" in metrics:
+            tally.val_loss = metrics["val/loss"]
+            best = tally.best_val_loss
+            tally.best_val_loss = tally.val_loss if best is None else min(best, metrics["val/loss"])
+
+    def _take_step(self, metrics: dict[str, Any]) -> None:
+        rate, peak = metrics["throughput/tokens_per_sec"], self._facts.peak_tflops
+        metrics["throughput/mfu"] = mfu(rate, self._flops, self._world, peak) if self._flops else None
+        self._step = metrics["step"]
+        self._count(metrics)
+        if self.tally.first_step_unix is None:
+            self.tally.first_step_unix = metrics["time/unix"]
+        self._jsonl.write(metrics)
+        if self._tensorboard is not None:
+            self._tensorboard.write(metrics)
+        self._console.advance(self._step)
+        steps = self._config.train.steps
+        if self._step % self._config.observe.log_every == 0 or self._step in (1, steps) or "val/loss" in metrics:
+            left = (steps - self._step) * metrics["time/step_s"]
+            self._console.line(step_line(metrics, steps, self._facts.memory_gib, left))
+        self._publish_complete()
+
+    def _take_shard(self, record: Record) -> None:
+        if record["generation"] != self._generation:
+            return
+        step, rank = record["step"], record["rank"]
+        if "error" in record:
+            self._console.line(
+                f"alarm: checkpoint of step {step} not saved: rank {rank}: {record['error']}; the run goes on, "
+                f"free space in {self._directory.path}"
+            )
+            self.tally.save_error = record["error"]
+        report = None if "error" in record else ShardReport.from_json(record["shard"])
+        self._shards.setdefault(step, {})[rank] = report
+        self._publish_complete()
+
+    def _publish_complete(self) -> None:
+        """Publish every checkpoint whose shards are all written and whose step is in metrics.jsonl."""
+        for step in sorted(self._shards):
+            reports = self._shards[step]
+            if len(reports) < self._world or step > self._step:
+                continue
+            del self._shards[step]
+            whole = [report for report in reports.values() if report is not None]
+            if len(whole) < self._world:
+                self._store.discard(step, self._generation)
+                continue
+            self._publish(step, whole)
+
+    def _publish(self, step: int, reports: list[ShardReport]) -> None:
+        began = time.perf_counter()
+        try:
+            self._jsonl.sync()
+            path = self._store.publish(step, self._generation, reports, self._meta_of_step(step), self._lease.check)
+            self._store.prune(self._config.checkpoint.keep)
+        except OSError as error:  # a full disk is an alarm, not a crash
+            self._console.line(f"alarm: checkpoint of step {step} not published: {error}; the run goes on")
+            self.tally.save_error = str(error)
+            return
+        self.tally.checkpoint, self.tally.save_error = str(path), None
+        self._console.line(f"checkpoint {path} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")

@@ -1,0 +1,28 @@
+"""The store at which ranks meet. It lives with the driver, so that it outlives any rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.worker.groups import Rendezvous
+
+STALL_TIMEOUT_S = 300.0
+
+
+class RendezvousStore:
+    """A TCP store on this host; every generation uses a prefix of its own in it."""
+
+    def __init__(self, host: str, config: Config):
+        stall = config.fault.stall_timeout
+        self._timeout_s = STALL_TIMEOUT_S if stall == AUTO else float(stall)
+        self._host = host
+        self._store = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
+        )
+
+    def meeting(self, generation: int) -> Rendezvous:
+        """Where the ranks of `generation` meet."""
+        return Rendezvous(self._host, self._store.port, generation, self._timeout_s)

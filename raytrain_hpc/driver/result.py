@@ -1,0 +1,32 @@
+"""How a run ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """What result.json holds. `outcome`: "done" or "stopped" (saved, to be continued)."""
+
+    outcome: str
+    train_loss: float | None
+    val_loss: float | None
+    best_val_loss: float | None
+    steps: int
+    tokens: int
+    wall_s: float
+    goodput: float
+    restarts: int
+    layout: dict[str, Any]
+    checkpoint: str | None
+    run_dir: str
+    startup: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of result.json."""
+        plain = {**self.__dict__}
+        plain["train/loss"] = plain.pop("train_loss")
+        plain["val/loss"] = plain.pop("val_loss")
+        return plain

@@ -1,0 +1,79 @@
+"""What a person sees: a step line, one line an event, and a progress bar where the output is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def short_count(value: float) -> str:
+    """412345 -> "412k"."""
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def short_time(seconds: float) -> str:
+    """4320 -> "1h12m"."""
+    whole = int(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def step_line(metrics: dict[str, Any], steps: int, device_gib: float | None, seconds_left: float) -> str:
+    """One line of a run: step, loss, learning rate, gradient norm, throughput, MFU, memory, time left."""
+    parts = [
+        f"step {metrics['step']}/{steps}",
+        f"loss {metrics['train/loss']:.3f}",
+        f"lr {metrics['train/lr']:.1e}".replace("e-0", "e-"),
+        f"gnorm {metrics['train/grad_norm']:.2f}",
+        f"tok/s {short_count(metrics['throughput/tokens_per_sec'])}",
+    ]
+    if metrics["elastic/world_size"] > 1:
+        parts[-1] += f" ({short_count(metrics['throughput/tokens_per_sec_per_device'])}/worker)"
+    if metrics["throughput/mfu"] is not None:
+        parts.append(f"mfu {100 * metrics['throughput/mfu']:.1f}%")
+    share = f" {100 * metrics['memory/peak_gib'] / device_gib:.0f}%" if device_gib else ""
+    parts.append(f"mem {metrics['memory/peak_gib']:.2f}GiB{share}")
+    parts.append(f"eta {short_time(seconds_left)}")
+    if "val/loss" in metrics:
+        parts.append(f"val {metrics['val/loss']:.4f}")
+    return "  ".join(parts)
+
+
+class Console:
+    """Prints lines above a progress bar on a terminal, plain lines elsewhere. `quiet` prints nothing."""
+
+    def __init__(self, *, quiet: bool = False):
+        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def line(self, text: str) -> None:
+        """One line, at once."""
+        self._rich.print(text, markup=False)
+        self._rich.file.flush()
+
+    def begin(self, steps: int, done: int) -> None:
+        """Show the bar, on a terminal."""
+        if self._rich.is_terminal and not self._rich.quiet:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self._rich, transient=True)
+            self._progress.start()
+            self._task = self._progress.add_task("training", total=steps, completed=done)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

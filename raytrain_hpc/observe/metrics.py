@@ -1,0 +1,29 @@
+"""Every metric key and its formula, documented once. The keys are the TensorBoard tags too."""
+
+from __future__ import annotations
+
+KEYS = {
+    "step": "Optimizer steps committed, this one included: the first step writes 1.",
+    "train/loss": "Sum of the token losses over the global batch divided by its valid tokens, in nats.",
+    "train/lr": "Learning rate of this step.",
+    "train/grad_norm": "Euclidean norm of the gradient of train/loss, before clipping.",
+    "train/tokens": "Tokens trained on since the run's first step (sequences x length).",
+    "throughput/tokens_per_sec": "Tokens of the step over time/step_s.",
+    "throughput/tokens_per_sec_per_device": "The same, divided by the number of workers.",
+    "throughput/mfu": "Model FLOPs of the step over time/step_s x devices x peak; null where the peak is unknown.",
+    "time/unix": "When the step was committed.",
+    "time/step_s": "Wall time of the step on rank 0, data and checkpoint included, evaluation not.",
+    "time/data_s": "Part of it spent waiting for tokens.",
+    "time/checkpoint_s": "Part of it spent on a checkpoint (the copy; the writing goes on behind).",
+    "memory/peak_gib": "Peak memory of rank 0's device, or resident memory of its process on CPU.",
+    "elastic/world_size": "Ranks that made the step.",
+    "elastic/generation": "Generation of the process groups: one more after each restart.",
+    "val/loss": "Sum of the token losses over the validation windows divided by their tokens, where evaluated.",
+}
+
+
+def mfu(tokens_per_sec: float, flops_per_token: float, devices: int, peak_tflops: float | None) -> float | None:
+    """Model FLOPs utilisation: achieved over peak FLOP/s (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
+    if peak_tflops is None:
+        return None
+    return tokens_per_sec * flops_per_token / (devices * peak_tflops * 1e12)

@@ -1,0 +1,50 @@
+"""Activation recompute: which results of a block's forward pass are kept for its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+
+def recompute(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -> None:
+    """Make each block recompute in backward: "full" keeps its input, "selective" matrix products and attention.
+
+    `keyed_randomness`: the blocks draw random bits from keys passed to them, so that no generator state is saved.
+    """
+    if policy == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not keyed_randomness}
+    if policy == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive(_expensive_ops()))
+    for block in blocks:
+        # The forward is replaced, not the module wrapped: names in the state stay those of the model.
+        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+
+
+def _expensive_ops() -> set[Any]:
+    aten = torch.ops.aten
+    return {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+
+
+def _keep_expensive(ops: set[Any]) -> Callable[..., CheckpointPolicy]:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

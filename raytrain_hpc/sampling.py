@@ -1,0 +1,72 @@
+"""Text from the newest checkpoint of a run, in this process, with no Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json
+from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.errors import CheckpointError, DataError
+from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.model.generate import generate as sample_tokens
+from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.state.holding import Held, Holding, slice_of
+
+
+def generate(
+    run_dir: str | Path,
+    prompt: str = "\n",
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Continue `prompt` with up to `max_tokens` tokens sampled from the newest valid checkpoint, in pieces of text.
+
+    Raises CheckpointError where the run has no checkpoint of the platform's decoder, DataError where it has no
+    tokenizer or the prompt has a character that the tokenizer does not know.
+    """
+    directory = RunDirectory(Path(run_dir))
+    tokenizer = _tokenizer(directory)
+    model, context = _model(directory)
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
+    made: list[int] = []
+    shown = ""
+    for token in sample_tokens(model, ids, max_tokens, context=context, temperature=temperature, top_k=top_k, seed=seed):
+        made.append(token)
+        text = tokenizer.decode(made)
+        if text.endswith("\ufffd"):  # a character of several bytes is not complete yet
+            continue
+        yield text[len(shown) :]
+        shown = text
+
+
+def _tokenizer(directory: RunDirectory) -> Tokenizer:
+    if not directory.path.is_dir():
+        raise CheckpointError(f"{directory.path}: no such run directory")
+    if not directory.tokenizer.exists():
+        raise DataError(f"{directory.path}: the run has no tokenizer (synthetic tokens have none)")
+    return tokenizer_from_json(json.loads(directory.tokenizer.read_text()))
+
+
+def _model(directory: RunDirectory) -> tuple[Decoder, int]:
+    newest = CheckpointStore(directory.checkpoints).newest_valid(lambda path, reason: None)
+    if newest is None:
+        raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
+    if newest.meta["model"] is None:
+        raise CheckpointError(f"{newest.path}: a module of the caller's own; load it with that module")
+    shape = ModelShape(**newest.meta["model"])
+    dtype = torch.float64 if newest.meta["dtype"] == "fp64" else torch.float32
+    with torch.device("meta"):
+        model = Decoder(shape).to(dtype)
+    model.to_empty(device="cpu")
+    held = [Held(f"model.{name}", *slice_of(p.detach())) for name, p in model.named_parameters()]
+    read_pieces(newest, Holding(held))
+    return model.eval(), int(newest.meta["seq_len"])

@@ -1,0 +1,74 @@
+"""The Ray actor around a worker: one a device. The only file of this room that imports Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from raytrain_hpc.worker.control import Record
+    from raytrain_hpc.worker.groups import Rendezvous
+    from raytrain_hpc.worker.spec import WorkerSpec
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})
+class WorkerActor:
+    """Runs the loop in its own thread of calls; the control group answers while the loop is busy."""
+
+    def __init__(self, device: str, threads: int):
+        began = time.time()
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch  # the slow part of a start: while it runs, the driver goes on
+
+        from raytrain_hpc.worker.control import Control
+
+        self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self._control = Control()
+        self._began, self._imported = began, time.time()
+
+    def describe(self, interface: str) -> dict[str, Any]:
+        """Who and where this worker is; settles the network interface its collectives use."""
+        import torch
+
+        from raytrain_hpc.worker.groups import use_interface
+        from raytrain_hpc.worker.network import interface_of
+
+        address = ray.util.get_node_ip_address()
+        chosen = interface_of(address) if interface == "auto" else interface
+        if chosen is not None:
+            use_interface(chosen)
+        cuda = self._device.type == "cuda"
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": address,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
+            "gpu_ids": ray.get_gpu_ids() if cuda else [],
+            "began": self._began,
+            "imported": self._imported,
+        }
+
+    def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None) -> str:
+        """Train until done or stopped. Returns which of the two."""
+        from raytrain_hpc.worker.build import build_trainer
+        from raytrain_hpc.worker.groups import leave
+
+        trainer = build_trainer(spec, rank, self._device, meeting, self._control)
+        outcome = trainer.run(spec.resume_step or 0, spec.steps_to)
+        leave()
+        return outcome
+
+    @ray.method(concurrency_group="control")
+    def drain(self) -> list[Record]:
+        """Records made since the last call."""
+        return self._control.drain()
+
+    @ray.method(concurrency_group="control")
+    def request_stop(self) -> None:
+        """Save and stop after the current step."""
+        self._control.request_stop()

@@ -1,0 +1,150 @@
+"""Puts one rank together: groups, model, weights, optimizer, data, checkpoint. Each part is built once and passed on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.config import Config
+from raytrain_hpc.data.sources import Dataset, open_dataset
+from raytrain_hpc.data.stream import EvaluationSet, LocalStream, open_stream
+from raytrain_hpc.errors import RunFailed
+from raytrain_hpc.observe.profiling import StepProfiler
+from raytrain_hpc.parallel.apply import Parallel, compute_type, parallelise
+from raytrain_hpc.state.holding import Held, Holding, replicas_agree, slice_of
+from raytrain_hpc.worker.control import Control, Record
+from raytrain_hpc.worker.groups import Place, Rendezvous, join
+from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.worker.optim import Optimizer
+from raytrain_hpc.worker.saving import Saver
+from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
+
+
+def build_trainer(
+    spec: WorkerSpec, rank: int, device: torch.device, meeting: Rendezvous | None, control: Control
+) -> Trainer:
+    """Everything that rank `rank` of this generation needs, its state loaded and checked against its replicas."""
+    config = spec.config
+    marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
+    _set_kernels(config, device)
+    place = join(meeting, rank, spec.layout, device)
+    marks["groups"] = time.time()
+    task = _task(spec)
+    module, parallel = _model(task, config, place)
+    optimizer = Optimizer(parallel.parameters, config.train)
+    holding = state_of(module, parallel, optimizer)
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints")
+    if spec.resume_step is not None:
+        read_pieces(store.open(spec.resume_step), holding)
+        optimizer.set_steps(spec.resume_step)
+    _check_replicas(holding, place)
+    marks["model"] = time.time()
+    dataset = open_dataset(config.data, vocab_size=spec.shape.vocab_size, seed=config.run.seed, verify_limit_bytes=0)
+    stream, evaluation = _data(config, dataset, spec)
+    control.emit(marks)
+    return Trainer(
+        config=config,
+        place=place,
+        batching=spec.batching,
+        task=task,
+        parallel=parallel,
+        optimizer=optimizer,
+        stream=stream,
+        evaluation=evaluation,
+        saver=Saver(holding, place, store, spec.generation, config.checkpoint, control.emit),
+        profiler=StepProfiler(config.observe, rank, Path(config.run.dir)),
+        generation=spec.generation,
+        emit=control.emit if rank == 0 else _discard,
+        stop_requested=lambda: control.stop_requested,
+    )
+
+
+def state_of(module: nn.Module, parallel: Parallel, optimizer: Optimizer) -> Holding:
+    """What this rank holds of the training state: weights, persistent buffers, optimizer moments."""
+    held: list[Held] = []
+    boxes = {}
+    for name, parameter in parallel.parameters.items():
+        shape, box, part = slice_of(parameter.detach())
+        boxes[name] = (shape, box)
+        held.append(Held.of(f"model.{name}", shape, box, part))
+    buffers = dict(module.named_buffers())
+    for name in module.state_dict():
+        if name in buffers:  # the persistent ones; a second name of a tied weight is no buffer
+            held.append(Held.of(f"model.{name}", *slice_of(buffers[name])))
+    for kind, moments in optimizer.moments.items():
+        for name, moment in moments.items():
+            held.append(Held.of(f"optimizer.{kind}.{name}", *boxes[name], moment))
+    return Holding(held)
+
+
+def _discard(record: Record) -> None:
+    """Only rank 0 reports steps: every rank would say the same."""
+
+
+def _set_kernels(config: Config, device: torch.device) -> None:
+    torch.set_num_threads(config.cluster.threads)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _task(spec: WorkerSpec) -> Task:
+    if spec.custom is not None:
+        return CustomTask(spec.custom.factory, spec.custom.loss, spec.config)
+    return DecoderTask(spec.shape, spec.config.run.seed, spec.config.train.compile)
+
+
+def _model(task: Task, config: Config, place: Place) -> tuple[nn.Module, Parallel]:
+    module = task.build().to(compute_type(config.train.dtype))
+    if place.mesh is not None:
+        _broadcast_given_weights(module)
+    parallel = parallelise(
+        module, config, place.layout, place.mesh, place.device, keyed_randomness=task.keyed_randomness
+    )
+    with torch.no_grad():
+        for name, parameter in parallel.parameters.items():
+            shape, box, part = slice_of(parameter.detach())
+            whole = task.initial(name, torch.Size(shape))
+            if whole is not None:
+                window = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                part.copy_(whole[window])
+    return module, parallel
+
+
+def _broadcast_given_weights(module: nn.Module) -> None:
+    """A user's factory need not be deterministic: all ranks start from what rank 0 made."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            dist.broadcast(tensor.detach(), 0)
+
+
+def _check_replicas(holding: Holding, place: Place) -> None:
+    group = place.axis_group("dp_replicate")
+    if group is not None and (strangers := replicas_agree(holding, group)):
+        raise RunFailed(f"after the load ranks {strangers} hold other weights than their replicas; restart the run")
+
+
+def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStream, EvaluationSet | None]:
+    stream = open_stream(
+        dataset,
+        order=config.data.order,
+        seed=config.run.seed,
+        seq_len=config.train.seq_len,
+        global_batch=config.train.global_batch,
+        micro_batch=spec.batching.size,
+    )
+    if dataset.validation is None:
+        return stream, None
+    windows = EvaluationSet(
+        dataset.validation, config.train.seq_len, spec.batching.size, limit=config.train.eval_samples
+    )
+    return stream, windows

@@ -1,0 +1,23 @@
+"""Which network interface carries an address."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has this IPv4 address, None where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None

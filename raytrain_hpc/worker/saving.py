@@ -1,0 +1,70 @@
+"""One rank's part of a checkpoint: what it writes, when, and how the driver hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.checkpoint.writer import CheckpointWriter
+from raytrain_hpc.config import CheckpointConfig
+from raytrain_hpc.state.holding import Held, Holding
+from raytrain_hpc.state.index import StateIndex, assign_writers
+from raytrain_hpc.worker.control import Record
+from raytrain_hpc.worker.groups import Place
+
+
+class Saver:
+    """Copies this rank's share of the state at a step and writes it behind the next steps.
+
+    Every distinct slice is written by exactly one of the ranks that hold it, balanced by bytes.
+    """
+
+    def __init__(
+        self,
+        holding: Holding,
+        place: Place,
+        store: CheckpointStore,
+        generation: int,
+        config: CheckpointConfig,
+        emit: Callable[[Record], None],
+    ):
+        self._store, self._generation, self._config = store, generation, config
+        self._rank, self._emit = place.rank, emit
+        self._mine = _own_share(holding, place)
+        self._writer = CheckpointWriter(self._report)
+
+    def due(self, step: int) -> bool:
+        """Whether the settings ask for a checkpoint at this step."""
+        return self._config.every > 0 and step % self._config.every == 0
+
+    def save(self, step: int) -> float:
+        """Copy the state of `step` and write it behind the next steps. Returns the seconds the step waited."""
+        path = self._store.staging(step, self._generation) / f"rank-{self._rank:05d}.safetensors"
+        return self._writer.save(self._mine, path, step, wait=not self._config.async_)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self._writer.finish()
+
+    def _report(self, report: Record) -> None:
+        self._emit({"type": "shard", "rank": self._rank, "generation": self._generation, **report})
+
+
+def _own_share(holding: Holding, place: Place) -> list[Held]:
+    index = holding.index()
+    indexes: list[StateIndex] = [index]
+    if place.data_group is not None:
+        gathered: list[dict[str, object] | None] = [None] * place.layout.world
+        dist.all_gather_object(gathered, index.to_json())
+        indexes = [StateIndex.from_json(plain) for plain in gathered if plain is not None]
+    mine = set(assign_writers(indexes)[place.rank if place.data_group is not None else 0])
+    counted: dict[str, int] = {}
+    chosen = []
+    for held in holding:
+        number = counted.get(held.name, 0)
+        counted[held.name] = number + 1
+        if (held.name, number) in mine:
+            chosen.append(held)
+    return chosen

@@ -1,0 +1,97 @@
+"""What is trained: a module, its first weights, and the summed loss of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.errors import ModelError
+from raytrain_hpc.model.decoder import Decoder, loss_sum
+from raytrain_hpc.model.initial import initial_tensor
+from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.state.rng import sample_keys, seed_for
+
+ModelFactory = Callable[[Config], nn.Module]
+LossFunction = Callable[[Any, Tensor], Tensor]
+
+
+class Task(Protocol):
+    """A model and its loss, knowing nothing of ranks."""
+
+    keyed_randomness: bool
+
+    def build(self) -> nn.Module:
+        """The module, on the meta device where `initial` can fill it, else with its first weights."""
+
+    def initial(self, name: str, shape: torch.Size) -> Tensor | None:
+        """The whole first value of a parameter, None where `build` already gave it."""
+
+    def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
+        """Sum of the losses over the valid targets of a microbatch (inputs and targets [b, t], samples [b])."""
+
+
+@dataclass
+class DecoderTask:
+    """The platform's own decoder on next-token prediction."""
+
+    shape: ModelShape
+    seed: int
+    compile: bool = False
+    keyed_randomness: bool = True
+    _loss: Callable[[Tensor, Tensor], Tensor] = field(init=False, default=loss_sum)
+
+    def __post_init__(self) -> None:
+        if self.compile:
+            self._loss = torch.compile(loss_sum)
+
+    def build(self) -> nn.Module:
+        """The decoder without storage; its weights are a function of seed and name."""
+        with torch.device("meta"):
+            return Decoder(self.shape)
+
+    def initial(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Whole first value of the parameter `name`."""
+        return initial_tensor(name, tuple(shape), self.shape, self.seed)
+
+    def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
+        """Cross-entropy summed over the targets; dropout bits come from (seed, step, sample)."""
+        dropping = forward.training and self.shape.dropout > 0
+        keys = sample_keys(self.seed, step, samples) if dropping else None
+        return self._loss(forward(inputs, keys), targets)
+
+
+@dataclass
+class CustomTask:
+    """A user's module and loss. Random bits come from torch's generator, seeded by (seed, step, first sample)."""
+
+    factory: ModelFactory
+    loss_function: LossFunction
+    config: Config
+    keyed_randomness: bool = False
+
+    def build(self) -> nn.Module:
+        """Call the user's factory under the run's seed. Raises ModelError where it gives no module."""
+        torch.manual_seed(seed_for(self.config.run.seed, "model"))
+        module = self.factory(self.config)
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"model: the factory returned {type(module).__name__}; return a torch.nn.Module")
+        if not any(True for _ in module.parameters()):
+            raise ModelError("model: the module has no parameters to train")
+        return module
+
+    def initial(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Nothing: the factory gave the weights."""
+        return None
+
+    def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
+        """The user's loss on the module's output. Raises ModelError where it is not a scalar sum."""
+        torch.manual_seed(seed_for(self.config.run.seed, step, int(samples[0])))
+        value = self.loss_function(forward(inputs), targets)
+        if not isinstance(value, Tensor) or value.ndim != 0:
+            raise ModelError("loss: return a scalar tensor, the sum of the losses over the valid targets")
+        return value
