@@ -1,0 +1,153 @@
+"""What a dataset directory says of itself: `manifest.json`, and the proof that the shards are those it names.
+
+DIR/manifest.json        tokenizer, counts, inputs, and a checksum a shard
+DIR/train-00000.arrow    one uncompressed Arrow IPC file a shard (see shards.py)
+DIR/val-00000.arrow
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.errors import DataError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Input:
+    """One text file that went into a dataset. `name` is the path below the folder given, or the file's own name."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens, relative to the dataset directory."""
+
+    file: str
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of `train` or `val`, in order."""
+
+    tokens: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset. `characters` is None where the inputs were read as bytes (a token each)."""
+
+    tokenizer: dict[str, Any]
+    vocab_size: int
+    dtype: str
+    characters: int | None
+    settings: dict[str, Any]
+    inputs: tuple[Input, ...]
+    splits: dict[str, Split]
+    version: int = VERSION
+
+    @property
+    def dataset_hash(self) -> str:
+        """Identity of the tokens: sha256 over the tokenizer and the checksums of the shards, split by split."""
+        shards = {name: [shard.sha256 for shard in split.shards] for name, split in sorted(self.splits.items())}
+        identity = json.dumps({"tokenizer": self.tokenizer, "shards": shards}, sort_keys=True)
+        return hashlib.sha256(identity.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as JSON values, its dataset hash among them."""
+        return {**asdict(self), "dataset_hash": self.dataset_hash}
+
+
+def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
+    """Read what `Manifest.to_json` wrote. KeyError, TypeError or ValueError where it is not that."""
+    splits = {
+        name: Split(int(split["tokens"]), tuple(Shard(**shard) for shard in split["shards"]))
+        for name, split in data["splits"].items()
+    }
+    manifest = Manifest(
+        tokenizer=dict(data["tokenizer"]),
+        vocab_size=int(data["vocab_size"]),
+        dtype=str(data["dtype"]),
+        characters=data["characters"],
+        settings=dict(data["settings"]),
+        inputs=tuple(Input(**item) for item in data["inputs"]),
+        splits=splits,
+        version=int(data["version"]),
+    )
+    for name, split in splits.items():
+        if split.tokens != sum(shard.tokens for shard in split.shards):
+            raise ValueError(f"the shards of {name} do not add up to its {split.tokens} tokens")
+        if any(Path(shard.file).name != shard.file for shard in split.shards):
+            raise ValueError(f"a shard of {name} lies outside the directory")
+    if data["dataset_hash"] != manifest.dataset_hash:
+        raise ValueError("dataset_hash does not fit the checksums")
+    return manifest
+
+
+def load_manifest(directory: Path | str) -> Manifest:
+    """The manifest of the dataset at `directory`. DataError where there is none or it cannot be read."""
+    directory = Path(directory)
+    path = directory / MANIFEST
+    if not directory.exists():
+        raise DataError(f"{directory}: no such directory; write a dataset with `raytrain-hpc prepare`")
+    if not path.is_file():
+        raise DataError(f"{directory}: not a dataset (no {MANIFEST}); write one with `raytrain-hpc prepare`")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        version = data["version"]
+        if version == VERSION:
+            return manifest_from_json(data)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: damaged ({type(error).__name__}: {reason}); prepare the dataset again") from error
+    raise DataError(f"{path}: version={version!r} is not known here (only {VERSION}); prepare the dataset again")
+
+
+def verify(directory: Path | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
+    """Check the shards against the manifest; return how many bytes had their checksum computed.
+
+    Presence and size of every shard are always checked; checksums of the shards that fit into `limit_bytes` in
+    total, in order (None: of all). DataError naming the first shard that is missing, cut or changed.
+    """
+    directory = Path(directory)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    for shard in shards:
+        path = directory / shard.file
+        if not path.is_file():
+            raise DataError(f"{path}: shard is missing; prepare the dataset again")
+        size = path.stat().st_size
+        if size != shard.bytes:
+            raise DataError(f"{path}: shard has {size} bytes instead of {shard.bytes}; prepare the dataset again")
+    hashed = 0
+    for shard in shards:
+        if limit_bytes is not None and hashed + shard.bytes > limit_bytes:
+            continue
+        if file_sha256(directory / shard.file) != shard.sha256:
+            raise DataError(f"{directory / shard.file}: shard does not match its sha256; prepare the dataset again")
+        hashed += shard.bytes
+    return hashed
+
+
+def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file's content. DataError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error

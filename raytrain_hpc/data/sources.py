@@ -1,0 +1,95 @@
+"""The `data` section of a config, resolved: what is read, how long it is, and who it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.data.builtin import SyntheticTokens, stdlib_dataset
+from raytrain_hpc.data.manifest import Manifest, load_manifest, verify
+from raytrain_hpc.data.shards import TokenArray, TokenSource
+from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json
+from raytrain_hpc.errors import DataError
+
+STDLIB, SYNTHETIC = "stdlib", "synthetic"
+_SYNTHETIC_VAL_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Sources ready to be read. Small, and picklable: it holds paths, not tokens.
+
+    `val` is the validation splits one after the other, unweighted, or None where no source has one. `tokenizer` is
+    None for synthetic tokens. `mixture` describes the sources as JSON values: [{dataset_hash, weight}, ...].
+    """
+
+    train: tuple[TokenSource, ...]
+    val: TokenSource | None
+    weights: tuple[float, ...]
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    dataset_hash: str
+    mixture: tuple[dict[str, Any], ...]
+
+
+def open_dataset(
+    data: DataConfig, *, seed: int, vocab_size: int | None = None, verify_limit_bytes: int | None = 256 << 20
+) -> Dataset:
+    """Open what `data.path` or `data.sources` names: a dataset directory, stdlib or synthetic.
+
+    `vocab_size` is used by synthetic tokens only (None: 256); `seed` too. Checksums of up to `verify_limit_bytes` of
+    each dataset are verified (None: all), sizes always. DataError for a path that is no sound dataset, and for
+    sources that do not share one tokenizer.
+    """
+    sources = list(data.sources) or [SourceConfig(path=data.path)]
+    if any(source.path == SYNTHETIC for source in sources):
+        if len(sources) > 1:
+            raise DataError("data.sources: synthetic tokens share no tokenizer with other sources; use them alone")
+        return _synthetic(256 if vocab_size is None else vocab_size, seed)
+    return _prepared(sources, verify_limit_bytes)
+
+
+def _synthetic(vocab_size: int, seed: int) -> Dataset:
+    train = SyntheticTokens(vocab_size, seed)
+    val = SyntheticTokens(vocab_size, seed + 1, _SYNTHETIC_VAL_TOKENS)
+    identity = train.dataset_hash
+    return Dataset((train,), val, (1.0,), None, vocab_size, identity, _mixture([identity], [1.0]))
+
+
+def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None) -> Dataset:
+    directories = [stdlib_dataset() if s.path == STDLIB else Path(s.path).expanduser() for s in sources]
+    manifests = [load_manifest(directory) for directory in directories]
+    for directory, manifest in zip(directories, manifests, strict=True):
+        if manifest.tokenizer != manifests[0].tokenizer:
+            raise DataError(
+                f"data.sources: {directory} and {directories[0]} have different tokenizers or vocabularies; "
+                "prepare them with the same one"
+            )
+        verify(directory, manifest, limit_bytes=verify_limit_bytes)
+    opened = list(zip(directories, manifests, strict=True))
+    weights = [source.weight for source in sources]
+    hashes = [manifest.dataset_hash for manifest in manifests]
+    return Dataset(
+        train=tuple(TokenArray.open(directory, manifest, "train") for directory, manifest in opened),
+        val=_validation(opened),
+        weights=tuple(weights),
+        tokenizer=tokenizer_from_json(manifests[0].tokenizer),
+        vocab_size=manifests[0].vocab_size,
+        dataset_hash=hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
+        mixture=_mixture(hashes, weights),
+    )
+
+
+def _validation(opened: Sequence[tuple[Path, Manifest]]) -> TokenArray | None:
+    splits = [TokenArray.open(path, manifest, "val") for path, manifest in opened if "val" in manifest.splits]
+    return reduce(add, splits) if splits else None
+
+
+def _mixture(hashes: Sequence[str], weights: Sequence[float]) -> tuple[dict[str, Any], ...]:
+    return tuple({"dataset_hash": h, "weight": float(w)} for h, w in zip(hashes, weights, strict=True))
