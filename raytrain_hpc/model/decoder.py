@@ -1,0 +1,182 @@
+"""The decoder: GPT-2, Llama and anything between the two, as plain math on one rank's tensors.
+
+A block touches only its own parameters and the root's forward only the root's, and there are no buffers: blocks can be
+compiled, recomputed, sharded or built on the meta device one by one, and a checkpoint holds parameters alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain_hpc.errors import ModelError
+from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.state.rng import fold, keyed_dropout
+
+IGNORED = -100  # a target that is no part of the loss
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2]
+
+
+class Decoder(nn.Module):
+    """Tokens to logits. Dropout happens in training mode and where keys are given, and nowhere else."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.positions = nn.Embedding(shape.max_positions, shape.hidden_size) if shape.positions == "learned" else None
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = Norm(shape)
+        self.head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b] from `state.rng.sample_keys`.
+
+        Raises ModelError where t exceeds the learned positions.
+        """
+        if not self.training:
+            keys = None
+        x = self.embedding(tokens)
+        rotary = None
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if self.positions is None:
+            rotary = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta, x.dtype)
+        else:
+            if tokens.shape[1] > self.shape.max_positions:
+                raise ModelError(f"{tokens.shape[1]} tokens: the model has {self.shape.max_positions} positions")
+            x = x + self.positions(positions)
+        if keys is not None:
+            x = keyed_dropout(x, self.shape.dropout, keys)
+        for number, block in enumerate(self.layers, start=1):
+            x = block(x, rotary, None if keys is None else fold(keys, number))
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(x), weight)
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.dropout = shape.dropout
+        self.attention_norm = Norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = Norm(shape)
+        self.mlp: nn.Module = SwiGLU(shape) if shape.activation == "swiglu" else GELU(shape)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, keys: Tensor | None) -> Tensor:
+        """The residual stream [b, t, hidden_size] after this layer; keys int64 [b] are this layer's own."""
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary), keys, 0)
+        return x + self._drop(self.mlp(self.mlp_norm(x)), keys, 1)
+
+    def _drop(self, branch: Tensor, keys: Tensor | None, site: int) -> Tensor:
+        return branch if keys is None else keyed_dropout(branch, self.dropout, keys, site)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; query heads share key-value heads in runs of num_heads / num_kv_heads.
+
+    The rows of `qkv` are the queries of every head, then the keys, then the values, each head by head: GPT-2's order,
+    and Llama's three matrices one below the other. One product measured 8 to 18 % faster than three on CPU.
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.qkv = nn.Linear(shape.hidden_size, shape.hidden_size + 2 * shape.kv_size, bias=shape.bias)
+        self.out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """What attention adds to the residual stream, [b, t, hidden_size]."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if rotary is not None:
+            qk = rotate(qk, rotary)
+        q, k = qk.split([self.heads, self.kv_heads], dim=2)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class GELU(nn.Module):
+    """GPT-2's feed-forward: one product, the tanh form of GELU, one product."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.up = nn.Linear(shape.hidden_size, shape.ffn_size, bias=shape.bias)
+        self.down = nn.Linear(shape.ffn_size, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """Llama's feed-forward (Shazeer 2020, arXiv 2002.05202). Gate and up fused measured no faster on CPU."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden_size, shape.ffn_size, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden_size, shape.ffn_size, bias=shape.bias)
+        self.down = nn.Linear(shape.ffn_size, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Norm(nn.Module):
+    """LayerNorm (with a bias where the model has biases) or RMSNorm, over the last dimension."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.eps, self.centred = shape.norm_eps, shape.norm == "layernorm"
+        self.weight = nn.Parameter(torch.ones(shape.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(shape.hidden_size)) if self.centred and shape.bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised x [..., hidden_size]."""
+        if self.centred:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines [t, 1, head_dim / 2] at positions int64 [t] (Su et al. 2021, arXiv 2104.09864).
+
+    fp64 where dtype is fp64, else fp32: in bf16 neighbouring positions would share an angle.
+    """
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim
+    angles = positions.to(exact)[:, None, None] * theta**-exponent
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the pair (channel i, channel i + head_dim / 2) of each head of x [b, t, heads, head_dim] by its angle.
+
+    This is Hugging Face's half-split order; Meta's own checkpoints pair neighbouring channels.
+    """
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats summed over the targets int64 [b, t] that are not IGNORED, of logits [b, t, vocab_size].
+
+    In fp32, or fp64 where the logits are: a scalar.
+    """
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(exact.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,70 @@
+"""Sampling text from a model, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from raytrain_hpc.errors import ConfigError, DataError
+
+
+def generate(
+    model: Callable[[Tensor], Tensor],
+    prompt: Sequence[int],
+    max_new: int,
+    *,
+    context: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Iterator[int]:
+    """Yield max_new tokens after a prompt, each drawn from the model's logits at the last position.
+
+    model: tokens int64 [1, t] on `device` -> logits [1, t, vocab_size]; it sees at most the last `context` tokens. A
+    Decoder has no dropout here, whatever its mode, because it is given no keys. Temperature 0 takes the likeliest
+    token; top_k keeps the k likeliest (None or 0: all). The same seed gives the same tokens. Raises DataError for an
+    empty prompt, ConfigError for an impossible setting, both at the call.
+    """
+    if not prompt:
+        raise DataError("prompt: needs at least one token")
+    if context < 1:
+        raise ConfigError("context", context, "", "needs at least 1 token")
+    if temperature < 0:
+        raise ConfigError("temperature", temperature, "", "needs 0 or more")
+    if top_k is not None and top_k < 0:
+        raise ConfigError("top_k", top_k, "", "needs 0 (all tokens) or more")
+    return _tokens(model, list(prompt), max_new, context, temperature, top_k or 0, seed, device)
+
+
+def _tokens(
+    model: Callable[[Tensor], Tensor],
+    tokens: list[int],
+    max_new: int,
+    context: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    device: torch.device | str,
+) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(max_new):
+        # Entered anew for each token: around the yield it would switch off gradients in the caller's code.
+        with torch.no_grad():
+            window = torch.tensor([tokens[-context:]], device=device)
+            # Drawn on CPU, where one seed gives the same numbers whatever the device.
+            token = _draw(model(window)[0, -1].float().cpu(), temperature, top_k, generator)
+        tokens.append(token)
+        yield token
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One token from logits fp32 [vocab_size]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.numel():
+        smallest = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

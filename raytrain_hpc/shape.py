@@ -1,0 +1,108 @@
+"""The resolved shape of a model: plain data that the planner and the model both read. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_hpc.config import AUTO, ModelConfig
+from raytrain_hpc.errors import ConfigError
+
+_FFN_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A ModelConfig with nothing left to choose. `dataclasses.asdict` gives it as JSON, `ModelShape(**...)` back."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_size: int
+    max_positions: int  # rows of the learned position table; 0 with rotary positions
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: float
+    activation: Literal["gelu", "swiglu"]
+    positions: Literal["learned", "rotary"]
+    rope_theta: float
+    tie_embeddings: bool
+    bias: bool
+    dropout: float
+    init_std: float
+
+    @property
+    def head_dim(self) -> int:
+        """Channels a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_size(self) -> int:
+        """Channels of all keys, or of all values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        return self.hidden_size * (2 if self.norm == "layernorm" and self.bias else 1)
+
+    def layer_matrix_weights(self) -> int:
+        """Weights of one block's matrix products: queries, keys, values, output, feed-forward; no biases, no norms."""
+        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
+        matrices = 3 if self.activation == "swiglu" else 2
+        return attention + matrices * self.hidden_size * self.ffn_size
+
+    def layer_parameters(self) -> int:
+        """Parameters of one block, all of them."""
+        biases = 0
+        if self.bias:
+            ups = 2 if self.activation == "swiglu" else 1
+            biases = 3 * self.hidden_size + 2 * self.kv_size + ups * self.ffn_size
+        return self.layer_matrix_weights() + biases + 2 * self.norm_parameters
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, exactly; a tied head is counted once."""
+        tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_positions
+        return tables * self.hidden_size + self.num_layers * self.layer_parameters() + self.norm_parameters
+
+
+def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -> ModelShape:
+    """Fill in what the config leaves "auto". vocab_size is the dataset's, None where there is no dataset.
+
+    Raises ConfigError where the vocabulary is known from neither side, or is smaller than the dataset's.
+    """
+    if model.vocab_size == AUTO and vocab_size is None:
+        raise ConfigError("model.vocab_size", AUTO, "", "needs a number where there is no dataset to take it from")
+    vocabulary = int(vocab_size or 0) if model.vocab_size == AUTO else int(model.vocab_size)
+    if vocab_size is not None and vocabulary < vocab_size:
+        remedy = f"the dataset has {vocab_size} tokens; give at least that, or auto"
+        raise ConfigError("model.vocab_size", model.vocab_size, "", remedy)
+    return ModelShape(
+        vocab_size=vocabulary,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_heads if model.num_kv_heads == AUTO else int(model.num_kv_heads),
+        ffn_size=_ffn_size(model),
+        max_positions=seq_len if model.positions == "learned" else 0,
+        norm=model.norm,
+        norm_eps=model.norm_eps,
+        activation=model.activation,
+        positions=model.positions,
+        rope_theta=model.rope_theta,
+        tie_embeddings=model.tie_embeddings,
+        bias=model.bias,
+        dropout=model.dropout,
+        init_std=model.init_std,
+    )
+
+
+def _ffn_size(model: ModelConfig) -> int:
+    if model.ffn_size != AUTO:
+        return int(model.ffn_size)
+    if model.activation == "gelu":
+        return 4 * model.hidden_size
+    # Three matrices of 8/3 h weigh as much as two of 4 h (Shazeer 2020, arXiv 2002.05202).
+    blocks = -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE))
+    return blocks * _FFN_MULTIPLE
