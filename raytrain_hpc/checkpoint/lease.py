@@ -1,0 +1,198 @@
+"""Who may write into a run directory: one driver at a time, by a lease file that every publish is checked against."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from raytrain_hpc.errors import LeaseLost, RunDirectoryError
+
+LEASE = "lease.json"
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """The content of the lease file. `started` is the process's start in clock ticks since boot; `renewed` is unix."""
+
+    generation: int
+    owner: str
+    host: str
+    pid: int
+    started: int
+    renewed: float
+    released: bool
+
+    def same_lease(self, other: _Holder) -> bool:
+        return replace(self, renewed=0.0) == replace(other, renewed=0.0)
+
+
+class Lease:
+    """A driver's right to publish into `directory`, under a generation number that only ever grows."""
+
+    def __init__(self, directory: Path, holder: _Holder) -> None:
+        self.directory = directory
+        self._holder = holder
+
+    @classmethod
+    def acquire(cls, directory: Path, owner: str, *, stale_after: float = 15.0) -> Lease:
+        """Take the directory, which is created if need be, for this process under the name `owner`.
+
+        A lease that was released, or whose process on this host is gone, is taken over at once; one of another host
+        when it was not renewed for `stale_after` seconds. Raises RunDirectoryError where another driver is at work,
+        and where the file cannot be read or written.
+        """
+        directory = Path(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _locked(directory):
+                before = _read(directory)
+                if before is not None and _alive(before, stale_after):
+                    raise RunDirectoryError(
+                        f"another driver ({before.host}, pid {before.pid}) is running in {directory}; "
+                        "stop it or choose another run.dir"
+                    )
+                generation = 1 if before is None else before.generation + 1
+                host, pid = socket.gethostname(), os.getpid()
+                holder = _Holder(generation, owner, host, pid, _start_of(pid) or 0, time.time(), released=False)
+                _write(directory, holder)
+        except OSError as error:
+            raise RunDirectoryError(f"{directory / LEASE} cannot be written: {error.strerror}") from error
+        return cls(directory, holder)
+
+    @property
+    def generation(self) -> int:
+        """The number under which this driver's ranks work now."""
+        return self._holder.generation
+
+    @property
+    def owner(self) -> str:
+        """The name given to `acquire`."""
+        return self._holder.owner
+
+    def check(self) -> None:
+        """Raises LeaseLost where the file names another owner or generation, or is gone."""
+        found = _read(self.directory)
+        if found is None:
+            raise LeaseLost(f"{self.directory / LEASE} is gone; this driver stops publishing")
+        if not found.same_lease(self._holder):
+            raise LeaseLost(
+                f"{self.directory} was taken over by {found.owner} ({found.host}, pid {found.pid}, generation "
+                f"{found.generation}); this driver, {self.owner} of generation {self.generation}, stops publishing"
+            )
+
+    def renew(self) -> None:
+        """Show drivers on other hosts that this one lives. Raises LeaseLost, and RunDirectoryError on a full disk."""
+        self._change(replace(self._holder, renewed=time.time()))
+
+    def next_generation(self) -> int:
+        """Start a new generation in the same driver; ranks of the former one are fenced. Raises as `renew`."""
+        self._change(replace(self._holder, generation=self.generation + 1, renewed=time.time()))
+        return self.generation
+
+    def release(self) -> None:
+        """Let go. The generation number stays in the file, so that the next driver counts on. Raises as `renew`."""
+        self._change(replace(self._holder, released=True))
+
+    def _change(self, holder: _Holder) -> None:
+        try:
+            with _locked(self.directory):
+                self.check()
+                _write(self.directory, holder)
+        except OSError as error:
+            raise RunDirectoryError(f"{self.directory / LEASE} cannot be written: {error.strerror}") from error
+        self._holder = holder
+
+
+def probe_writable(directory: Path) -> None:
+    """Create the directory if need be and prove that a file in it can be written, synced and deleted.
+
+    Raises RunDirectoryError with the system's reason where it cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run.dir {directory} cannot be written: {error.strerror}; choose another run.dir or free it"
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One reader-then-writer at a time. A file system without locks is used without: only the race stays open."""
+    with (directory / f".{LEASE}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+        yield
+
+
+def _read(directory: Path) -> _Holder | None:
+    """The lease file; None where there is none. Raises RunDirectoryError where it is not a lease."""
+    path = directory / LEASE
+    try:
+        return _Holder(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise RunDirectoryError(f"{path} is no lease; delete it if no driver is running: {error}") from error
+
+
+def _write(directory: Path, holder: _Holder) -> None:
+    """Replace the lease file in one step, so that no reader ever sees half of it."""
+    temporary = directory / f".{LEASE}.{holder.pid}"
+    with temporary.open("w") as file:
+        json.dump(asdict(holder), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / LEASE)
+
+
+def _alive(holder: _Holder, stale_after: float) -> bool:
+    if holder.released:
+        return False
+    if holder.host == socket.gethostname():
+        return _start_of(holder.pid) == holder.started
+    return time.time() - holder.renewed < stale_after
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process of this host started, in clock ticks since boot; None where it is gone or a zombie.
+
+    With the pid it names a process for good: pids come back, start times do not.
+    """
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        status = stat.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None if stat.parent.parent.is_dir() else _start_without_proc(pid)
+    # The second field, the name, may itself hold blanks and brackets: count from its last bracket.
+    fields = status.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _start_without_proc(pid: int) -> int | None:
+    """Systems without /proc tell only whether the pid is in use: 0 stands for any start."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0
+    return 0

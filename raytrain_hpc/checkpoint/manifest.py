@@ -1,0 +1,183 @@
+"""What a checkpoint says of itself: `manifest.json`, and the report of each rank that it is put together from.
+
+A checkpoint is a directory of safetensors files under one manifest: plain numbers and plain JSON, so that loading runs
+no code. The manifest is the last file written; a directory without a valid one is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
+from raytrain_hpc.state.index import Box, StateIndex, TensorSlices
+
+MANIFEST = "manifest.json"
+FORMAT = "raytrain-hpc-1"
+
+
+def shard_name(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One box in a shard file. `key` is its name inside the file, `shape` the tensor's global shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """A file that a rank has written and synced. `bytes` is its length, `sha256` the hex digest of its content."""
+
+    file: str
+    bytes: int
+    sha256: str
+    entries: tuple[ShardEntry, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As dicts, lists, strings and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ShardReport:
+        """The inverse of `to_json`."""
+        entries = (
+            ShardEntry(**{**entry, **{key: tuple(entry[key]) for key in ("shape", "offsets", "sizes")}})
+            for entry in data["entries"]
+        )
+        return cls(data["file"], data["bytes"], data["sha256"], tuple(entries))
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be: its length in bytes and the hex SHA-256 of its content."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one box lies: `key` in `file`."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint, by its manifest.
+
+    `parts[name]` is numbered as the boxes of `index[name]`. `meta` is the JSON given when it was published.
+    """
+
+    path: Path
+    step: int
+    generation: int
+    files: Mapping[str, FileSum]
+    index: StateIndex
+    parts: Mapping[str, tuple[Part, ...]]
+    meta: Mapping[str, Any]
+
+
+def combined_index(reports: Sequence[ShardReport]) -> StateIndex:
+    """What these files hold together; boxes in the order of the reports.
+
+    Raises CheckpointError where two entries disagree on a tensor's shape or dtype.
+    """
+    first: dict[str, ShardEntry] = {}
+    boxes: dict[str, list[Box]] = {}
+    for report in reports:
+        for entry in report.entries:
+            known = first.setdefault(entry.name, entry)
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                one, other = (f"{e.dtype} {list(e.shape)}" for e in (known, entry))
+                raise CheckpointError(f"{report.file} holds {entry.name} as {other}, another rank as {one}")
+            boxes.setdefault(entry.name, []).append(Box(entry.offsets, entry.sizes))
+    return StateIndex(TensorSlices(name, e.shape, e.dtype, tuple(boxes[name])) for name, e in first.items())
+
+
+def build_manifest(
+    step: int, generation: int, reports: Sequence[ShardReport], meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The manifest, as JSON, of a checkpoint that consists of these files. Raises TypeError where `meta` is no JSON."""
+    index: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for entry in report.entries:
+            tensor = index.setdefault(entry.name, {"shape": entry.shape, "dtype": entry.dtype, "parts": []})
+            part = {"file": report.file, "key": entry.key, "offsets": entry.offsets, "sizes": entry.sizes}
+            tensor["parts"].append(part)
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "generation": generation,
+        "files": {report.file: {"bytes": report.bytes, "sha256": report.sha256} for report in reports},
+        "index": index,
+        "meta": meta,
+    }
+    # Through JSON once, so that the checksum is that of what a reader will see (keys as strings, tuples as lists).
+    manifest = json.loads(json.dumps(manifest))
+    return {**manifest, "checksum": _checksum(manifest)}
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of everything in the manifest but the checksum itself, so that a flipped bit is seen here too."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> Checkpoint:
+    """The checkpoint in directory `path`, by its manifest alone; the files it names are not touched.
+
+    Raises CheckpointDamaged where the manifest is missing, is no JSON, or does not add up.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path}: {MANIFEST} is missing") from error
+    except OSError as error:
+        raise CheckpointDamaged(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path}: {MANIFEST} is not JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointDamaged(f"{path}: {MANIFEST} is not of format {FORMAT}")
+    if manifest.get("checksum") != _checksum(manifest):
+        raise CheckpointDamaged(f"{path}: {MANIFEST} does not match its own checksum")
+    try:
+        return _checkpoint(path, manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path}: {MANIFEST} is malformed: {error!r}") from error
+
+
+def _checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    files = {name: FileSum(int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"file name {name!r} leaves the directory")
+    parts: dict[str, tuple[Part, ...]] = {}
+    tensors = []
+    for name, entry in manifest["index"].items():
+        parts[name] = tuple(
+            Part(part["file"], part["key"], Box(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"]))))
+            for part in entry["parts"]
+        )
+        if unlisted := {part.file for part in parts[name]} - files.keys():
+            raise ValueError(f"{name} lies in {min(unlisted)}, which is not listed")
+        boxes = tuple(part.box for part in parts[name])
+        tensors.append(TensorSlices(name, tuple(map(int, entry["shape"])), entry["dtype"], boxes))
+    return Checkpoint(
+        path, int(manifest["step"]), int(manifest["generation"]), files, StateIndex(tensors), parts, manifest["meta"]
+    )

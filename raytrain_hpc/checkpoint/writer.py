@@ -1,0 +1,89 @@
+"""A rank's side of a checkpoint: copy the state aside, go on training, write behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raytrain_hpc.checkpoint.shard import write_shard
+from raytrain_hpc.state.holding import Held
+from raytrain_hpc.state.index import Box
+
+
+class CheckpointWriter:
+    """Writes what one rank holds, one checkpoint at a time.
+
+    `report` is called once for every save, from the writing thread, with {"step": N, "shard": a ShardReport as JSON} or
+    {"step": N, "error": text}. A disk that refuses is such an error: an alarm, and the writer goes on. Anything else
+    that goes wrong is reported too, and raised from the next `save` or `finish`.
+    """
+
+    def __init__(self, report: Callable[[dict[str, Any]], None]) -> None:
+        self._report = report
+        self._thread: threading.Thread | None = None
+        self._unexpected: Exception | None = None
+        self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
+
+    def save(self, held: Sequence[Held], path: Path, step: int, *, wait: bool) -> float:
+        """Write these slices to `path`. Returns the seconds the caller was held up.
+
+        When this returns the tensors may change: what is written is what they held when it was called. A write that is
+        still going on is waited for first; with `wait` this one is too.
+        """
+        start = time.monotonic()
+        self.finish()
+        copies = self._copy_aside(held)
+        # A daemon: an interpreter that wants to exit must not hang on a file server that does not answer. A file that
+        # is cut short by that was not reported, and so is never published.
+        self._thread = threading.Thread(
+            target=self._write, args=(copies, path, step), name="checkpoint-writer", daemon=True
+        )
+        self._thread.start()
+        if wait:
+            self.finish()
+        return time.monotonic() - start
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait for the write that is going on, at most `timeout` seconds. Returns whether none is going on any more."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        unexpected, self._unexpected = self._unexpected, None
+        if unexpected is not None:
+            raise unexpected
+        return True
+
+    def _copy_aside(self, held: Sequence[Held]) -> list[Held]:
+        """Copies in host memory that stays allocated from save to save, page-locked where the data is on a GPU."""
+        before, self._buffers = self._buffers, {}
+        copies = []
+        devices = set()
+        for one in held:
+            buffer = before.get((one.name, one.box))
+            if buffer is None or buffer.shape != one.tensor.shape or buffer.dtype != one.tensor.dtype:
+                buffer = torch.empty(one.box.sizes, dtype=one.tensor.dtype, pin_memory=one.tensor.is_cuda)
+            buffer.copy_(one.tensor, non_blocking=one.tensor.is_cuda)
+            if one.tensor.is_cuda:
+                devices.add(one.tensor.device)
+            self._buffers[one.name, one.box] = buffer
+            copies.append(Held(one.name, one.shape, one.dtype, one.box, buffer))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def _write(self, copies: Sequence[Held], path: Path, step: int) -> None:
+        try:
+            outcome: dict[str, Any] = {"step": step, "shard": write_shard(path, copies).to_json()}
+        except OSError as error:
+            outcome = {"step": step, "error": f"{path} cannot be written: {error.strerror or error}"}
+        except Exception as error:
+            self._unexpected = error
+            outcome = {"step": step, "error": f"{path} cannot be written: {error!r}"}
+        self._report(outcome)
