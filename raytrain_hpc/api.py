@@ -17,6 +17,7 @@ from raytrain_hpc.errors import ModelError
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
+    from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.worker.task import LossFunction, ModelFactory
 
 
@@ -30,7 +31,8 @@ def train(
     """Run a training to its end in this call. Ctrl-C and SIGTERM save and stop after the current step.
 
     `model(config)` gives your own `nn.Module` (int64 tokens [b, t] in) and `loss(output, targets)` the *sum* of its
-    losses over the valid targets [b, t] as a scalar; without them the platform's decoder trains. Raises a RaytrainError.
+    losses over the valid targets [b, t] as a scalar; without them the platform's decoder trains. RaytrainErrors are
+    raised with all that a user should know in one line.
     """
     stop = threading.Event()
     supervisor = _supervisor(config, model, loss, quiet, stop)
@@ -97,7 +99,7 @@ class Run:
 
 def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     """Layout, microbatches, bytes and FLOPs a worker, from the settings alone. Loads neither torch nor Ray."""
-    from raytrain_hpc.plan.flops import CONVENTION, flops_per_token
+    from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
     from raytrain_hpc.plan.layout import fixed_world, resolve_batching, resolve_layout
     from raytrain_hpc.plan.memory import state_bytes
     from raytrain_hpc.shape import resolve_shape
@@ -116,13 +118,13 @@ def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
         "parameters": parameters,
         "state_bytes_per_rank": state_bytes(parameters, layout, config.train.dtype, config.train.optimizer),
         "flops_per_token": flops_per_token(shape, config.train.seq_len),
-        "flops_convention": CONVENTION,
+        "flops_convention": CAUSAL_CONVENTION,
     }
 
 
 def _supervisor(
     config: Config, model: ModelFactory | None, loss: LossFunction | None, quiet: bool, stop: threading.Event
-) -> Any:
+) -> Supervisor:
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observe.console import Console
     from raytrain_hpc.worker.spec import CustomModel

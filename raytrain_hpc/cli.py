@@ -101,7 +101,7 @@ def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, val_fraction: flo
     """Turn text files or folders into token shards."""
     from rich.progress import Progress
 
-    from raytrain_hpc.data.manifest import summary
+    from raytrain_hpc.data.inspection import summary
     from raytrain_hpc.data.prepare import prepare as write_dataset
 
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
@@ -140,9 +140,7 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
     from raytrain_hpc.sampling import generate as sample
 
     click.echo(prompt, nl=False)
-    for piece in sample(
-        run_dir, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed
-    ):
+    for piece in sample(run_dir, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed):
         click.echo(piece, nl=False)
     click.echo()
 

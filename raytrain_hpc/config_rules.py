@@ -72,7 +72,7 @@ def _train(config: Config) -> None:
         raise _fail(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
     if t.min_lr != AUTO and float(t.min_lr) > t.lr:
         raise _fail(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
-    if t.warmup > t.steps > 0:
+    if config.origin("train.warmup") and t.warmup > t.steps > 0:
         raise _fail(config, "train.warmup", f"must not exceed train.steps={t.steps}")
     if t.lr_scaling != "none" and t.lr_base_batch == 0:
         raise _fail(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")

@@ -16,7 +16,7 @@ from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
 from raytrain_hpc.shape import ModelShape
-from raytrain_hpc.state.holding import Held, Holding, slice_of
+from raytrain_hpc.state.holding import Held, Holding
 
 
 def generate(
@@ -39,7 +39,9 @@ def generate(
     ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     made: list[int] = []
     shown = ""
-    for token in sample_tokens(model, ids, max_tokens, context=context, temperature=temperature, top_k=top_k, seed=seed):
+    for token in sample_tokens(
+        model, ids, max_tokens, context=context, temperature=temperature, top_k=top_k, seed=seed
+    ):
         made.append(token)
         text = tokenizer.decode(made)
         if text.endswith("\ufffd"):  # a character of several bytes is not complete yet
@@ -67,6 +69,6 @@ def _model(directory: RunDirectory) -> tuple[Decoder, int]:
     with torch.device("meta"):
         model = Decoder(shape).to(dtype)
     model.to_empty(device="cpu")
-    held = [Held(f"model.{name}", *slice_of(p.detach())) for name, p in model.named_parameters()]
+    held = [Held.of(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
     read_pieces(newest, Holding(held))
     return model.eval(), int(newest.meta["seq_len"])

@@ -9,8 +9,9 @@ import json
 import os
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -101,6 +102,29 @@ class Lease:
     def release(self) -> None:
         """Let go. The generation number stays in the file, so that the next driver counts on. Raises as `renew`."""
         self._change(replace(self._holder, released=True))
+
+    @contextlib.contextmanager
+    def kept(self, on_lost: Callable[[], None], *, every: float = 5.0) -> Iterator[None]:
+        """Renew behind what runs inside; `on_lost` is called once where another driver has taken over."""
+        done = threading.Event()
+
+        def keep() -> None:
+            while not done.wait(every):
+                try:
+                    self.renew()
+                except LeaseLost:
+                    on_lost()
+                    return
+                except RunDirectoryError:
+                    continue  # a full disk: the next publish raises the alarm, and drivers on this host see the pid
+
+        thread = threading.Thread(target=keep, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _change(self, holder: _Holder) -> None:
         try:

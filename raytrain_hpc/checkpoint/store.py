@@ -48,18 +48,21 @@ class CheckpointStore:
         return self.root / f"step-{step:08d}"
 
     def staging(self, step: int, generation: int) -> Path:
-        """A new, empty directory for the ranks of this generation to write into.
+        """The directory that the ranks of this generation write into, made by whichever comes first.
 
-        Raises CheckpointError where it cannot be made.
+        Generation numbers only grow, so that no two generations share one. Raises CheckpointError where it cannot be
+        made.
         """
         path = self._staging_path(step, generation)
         try:
-            if path.exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
         return path
+
+    def discard(self, step: int, generation: int) -> None:
+        """Give up an unfinished checkpoint: a rank could not write its part."""
+        shutil.rmtree(self._staging_path(step, generation), ignore_errors=True)
 
     def _staging_path(self, step: int, generation: int) -> Path:
         return self.root / f".staging-{self.path(step).name}-g{generation}"

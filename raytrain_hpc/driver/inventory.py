@@ -17,7 +17,7 @@ def topology(config: Config) -> Topology:
 
     Raises ClusterError where cluster.device=cuda and no node has a GPU.
     """
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     gpus = sum(node["Resources"].get("GPU", 0) for node in alive)
     if config.cluster.device == "cuda" and not gpus:
         raise ClusterError("cluster.device=cuda: no node of the cluster has a GPU; use cluster.device=cpu")

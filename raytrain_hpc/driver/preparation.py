@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import probe_writable
-from raytrain_hpc.checkpoint.store import Checkpoint, CheckpointStore
+from raytrain_hpc.checkpoint.manifest import Checkpoint
+from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.sources import Dataset, open_dataset
-from raytrain_hpc.data.stream import open_stream
+from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, RunDirectoryError
 from raytrain_hpc.observe.profiling import check_profiler
@@ -30,7 +31,8 @@ class PreparedRun:
     custom: CustomModel | None
     directory: RunDirectory
     store: CheckpointStore
-    stored: Batching | None  # how an earlier life of the run cut its batch
+    stream: LocalStream  # for its data state; nothing is read here
+    stored: Batching | None = None  # how an earlier life of the run cut its batch
 
     def layout(self, world: int) -> tuple[Layout, Batching]:
         """Layout and microbatches on `world` ranks."""
@@ -43,7 +45,7 @@ class PreparedRun:
         def of_step(step: int) -> dict[str, Any]:
             return self.identity() | {
                 "microbatches": asdict(batching),
-                "next_sample": step * self.config.train.global_batch,
+                "data_state": self.stream.state(step).to_json(),
             }
 
         return of_step
@@ -71,7 +73,7 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
     world = fixed_world(config)
     if world is not None:
         resolve_batching(config, resolve_layout(config, world))
-    open_stream(
+    stream = open_stream(
         dataset,
         order=config.data.order,
         seed=config.run.seed,
@@ -86,13 +88,12 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
         raise RunDirectoryError(
             f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
         )
-    prepared = PreparedRun(config, shape, dataset, custom, directory, store, None)
+    prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
     newest = newest_checkpoint(store, warn)
     if newest is None:
         return prepared
     _same_run(prepared, newest)
-    stored = Batching(**newest.meta["microbatches"])
-    prepared = PreparedRun(config, shape, dataset, custom, directory, store, stored)
+    prepared = replace(prepared, stored=Batching(**newest.meta["microbatches"]))
     if world is not None:
         prepared.layout(world)
     return prepared

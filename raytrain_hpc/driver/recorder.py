@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
-from raytrain_hpc.checkpoint.shard import ShardReport
+from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.rundir import RunDirectory

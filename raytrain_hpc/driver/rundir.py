@@ -13,7 +13,7 @@ from raytrain_hpc.config_files import write_config
 
 
 class RunDirectory:
-    """`run.dir`: config.yaml, plan.json, workers.json, metrics.jsonl, incidents.jsonl, tb/, checkpoints/, result.json."""
+    """`run.dir`, by the names of its files."""
 
     def __init__(self, path: Path):
         self.path = path

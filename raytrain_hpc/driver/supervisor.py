@@ -13,13 +13,14 @@ from raytrain_hpc.driver.fleet import Fleet, open_fleet
 from raytrain_hpc.driver.preparation import PreparedRun, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
-from raytrain_hpc.errors import RunFailed, WorkerFailed
+from raytrain_hpc.errors import RunDirectoryError, RunFailed, WorkerFailed
 from raytrain_hpc.observe.console import Console, short_count
 from raytrain_hpc.observe.devices import peak_tflops
-from raytrain_hpc.plan.flops import CONVENTION, flops_per_token
+from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
 from raytrain_hpc.plan.memory import state_bytes
 from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
+
 
 class Supervisor:
     """Carries a run through its generations. `stop` may be set from any thread or signal handler."""
@@ -34,11 +35,17 @@ class Supervisor:
         prepared = prepare_run(self._config, self._custom, self._console.line)
         lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
         try:
-            with lease.kept(), open_fleet(self._config) as fleet:
+            with lease.kept(self._stop.set), open_fleet(self._config) as fleet:
                 self._marks["cluster"] = time.time()
                 return self._supervise(prepared, lease, fleet)
         finally:
+            self._release(lease)
+
+    def _release(self, lease: Lease) -> None:
+        try:
             lease.release()
+        except RunDirectoryError as error:  # lost to another driver, or no space left: the run itself has ended
+            self._console.line(f"alarm: {error}")
 
     def _supervise(self, prepared: PreparedRun, lease: Lease, fleet: Fleet) -> Result:
         layout, batching = prepared.layout(fleet.world)
@@ -108,7 +115,9 @@ class Supervisor:
         finally:
             crew.close()
 
-    def _record_failure(self, prepared: PreparedRun, lease: Lease, failure: WorkerFailed, recorder: RunRecorder) -> None:
+    def _record_failure(
+        self, prepared: PreparedRun, lease: Lease, failure: WorkerFailed, recorder: RunRecorder
+    ) -> None:
         self._restarts += 1
         committed = recorder.tally.last.get("step", 0)
         prepared.directory.append_incident(
@@ -125,9 +134,12 @@ class Supervisor:
         )
         if self._restarts > self._config.fault.max_failures:
             raise RunFailed(
-                f"gave up after {self._restarts} failures (fault.max_failures={self._config.fault.max_failures}): {failure}"
+                f"gave up after {self._restarts} failures (fault.max_failures={self._config.fault.max_failures}): "
+                f"{failure}"
             ) from failure
-        self._console.line(f"worker failed: {failure}; restarting from the newest checkpoint (step {committed} reached)")
+        self._console.line(
+            f"worker failed: {failure}; restarting from the newest checkpoint (step {committed} reached)"
+        )
         lease.next_generation()
 
     def _announce(self, prepared: PreparedRun, layout: Layout, batching: Batching) -> None:
@@ -139,7 +151,7 @@ class Supervisor:
             "microbatches": asdict(batching),
             "state_bytes_per_rank": state,
             "flops_per_token": None if self._custom else flops_per_token(shape, train.seq_len),
-            "flops_convention": CONVENTION,
+            "flops_convention": CAUSAL_CONVENTION,
         }
         tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
         prepared.directory.write_start(config, plan, tokenizer)
@@ -152,14 +164,15 @@ class Supervisor:
                 f"model   {short_count(shape.num_parameters())} parameters: {shape.num_layers} layers, width "
                 f"{shape.hidden_size}, {shape.num_heads} heads, vocabulary {shape.vocab_size}; {train.dtype}"
             )
-        line(f"data    {prepared.dataset.describe()}")
+        line(f"data    {_data_line(prepared)}")
         memory = "" if state is None else f"; {state / 2**30:.2f} GiB of state a worker"
         line(f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}")
-        line(f"mfu     counts {CONVENTION}; against the dense peak of observe.peak_tflops={config.observe.peak_tflops}")
+        line(
+            f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
+            f"(observe.peak_tflops={config.observe.peak_tflops})"
+        )
 
-    def _write_workers(
-        self, prepared: PreparedRun, lease: Lease, layout: Layout, infos: list[dict[str, Any]]
-    ) -> None:
+    def _write_workers(self, prepared: PreparedRun, lease: Lease, layout: Layout, infos: list[dict[str, Any]]) -> None:
         keys = ("rank", "pid", "node", "host", "device")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.coordinates(info["rank"])} for info in infos
@@ -203,6 +216,15 @@ class Supervisor:
         for name, end in ends.items():
             parts[name], last = max(0.0, end - last), max(last, end)
         return parts | {"total_s": recorder.tally.first_step_unix - began}
+
+
+def _data_line(prepared: PreparedRun) -> str:
+    data, dataset = prepared.config.data, prepared.dataset
+    name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
+    kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
+    counts = f"{short_count(sum(s.num_tokens for s in dataset.train))} for training"
+    val = "none" if dataset.val is None else short_count(dataset.val.num_tokens)
+    return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"
 
 
 def device_facts(config: Config, device: str) -> DeviceFacts:

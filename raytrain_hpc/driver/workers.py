@@ -49,7 +49,8 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     with connected(config, fixed_world(config) or CPU_WORKERS_BY_DEFAULT):
         cluster = topology(config)
         world = world_size(config, cluster)
-        store = RendezvousStore(ray.util.get_node_ip_address(), config)
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        store = RendezvousStore(host, config)
         yield RayFleet(config, world, cluster, store)
 
 
@@ -124,13 +125,13 @@ class RayWorkers:
     def _reserve(self, shares: list[int]) -> PlacementGroup:
         resource = "GPU" if self._cluster.device == "cuda" else "CPU"
         strategy = "STRICT_SPREAD" if len(shares) > 1 else "PACK"
-        group = placement_group([{resource: share} for share in shares], strategy=strategy)
+        group: PlacementGroup = placement_group([{resource: share} for share in shares], strategy=strategy)
         self._shares = shares
         if not group.wait(self._config.cluster.start_timeout):
             remove_placement_group(group)
             raise ClusterError(
-                f"cluster.start_timeout={self._config.cluster.start_timeout:g}: {sum(shares)} free {resource} slots did "
-                "not turn up; other jobs hold them (see `ray status`)"
+                f"cluster.start_timeout={self._config.cluster.start_timeout:g}: {sum(shares)} free {resource} slots "
+                "did not turn up; other jobs hold them (see `ray status`)"
             )
         return group
 

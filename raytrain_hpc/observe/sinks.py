@@ -13,7 +13,7 @@ class JsonlSink:
 
     def __init__(self, path: Path):
         # A kill can leave a line without its end: start on a new one.
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes()[-1:] == b"\n"
+        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
         self._file: IO[str] = path.open("a")
         if torn:
             self._file.write("\n")

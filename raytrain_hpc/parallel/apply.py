@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

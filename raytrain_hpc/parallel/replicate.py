@@ -32,7 +32,8 @@ class Replicated:
         self._ddp = DistributedDataParallel(
             module, process_group=group, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, init_sync=False
         )
-        self._ddp.register_comm_hook(group, _sum_bucket)
+        # A lambda: DDP reads annotations of the hook as objects, and here they are strings.
+        self._ddp.register_comm_hook(group, lambda g, bucket: _sum_bucket(g, bucket))
         self.forward: nn.Module = self._ddp
 
     @contextmanager

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.worker.spec import WorkerSpec
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]
 class WorkerActor:
     """Runs the loop in its own thread of calls; the control group answers while the loop is busy."""
 
@@ -37,7 +37,7 @@ class WorkerActor:
         from raytrain_hpc.worker.groups import use_interface
         from raytrain_hpc.worker.network import interface_of
 
-        address = ray.util.get_node_ip_address()
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         chosen = interface_of(address) if interface == "auto" else interface
         if chosen is not None:
             use_interface(chosen)

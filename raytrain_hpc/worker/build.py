@@ -1,4 +1,4 @@
-"""Puts one rank together: groups, model, weights, optimizer, data, checkpoint. Each part is built once and passed on."""
+"""Puts one rank together: groups, model, weights, optimizer, data, checkpoint; each part built once, passed on."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raytrain_hpc.checkpoint.manifest import read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
+from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.sources import Dataset, open_dataset
-from raytrain_hpc.data.stream import EvaluationSet, LocalStream, open_stream
+from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, parallelise
-from raytrain_hpc.state.holding import Held, Holding, replicas_agree, slice_of
+from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
@@ -42,7 +44,7 @@ def build_trainer(
     holding = state_of(module, parallel, optimizer)
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     if spec.resume_step is not None:
-        read_pieces(store.open(spec.resume_step), holding)
+        read_pieces(read_manifest(store.path(spec.resume_step)), holding)
         optimizer.set_steps(spec.resume_step)
     _check_replicas(holding, place)
     marks["model"] = time.time()
@@ -68,19 +70,17 @@ def build_trainer(
 
 def state_of(module: nn.Module, parallel: Parallel, optimizer: Optimizer) -> Holding:
     """What this rank holds of the training state: weights, persistent buffers, optimizer moments."""
-    held: list[Held] = []
-    boxes = {}
-    for name, parameter in parallel.parameters.items():
-        shape, box, part = slice_of(parameter.detach())
-        boxes[name] = (shape, box)
-        held.append(Held.of(f"model.{name}", shape, box, part))
+    held = [Held.of(f"model.{name}", parameter.detach()) for name, parameter in parallel.parameters.items()]
+    weights = {one.name: one for one in held}
     buffers = dict(module.named_buffers())
     for name in module.state_dict():
         if name in buffers:  # the persistent ones; a second name of a tied weight is no buffer
-            held.append(Held.of(f"model.{name}", *slice_of(buffers[name])))
+            held.append(Held.of(f"model.{name}", buffers[name]))
     for kind, moments in optimizer.moments.items():
         for name, moment in moments.items():
-            held.append(Held.of(f"optimizer.{kind}.{name}", *boxes[name], moment))
+            weight = weights[f"model.{name}"]
+            dtype = dtype_name(moment.dtype)
+            held.append(Held(f"optimizer.{kind}.{name}", weight.shape, dtype, weight.box, moment))
     return Holding(held)
 
 
@@ -129,8 +129,8 @@ def _broadcast_given_weights(module: nn.Module) -> None:
 
 def _check_replicas(holding: Holding, place: Place) -> None:
     group = place.axis_group("dp_replicate")
-    if group is not None and (strangers := replicas_agree(holding, group)):
-        raise RunFailed(f"after the load ranks {strangers} hold other weights than their replicas; restart the run")
+    if group is not None and (strangers := replicas_that_differ(holding, group, place.device)):
+        raise RunFailed(f"after the load replicas {strangers} hold other weights than the majority; restart the run")
 
 
 def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStream, EvaluationSet | None]:
@@ -142,9 +142,7 @@ def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStre
         global_batch=config.train.global_batch,
         micro_batch=spec.batching.size,
     )
-    if dataset.validation is None:
+    if dataset.val is None:
         return stream, None
-    windows = EvaluationSet(
-        dataset.validation, config.train.seq_len, spec.batching.size, limit=config.train.eval_samples
-    )
+    windows = EvaluationSet(dataset.val, config.train.seq_len, spec.batching.size, limit=config.train.eval_samples)
     return stream, windows

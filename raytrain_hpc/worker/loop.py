@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.config import Config
-from raytrain_hpc.data.stream import EvaluationSet, LocalStream, Microbatch
+from raytrain_hpc.data.evaluation import EvaluationSet
+from raytrain_hpc.data.stream import LocalStream, Microbatch
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, autocast
@@ -54,7 +55,7 @@ class Trainer:
     stop_requested: Callable[[], bool]
 
     def run(self, first: int, steps_to: int) -> str:
-        """Train from `first` committed steps to `steps_to`. Returns "done" or "stopped"; either way the state is saved."""
+        """Train from `first` committed steps to `steps_to` and save. Returns "done" or "stopped"."""
         stopped = False
         step = first
         while step < steps_to and not stopped:
@@ -100,8 +101,8 @@ class Trainer:
         result = StepResult(loss_sum / tokens, float(norm), stop > 0, data_s)
         if not (abs(result.loss) < float("inf") and result.grad_norm < float("inf")):
             raise RunFailed(
-                f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm}: not finite; lower train.lr, "
-                "check the data, or use train.dtype=fp32. The newest checkpoint is from before this step"
+                f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm}: not finite; lower "
+                "train.lr, check the data, or use train.dtype=fp32. The newest checkpoint is from before this step"
             )
         return result
 
@@ -125,7 +126,7 @@ class Trainer:
                     totals[1] += batch.valid_tokens
         self._sum_over_data_ranks(totals)
         loss_sum, tokens = totals.tolist()
-        return loss_sum / tokens
+        return float(loss_sum / tokens)
 
     def _loss(self, batch: Microbatch, step: int) -> Tensor:
         inputs, targets, samples = (

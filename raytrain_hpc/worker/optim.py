@@ -38,9 +38,7 @@ class Optimizer:
             self._torch = torch.optim.SGD(groups, lr=0.0) if groups else None
             return
         if groups:
-            self._torch = torch.optim.AdamW(
-                groups, lr=0.0, betas=(train.beta1, train.beta2), eps=train.eps, fused=True
-            )
+            self._torch = torch.optim.AdamW(groups, lr=0.0, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
         for kind in ("exp_avg", "exp_avg_sq"):
             self.moments[kind] = {name: torch.zeros_like(s) for name, s in self._slices.items()}
         self.set_steps(0)

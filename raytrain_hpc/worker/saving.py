@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.writer import CheckpointWriter
 from raytrain_hpc.config import CheckpointConfig
@@ -41,7 +42,7 @@ class Saver:
 
     def save(self, step: int) -> float:
         """Copy the state of `step` and write it behind the next steps. Returns the seconds the step waited."""
-        path = self._store.staging(step, self._generation) / f"rank-{self._rank:05d}.safetensors"
+        path = self._store.staging(step, self._generation) / shard_name(self._rank)
         return self._writer.save(self._mine, path, step, wait=not self._config.async_)
 
     def finish(self) -> None:

@@ -43,11 +43,10 @@ class DecoderTask:
     seed: int
     compile: bool = False
     keyed_randomness: bool = True
-    _loss: Callable[[Tensor, Tensor], Tensor] = field(init=False, default=loss_sum)
+    _loss: Callable[[Tensor, Tensor], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.compile:
-            self._loss = torch.compile(loss_sum)
+        self._loss = torch.compile(loss_sum) if self.compile else loss_sum
 
     def build(self) -> nn.Module:
         """The decoder without storage; its weights are a function of seed and name."""
@@ -56,7 +55,7 @@ class DecoderTask:
 
     def initial(self, name: str, shape: torch.Size) -> Tensor | None:
         """Whole first value of the parameter `name`."""
-        return initial_tensor(name, tuple(shape), self.shape, self.seed)
+        return initial_tensor(self.shape, name, shape, self.seed)
 
     def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
         """Cross-entropy summed over the targets; dropout bits come from (seed, step, sample)."""
