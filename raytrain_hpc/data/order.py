@@ -149,8 +149,8 @@ class Order:
         """
         key = derive_key(self.seed, "random", microbatch)
         draws = 2 * (np.int64(step) * count + np.arange(count, dtype=np.int64))
-        # The top ten bits of a word pick one of the BLOCK entries of the even deal: the weights of a mixture block.
-        source = self._even[(random_words(key, draws) >> np.uint64(54)).astype(np.int64)]
+        # An entry of the even deal, drawn at random, has the weights of a mixture block.
+        source = self._even[(random_words(key, draws) % np.uint64(BLOCK)).astype(np.int64)]
         # Modulo of 64 bits: for 2**40 starts no start is likelier than another by more than one part in 2**24.
         spans = np.array(self._offsets, dtype=np.uint64)[source]
         return source, (random_words(key, draws + 1) % spans).astype(np.int64)

@@ -252,6 +252,7 @@ def _write_splits(
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its place when the block ends well, and vanishes otherwise."""
+    out = Path(os.path.abspath(out))  # "." has no name and no parent of its own
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     partial.mkdir()

@@ -1,0 +1,225 @@
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import raytrain_hpc.data.prepare as prepare_module
+from raytrain_hpc.data.inspection import describe, summary
+from raytrain_hpc.data.manifest import load_manifest, verify
+from raytrain_hpc.data.prepare import prepare, split_sizes
+from raytrain_hpc.data.shards import ShardWriter, TokenArray
+from raytrain_hpc.data.tokenizer import tokenizer_from_json
+from raytrain_hpc.errors import DataError
+
+TEXT = "Ein Fluß, 中文 und 😀.\r\nNeue Zeile\n" * 40
+
+
+def tokens_of(directory):
+    """All tokens of a dataset, split by split."""
+    manifest = load_manifest(directory)
+    arrays = {name: TokenArray.open(directory, manifest, name) for name in manifest.splits}
+    return {name: array.read(np.array([0]), array.num_tokens)[0] for name, array in arrays.items()}
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+def test_tinyshakespeare_gives_nanogpts_counts(tmp_path):
+    found = [p / "shared/data/tinyshakespeare.txt" for p in Path(__file__).resolve().parents]
+    text = next((p for p in found if p.is_file()), None)
+    if text is None:
+        pytest.skip("shared/data/tinyshakespeare.txt is in no folder above; the same logic is tested on generated text")
+    manifest = prepare([text], tmp_path / "out", tokenizer="char")
+    assert summary(manifest) == "1,115,394 characters, vocabulary 65, 1,003,854 train and 111,540 validation tokens"
+    data = text.read_text()
+    chars = sorted(set(data))
+    assert tokens_of(tmp_path / "out")["val"].tolist() == [chars.index(c) for c in data[int(len(data) * 0.9) :]]
+
+
+def test_characters_split_as_nanogpt_does(tmp_path, text_file):
+    manifest = prepare([text_file], tmp_path / "out", tokenizer="char")
+    chars = sorted(set(TEXT))
+    ids = [chars.index(c) for c in TEXT]
+    cut = int(len(ids) * 0.9)
+    stored = tokens_of(tmp_path / "out")
+    assert stored["train"].tolist() == ids[:cut]
+    assert stored["val"].tolist() == ids[cut:]
+    assert (manifest.characters, manifest.vocab_size) == (len(TEXT), len(chars))
+    assert load_manifest(tmp_path / "out") == manifest
+
+
+def test_the_split_point_is_exact():
+    for total in [*range(20, 3000), 1_115_394, 10**12]:
+        assert split_sizes(total, 0.1)["train"] == int(total * 0.9) == total * 9 // 10
+        assert split_sizes(total, 0.9)["train"] == total // 10
+    assert split_sizes(7, 0.0) == {"train": 7}
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 1 << 20])
+def test_characters_may_lie_across_blocks(tmp_path, text_file, monkeypatch, block):
+    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", block)
+    manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=100)
+    decoded = tokenizer_from_json(manifest.tokenizer).decode(np.concatenate(list(tokens_of(tmp_path / "out").values())))
+    assert decoded == TEXT
+
+
+def test_bytes_are_taken_as_they_are(tmp_path):
+    raw = bytes(range(256)) * 3
+    (tmp_path / "raw.bin").write_bytes(raw)
+    manifest = prepare([tmp_path / "raw.bin"], tmp_path / "out", val_fraction=0.25)
+    assert summary(manifest) == "768 bytes, vocabulary 256, 576 train and 192 validation tokens"
+    assert bytes(np.concatenate(list(tokens_of(tmp_path / "out").values())).tolist()) == raw
+
+
+def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path):
+    for name, text in [("b.txt", "2"), ("a/z.txt", "1"), ("a.txt", "0"), ("c/empty.txt", ""), ("c/d.txt", "33")]:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    manifest = prepare([tmp_path / "in"], tmp_path / "out", val_fraction=0)
+    assert bytes(tokens_of(tmp_path / "out")["train"].tolist()) == b"01233"
+    assert [i.name for i in manifest.inputs] == ["a.txt", "a/z.txt", "b.txt", "c/d.txt", "c/empty.txt"]
+    assert list(manifest.splits) == ["train"]
+
+
+def test_progress_ends_at_its_total(tmp_path, text_file):
+    seen = []
+    prepare([text_file], tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    size = text_file.stat().st_size
+    assert seen[-1] == (2 * size, 2 * size)
+    assert seen == sorted(seen)
+
+
+def test_the_hash_depends_on_content_alone(tmp_path, text_file):
+    (tmp_path / "copy.txt").write_bytes(text_file.read_bytes())
+    first = prepare([text_file], tmp_path / "a").dataset_hash
+    assert prepare([tmp_path / "copy.txt"], tmp_path / "b").dataset_hash == first
+    assert prepare([text_file], tmp_path / "c", tokenizer="char").dataset_hash != first
+    (tmp_path / "copy.txt").write_bytes(text_file.read_bytes()[:-1] + b"!")
+    assert prepare([tmp_path / "copy.txt"], tmp_path / "d").dataset_hash != first
+
+
+def test_the_same_dataset_is_reused_and_another_is_never_overwritten(tmp_path, text_file, monkeypatch):
+    first = prepare([text_file], tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardWriter, "append", None)  # writing again would fail
+        assert prepare([text_file], tmp_path / "out") == first
+    for change in ({"tokenizer": "char"}, {"val_fraction": 0.2}, {"shard_tokens": 50}):
+        with pytest.raises(DataError, match="other inputs or settings"):
+            prepare([text_file], tmp_path / "out", **change)
+    text_file.write_text("something else")
+    with pytest.raises(DataError, match="other inputs or settings"):
+        prepare([text_file], tmp_path / "out")
+    verify(tmp_path / "out", first)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("No space left on device")])
+def test_an_interrupted_prepare_leaves_nothing(tmp_path, text_file, monkeypatch, interruption):
+    append, calls = ShardWriter.append, []
+
+    def fail_later(self, tokens):
+        calls.append(len(list(tmp_path.glob(".out.*/*.arrow"))))
+        if calls[-1] >= 2:
+            raise interruption
+        append(self, tokens)
+
+    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(ShardWriter, "append", fail_later)
+    with pytest.raises((KeyboardInterrupt, DataError)):
+        prepare([text_file], tmp_path / "out", shard_tokens=100)
+    assert calls[-1] == 2  # shards had been written
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_several_at_once_agree(tmp_path, text_file):
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(prepare([text_file], tmp_path / "out"))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len({m.dataset_hash for m in results}) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file):
+    def grow(done, total):
+        if done == total // 2:
+            text_file.write_bytes(TEXT.encode() + b"more")
+
+    with pytest.raises(DataError, match="changed while it was prepared"):
+        prepare([text_file], tmp_path / "out", progress=grow)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 4, 61])
+@pytest.mark.parametrize("bad", [b"\xff", b"\xe4\xb8", b"\xe4\xb8x"])
+def test_text_that_is_not_utf8_names_the_byte(tmp_path, monkeypatch, prefix, bad):
+    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", 4)
+    raw = b"a" * prefix + bad
+    (tmp_path / "latin.txt").write_bytes(raw)
+    with pytest.raises(UnicodeDecodeError) as expected:
+        raw.decode()
+    with pytest.raises(DataError, match=rf"latin.txt: byte {expected.value.start} is not UTF-8") as error:
+        prepare([tmp_path / "latin.txt"], tmp_path / "out", tokenizer="char")
+    assert "\n" not in str(error.value)
+
+
+def test_inputs_and_settings_that_cannot_be_used(tmp_path, text_file):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    out = tmp_path / "out"
+    cases = [
+        ([tmp_path / "nowhere.txt"], {}, "nowhere.txt: no such file"),
+        ([tmp_path / "empty.txt"], {}, "empty.txt: the file is empty"),
+        ([tmp_path / "folder"], {}, "folder: the folder has no files"),
+        ([], {}, "nothing to prepare"),
+        ([text_file], {"val_fraction": 1.0}, "val_fraction=1.0"),
+        ([text_file], {"val_fraction": -0.1}, "val_fraction=-0.1"),
+        ([text_file], {"val_fraction": 0.0001}, "left for val"),
+        ([text_file], {"val_fraction": 0.9999}, "left for train"),
+        ([text_file], {"shard_tokens": 0}, "shard_tokens=0"),
+        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': known are byte, char"),
+    ]
+    for inputs, settings, message in cases:
+        with pytest.raises(DataError, match=message):
+            prepare(inputs, out, **settings)
+    (tmp_path / "folder" / "empty").touch()
+    with pytest.raises(DataError, match="hold no text"):
+        prepare([tmp_path / "folder"], out)
+    assert not out.exists()
+
+
+def test_targets_that_cannot_be_used(tmp_path, text_file):
+    with pytest.raises(DataError, match="text.txt: is a file"):
+        prepare([text_file], text_file)
+    (tmp_path / "mine").mkdir()
+    prepare([text_file], tmp_path / "mine")  # an empty directory may be filled
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").touch()
+    with pytest.raises(DataError, match="holds other files"):
+        prepare([text_file], tmp_path / "other")
+    with pytest.raises(DataError, match="cannot be written"):
+        prepare([text_file], text_file / "below")
+
+
+def test_the_current_directory_may_be_filled(tmp_path, text_file, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    prepare([text_file], ".")
+    verify(tmp_path / "here", load_manifest(tmp_path / "here"))
+
+
+def test_description(tmp_path, text_file):
+    manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=500)
+    text = describe(tmp_path / "out")
+    assert summary(manifest) in text
+    assert manifest.dataset_hash in text
+    assert "  | Ein Fluß, 中文 und 😀.\\r\n" in text

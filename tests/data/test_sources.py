@@ -1,0 +1,141 @@
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.data.builtin import SyntheticTokens, default_cache, stdlib_dataset
+from raytrain_hpc.data.manifest import load_manifest
+from raytrain_hpc.data.prepare import prepare
+from raytrain_hpc.data.sources import open_dataset
+from raytrain_hpc.errors import DataError
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    def write(name, text, **settings):
+        (tmp_path / f"{name}.txt").write_text(text)
+        prepare([tmp_path / f"{name}.txt"], tmp_path / name, **settings)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory):
+    return stdlib_dataset(tmp_path_factory.mktemp("cache"))
+
+
+def test_a_directory(prepared):
+    path = prepared("a", "hello world " * 20, tokenizer="char")
+    dataset = open_dataset(DataConfig(path=str(path)), seed=1)
+    assert dataset.vocab_size == 8
+    assert dataset.tokenizer.decode(dataset.train[0].read(np.array([6]), 5)[0]) == "world"
+    assert dataset.val.num_tokens == 24
+    assert dataset.dataset_hash == load_manifest(path).dataset_hash
+    assert dataset.mixture == ({"dataset_hash": dataset.dataset_hash, "weight": 1.0},)
+
+
+def test_without_a_validation_split(prepared):
+    assert open_dataset(DataConfig(path=str(prepared("a", "text", val_fraction=0))), seed=1).val is None
+
+
+def test_a_mixture(prepared):
+    paths = [prepared("a", "a" * 100), prepared("b", "b" * 50), prepared("c", "c" * 10, val_fraction=0)]
+    sources = [SourceConfig(str(path), weight) for path, weight in zip(paths, (1, 2, 3), strict=True)]
+    dataset = open_dataset(DataConfig(sources=sources), seed=1)
+    assert [t.num_tokens for t in dataset.train] == [90, 45, 10]
+    assert dataset.weights == (1, 2, 3)
+    assert bytes(dataset.val.read(np.array([0]), 15)[0].tolist()) == b"a" * 10 + b"b" * 5
+    swapped = open_dataset(DataConfig(sources=sources[::-1]), seed=1)
+    assert len({dataset.dataset_hash, swapped.dataset_hash, load_manifest(paths[0]).dataset_hash}) == 3
+
+
+def test_mixtures_need_one_tokenizer(prepared):
+    sources = [SourceConfig(str(prepared(name, name * 100, tokenizer="char")), 1) for name in "ab"]
+    with pytest.raises(DataError, match="different tokenizers"):
+        open_dataset(DataConfig(sources=sources), seed=1)
+    with pytest.raises(DataError, match="use them alone"):
+        open_dataset(DataConfig(sources=[sources[0], SourceConfig("synthetic", 1)]), seed=1)
+
+
+def test_damage_is_found_on_opening(prepared):
+    path = prepared("a", "a" * 5000)
+    raw = bytearray((path / "train-00000.arrow").read_bytes())
+    raw[3000] ^= 4
+    (path / "train-00000.arrow").write_bytes(raw)
+    with pytest.raises(DataError, match="does not match its sha256"):
+        open_dataset(DataConfig(path=str(path)), seed=1)
+    open_dataset(DataConfig(path=str(path)), seed=1, verify_limit_bytes=0)
+    with pytest.raises(DataError, match="no such directory"):
+        open_dataset(DataConfig(path=str(path / "nowhere")), seed=1)
+
+
+def test_synthetic_tokens_are_a_uniform_function_of_position():
+    tokens = SyntheticTokens(100, seed=3)
+    far = tokens.num_tokens - 50_000
+    read = tokens.read(np.array([0, far]), 50_000)
+    assert np.array_equal(read[1, 700:900], SyntheticTokens(100, seed=3).read(np.array([far + 700]), 200)[0])
+    counts = np.bincount(read.ravel(), minlength=100)
+    assert counts.size == 100
+    assert abs(((counts - 1000) ** 2 / 1000).mean() - 1) < 0.5
+    assert abs(np.corrcoef(read[0, 1:], read[0, :-1])[0, 1]) < 0.02
+    assert (tokens.read(np.array([0]), 100) != SyntheticTokens(100, seed=4).read(np.array([0]), 100)).mean() > 0.9
+    for start in (-1, tokens.num_tokens - 4):
+        with pytest.raises(DataError, match="leaves the"):
+            tokens.read(np.array([start]), 5)
+
+
+def test_the_synthetic_dataset():
+    dataset = open_dataset(DataConfig(path="synthetic"), seed=1, vocab_size=1000)
+    assert (dataset.vocab_size, dataset.tokenizer, len(dataset.train)) == (1000, None, 1)
+    assert open_dataset(DataConfig(path="synthetic"), seed=1).vocab_size == 256
+    assert open_dataset(DataConfig(path="synthetic"), seed=2, vocab_size=1000).dataset_hash != dataset.dataset_hash
+    assert dataset.val.num_tokens < 1 << 20
+
+
+def test_the_standard_library_is_source_text_without_tests(stdlib):
+    manifest = load_manifest(stdlib)
+    names = [item.name for item in manifest.inputs]
+    assert {"argparse.py", "dataclasses.py"} <= set(names)
+    assert names != sorted(names)
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "argparse.py").stat().st_size in [i.bytes for i in manifest.inputs if i.name == "argparse.py"]
+    assert not any(name.startswith("test_") for name in names)
+    total = sum(split.tokens for split in manifest.splits.values())
+    assert manifest.splits["val"].tokens == total - total * 9 // 10
+    assert sum(item.bytes for item in manifest.inputs) == total > 5_000_000
+
+
+def test_the_standard_library_is_prepared_once(stdlib):
+    before = (stdlib / "manifest.json").stat().st_mtime_ns
+    assert stdlib_dataset(stdlib.parent) == stdlib
+    assert (stdlib / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_processes_may_ask_for_the_standard_library_at_once(tmp_path):
+    program = "from raytrain_hpc.data.builtin import stdlib_dataset; print(stdlib_dataset())"
+    environment = {**os.environ, "RAYTRAIN_CACHE": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    printed = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [str(path) for path in tmp_path.iterdir()] == list(printed)
+
+
+def test_where_the_cache_lies(monkeypatch):
+    monkeypatch.delenv("RAYTRAIN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert default_cache() == Path("/x/raytrain_hpc")
+    monkeypatch.setenv("RAYTRAIN_CACHE", "/y")
+    assert default_cache() == Path("/y")
+    monkeypatch.delenv("RAYTRAIN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_cache() == Path("/home/someone/.cache/raytrain_hpc")

@@ -1,0 +1,59 @@
+import json
+
+import numpy as np
+import pytest
+
+from raytrain_hpc.data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer, tokenizer_from_json
+from raytrain_hpc.errors import DataError
+
+TEXT = "naïve 中文 😀\r\n\ttail"
+
+
+def test_bytes_are_utf8():
+    ids = ByteTokenizer().encode(TEXT)
+    assert ids.dtype == np.int64
+    assert bytes(ids.tolist()) == TEXT.encode()
+    assert ByteTokenizer().decode(ids) == TEXT
+    assert ByteTokenizer().decode([0xFF, 65]) == "\ufffdA"
+
+
+def test_bytes_of_an_undecodable_command_line_come_through():
+    assert ByteTokenizer().encode(b"a\xff".decode("utf-8", "surrogateescape")).tolist() == [97, 255]
+
+
+def test_characters_are_numbered_in_sorted_order():
+    chars = sorted(set(TEXT))
+    tokenizer = build_tokenizer("char", [TEXT[:5], TEXT[5:]])
+    assert tokenizer.vocab_size == len(chars)
+    assert tokenizer.encode(TEXT).tolist() == [chars.index(c) for c in TEXT]
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode("").tolist() == []
+
+
+@pytest.mark.parametrize("unknown", ["z", "\U0010ffff", "\x00"])
+def test_an_unknown_character_is_named(unknown):
+    with pytest.raises(DataError, match=r"position 1"):
+        CharTokenizer("abc").encode("a" + unknown)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("hello 😀")])
+def test_json_round_trip(tokenizer):
+    again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+    assert again.name == tokenizer.name
+    assert again.vocab_size == tokenizer.vocab_size
+    assert again.encode("hello").tolist() == tokenizer.encode("hello").tolist()
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for ids in ([3], [-1]):
+        with pytest.raises(DataError, match="outside the vocabulary of 3"):
+            CharTokenizer("abc").decode(ids)
+
+
+def test_what_cannot_be_built_names_what_can():
+    with pytest.raises(DataError, match="byte, char"):
+        build_tokenizer("word", [])
+    with pytest.raises(DataError, match="byte, char"):
+        tokenizer_from_json({"name": "word"})
+    with pytest.raises(DataError, match="needs text"):
+        build_tokenizer("char", [])
