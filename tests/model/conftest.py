@@ -1,0 +1,46 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from raytrain_hpc.config import ModelConfig
+from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.shape import ModelShape, resolve_shape
+
+GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "tie_embeddings": False}
+TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny() -> Callable[..., ModelShape]:
+    """A tiny shape of a family ("gpt2", "llama"), with model keys on top."""
+
+    def make(family: str, **keys: object) -> ModelShape:
+        config = ModelConfig(**{**TINY, **(GPT2 if family == "gpt2" else LLAMA), **keys})
+        return resolve_shape(config, vocab_size=19, seq_len=12)
+
+    return make
+
+
+@pytest.fixture
+def random_decoder() -> Callable[..., Decoder]:
+    """A decoder with every parameter drawn at random, norms and biases too, so that none can be left out unseen."""
+
+    def make(shape: ModelShape, dtype: torch.dtype = torch.float64) -> Decoder:
+        torch.manual_seed(0)
+        decoder = Decoder(shape).to(dtype)
+        with torch.no_grad():
+            for name, parameter in decoder.named_parameters():
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+        return decoder
+
+    return make

@@ -1,0 +1,73 @@
+"""The decoder written a second time, in numpy, from the papers' formulas, head by head and position by position."""
+
+import math
+
+import numpy as np
+
+from raytrain_hpc.shape import ModelShape
+
+Weights = dict[str, np.ndarray]
+
+
+def reference_logits(shape: ModelShape, weights: Weights, tokens: list[int]) -> np.ndarray:
+    """Logits [t, vocab_size] in float64 of one sequence, without dropout."""
+    x = weights["embedding.weight"][tokens]
+    if shape.positions == "learned":
+        x = x + weights["positions.weight"][: len(tokens)]
+    for layer in range(shape.num_layers):
+        part = {name.removeprefix(f"layers.{layer}."): w for name, w in weights.items()}
+        x = x + _attention(shape, part, _norm(shape, part, "attention_norm", x))
+        x = x + _feed_forward(shape, part, _norm(shape, part, "mlp_norm", x))
+    x = _norm(shape, weights, "norm", x)
+    return x @ weights["embedding.weight" if shape.tie_embeddings else "head.weight"].T
+
+
+def _norm(shape: ModelShape, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    if shape.norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + shape.norm_eps)
+    return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
+
+
+def _linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+
+
+def _rotate(shape: ModelShape, head: np.ndarray) -> np.ndarray:
+    """Channels i and i + d/2 as a complex number, turned by position * theta^(-2i/d)."""
+    if shape.positions != "rotary":
+        return head
+    half = head.shape[1] // 2
+    turned = np.empty_like(head)
+    for position in range(len(head)):
+        for i in range(half):
+            angle = position * shape.rope_theta ** (-2.0 * i / head.shape[1])
+            number = complex(head[position, i], head[position, i + half]) * complex(math.cos(angle), math.sin(angle))
+            turned[position, i], turned[position, i + half] = number.real, number.imag
+    return turned
+
+
+def _attention(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
+    width, size = shape.head_dim, shape.kv_size
+    qkv = _linear(weights, "attention.qkv", x)
+    queries, keys, values = np.split(qkv, [shape.hidden_size, shape.hidden_size + size], axis=1)
+    mixed = np.zeros_like(queries)
+    for head in range(shape.num_heads):
+        shared = head // (shape.num_heads // shape.num_kv_heads)
+        q = _rotate(shape, queries[:, head * width : (head + 1) * width])
+        k = _rotate(shape, keys[:, shared * width : (shared + 1) * width])
+        v = values[:, shared * width : (shared + 1) * width]
+        for position in range(len(x)):
+            scores = k[: position + 1] @ q[position] / math.sqrt(width)
+            likely = np.exp(scores - scores.max())
+            mixed[position, head * width : (head + 1) * width] = likely / likely.sum() @ v[: position + 1]
+    return _linear(weights, "attention.out", mixed)
+
+
+def _feed_forward(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
+    up = _linear(weights, "mlp.up", x)
+    if shape.activation == "swiglu":
+        gate = _linear(weights, "mlp.gate", x)
+        return _linear(weights, "mlp.down", gate / (1 + np.exp(-gate)) * up)
+    gelu = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    return _linear(weights, "mlp.down", gelu)

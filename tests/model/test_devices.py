@@ -1,0 +1,31 @@
+import pytest
+
+from raytrain_hpc.observe.devices import peak_tflops
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H200", 989.0),
+        ("h100", 989.0),
+        ("NVIDIA B200", 2250.0),
+        ("AMD Instinct MI300X", 1307.0),
+        ("Intel(R) Data Center GPU Max 1550", 420.0),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(name: str, peak: float | None):
+    assert peak_tflops(name, "bf16") == peak
+
+
+def test_only_bf16_peaks_are_known():
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "fp32") is None

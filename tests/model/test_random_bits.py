@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+
+from raytrain_hpc.state.rng import fold, keyed_dropout, sample_keys, seed_for, slice_index
+
+MASK = (1 << 64) - 1
+
+
+def splitmix(state: int) -> int:
+    """One draw of splitmix64, written from the paper."""
+    z = (state + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def finalise(z: int) -> int:
+    return splitmix(z - 0x9E3779B97F4A7C15)
+
+
+def masks(p: float, n: int, *, seed: int = 0, step: int = 0, layer: int = 0, site: int = 0, samples: int = 16):
+    """Kept elements, standardised: float64 [samples, n] of mean 0 and variance 1 if the rate is right."""
+    keys = fold(sample_keys(seed, step, torch.arange(samples)), layer)
+    kept = (keyed_dropout(torch.ones(samples, n), p, keys, site) != 0).double()
+    return (kept - (1 - p)) / math.sqrt(p * (1 - p))
+
+
+def test_keys_are_splitmix64_of_seed_step_and_sample():
+    samples = [0, 1, 12345678901234]
+    keys = sample_keys(1337, 42, torch.tensor(samples))
+    constant = splitmix(splitmix(splitmix(1337) + 42))
+    assert [key & MASK for key in keys.tolist()] == [finalise((g + constant) & MASK) for g in samples]
+    folded = fold(keys, 7)
+    expected = [finalise((key + splitmix(7)) & MASK) for key in keys.tolist()]
+    assert [key & MASK for key in folded.tolist()] == expected
+
+
+def test_the_mask_is_a_32_bit_hash_of_key_and_element():
+    """The hash again in Python integers, so that wrapping and shifting in tensors is no matter of belief."""
+    key = int(sample_keys(3, 4, torch.tensor([5]))[0])
+    mixed = finalise((key + splitmix(2)) & MASK)
+    expected = []
+    for index in range(200):
+        x = index ^ (mixed & 0xFFFFFFFF)
+        x = ((x ^ (x >> 17)) * 0xED5AD4BB + (mixed >> 32)) & 0xFFFFFFFF
+        x = ((x ^ (x >> 11)) * 0xAC4C1B51) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x31848BAB) & 0xFFFFFFFF
+        signed = x - (1 << 32) if x >> 31 else x
+        expected.append(signed >= round(0.3 * 2**32) - 2**31)
+    kept = keyed_dropout(torch.ones(1, 200), 0.3, torch.tensor([key]), 2) != 0
+    assert kept[0].tolist() == expected
+
+
+def test_any_split_of_the_batch_has_the_same_masks():
+    x, keys = torch.randn(6, 5, 8), sample_keys(0, 3, torch.arange(100, 106))
+    whole = keyed_dropout(x, 0.4, keys)
+    for size in (1, 2, 4):
+        parts = [keyed_dropout(a, 0.4, k) for a, k in zip(x.split(size), keys.split(size), strict=True)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_rank_with_a_slice_of_each_sample_has_its_part_of_the_masks():
+    x, keys = torch.randn(3, 6, 8), sample_keys(0, 3, torch.arange(3))
+    whole = keyed_dropout(x, 0.4, keys)
+    rows = slice_index((6, 8), (2, 0), (3, 8))
+    columns = slice_index((6, 8), (0, 4), (6, 4))
+    assert torch.equal(keyed_dropout(x[:, 2:5], 0.4, keys, index=rows), whole[:, 2:5])
+    assert torch.equal(keyed_dropout(x[..., 4:], 0.4, keys, index=columns), whole[..., 4:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_mask_does_not_depend_on_the_type(dtype: torch.dtype):
+    keys = sample_keys(0, 3, torch.arange(3))
+    kept = keyed_dropout(torch.ones(3, 1000), 0.1, keys) != 0
+    dropped = keyed_dropout(torch.ones(3, 1000, dtype=dtype), 0.1, keys)
+    assert dropped.dtype == dtype
+    assert torch.equal(dropped != 0, kept)
+
+
+def test_kept_elements_and_their_gradients_are_scaled():
+    x = torch.randn(2, 1000, dtype=torch.float64, requires_grad=True)
+    y = keyed_dropout(x, 0.25, sample_keys(0, 0, torch.arange(2)))
+    kept = y != 0
+    torch.testing.assert_close(y[kept], x[kept] / 0.75)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, kept.double() / 0.75)
+
+
+def test_probability_zero_is_no_operation():
+    x = torch.randn(2, 3)
+    assert keyed_dropout(x, 0.0, sample_keys(0, 0, torch.arange(2))) is x
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_the_rate_is_the_probability(p: float):
+    z = masks(p, 1 << 16).sum(1) / 2**8  # 16 standard normal numbers, and their mean with deviation 1/4
+    assert z.abs().max() < 4.5
+    assert abs(z.mean()) < 1.1
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_of_other_seeds_steps_layers_sites_and_samples_are_independent(p: float):
+    n = 1 << 16
+    streams = [masks(p, n)]
+    streams += [masks(p, n, **{part: 1}, samples=1) for part in ("seed", "step", "layer", "site")]
+    # Layer and site must not be interchangeable, nor step and sample.
+    streams += [masks(p, n, layer=2, site=1, samples=1), masks(p, n, layer=1, site=2, samples=1)]
+    z = torch.cat(streams)
+    correlation = (z @ z.T / math.sqrt(n))[~torch.eye(len(z), dtype=torch.bool)]
+    assert correlation.abs().max() < 4.8
+    assert correlation.std() == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_neighbouring_elements_are_independent(p: float):
+    z = masks(p, 1 << 16)
+    for lag in (1, 2, 3, 4, 8, 16, 64, 192, 256, 512, 768, 1024, 4096):
+        correlation = (z[:, :-lag] * z[:, lag:]).sum() / math.sqrt(z[:, lag:].numel())
+        assert abs(correlation) < 4.5, lag
+
+
+def test_every_pattern_of_twelve_elements_is_as_frequent_as_any_other():
+    kept = (masks(0.5, 12 << 12) > 0).long()
+    for patterns in (kept.view(-1, 12), kept.view(16, 12, -1).transpose(1, 2).reshape(-1, 12)):
+        counts = torch.bincount(patterns @ 2 ** torch.arange(12), minlength=4096).double()
+        chi_squared = ((counts - 16) ** 2 / 16).sum().item()
+        assert abs(chi_squared - 4095) / math.sqrt(2 * 4095) < 4.5
+
+
+def test_compiling_changes_no_bit():
+    compiled = torch.compile(keyed_dropout, backend="aot_eager", fullgraph=True)
+    x, keys = torch.randn(2, 4, 8), sample_keys(0, 0, torch.arange(2))
+    assert torch.equal(compiled(x, 0.3, keys, 1), keyed_dropout(x, 0.3, keys, 1))
+
+
+def test_seeds_of_named_things_differ_by_every_part():
+    seeds = [seed_for(1), seed_for("1"), seed_for(1, 2), seed_for(12), seed_for(2, 1), seed_for("ab", "c")]
+    seeds += [seed_for("a", "bc"), seed_for("abc"), seed_for(0, "layers.0"), seed_for(1, "layers.0")]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_for(1337, "head.weight") == seed_for(1337, "head.weight")

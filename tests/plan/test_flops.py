@@ -1,0 +1,42 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from raytrain_hpc.config import ModelConfig
+from raytrain_hpc.model.decoder import Decoder, loss_sum
+from raytrain_hpc.plan.flops import flops_per_token
+from raytrain_hpc.presets import PRESETS
+from raytrain_hpc.shape import resolve_shape
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"num_kv_heads": 2, "tie_embeddings": False, "ffn_size": 200},
+        {"activation": "gelu", "norm": "layernorm", "positions": "learned", "bias": True},
+    ],
+)
+def test_torch_counts_the_same_operations(keys: dict):
+    """On the meta device the counter sees every product; it counts attention over the full square of scores."""
+    shape = resolve_shape(ModelConfig(**keys), vocab_size=97, seq_len=48)
+    with torch.device("meta"):
+        decoder, tokens = Decoder(shape), torch.zeros(3, 48, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        loss_sum(decoder(tokens), tokens).backward()
+    assert counter.get_total_flops() == flops_per_token(shape, 48, causal=False) * tokens.numel()
+
+
+def test_causal_attention_counts_half_of_the_square():
+    shape = resolve_shape(ModelConfig(), vocab_size=97, seq_len=48)
+    full, half = (flops_per_token(shape, 4096, causal=causal) for causal in (False, True))
+    linear = flops_per_token(shape, 0)
+    assert full - linear == 2 * (half - linear) == 12 * 4 * 192 * 4096
+
+
+def test_the_gpt_formula_of_narayanan_et_al():
+    """72 B s L h^2 (1 + s/6h + V/12Lh), arXiv 2104.04473: full attention, feed-forward 4h, no recomputation."""
+    shape = resolve_shape(ModelConfig(**PRESETS["gpt2_1.5b"]), vocab_size=None, seq_len=1024)
+    s, h, layers, vocabulary = 1024, shape.hidden_size, shape.num_layers, shape.vocab_size
+    published = 72 * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
+    assert flops_per_token(shape, s, causal=False) == pytest.approx(published, rel=1e-12)
