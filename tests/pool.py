@@ -1,0 +1,155 @@
+"""Warm worker processes for tests: real ranks on gloo, with no Ray between the test and the loop."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.config_files import load_config
+
+TIMEOUT_S = 120
+
+
+class RankFailed(Exception):
+    """A rank raised; the message is its traceback."""
+
+
+class WarmPool:
+    """Processes, started as needed, that have torch imported and run one generation after another."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._members: list[tuple[Any, Connection]] = []
+        self._store: Any = None
+        self._generation = 0
+
+    def train(self, config: Config, *, custom: Any = None, resume_step: int | None = None, steps_to: int | None = None):
+        """Run `config` on cluster.workers ranks. Returns each rank's records; publishes the checkpoints they write."""
+        from raytrain_hpc.driver.preparation import prepare_run
+        from raytrain_hpc.worker.groups import Rendezvous
+        from raytrain_hpc.worker.spec import WorkerSpec
+
+        world = int(config.cluster.workers)
+        self._ensure(world)
+        self._generation += 1
+        prepared = prepare_run(config, custom, lambda line: None)
+        layout, batching = prepared.layout(world)
+        spec = WorkerSpec(
+            config=config,
+            layout=layout,
+            batching=batching,
+            shape=prepared.shape,
+            custom=custom,
+            generation=self._generation,
+            resume_step=resume_step,
+            steps_to=config.train.steps if steps_to is None else steps_to,
+        )
+        meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
+        records = self._call([(spec, rank, meeting) for rank in range(world)])
+        self._publish(prepared, batching, records)
+        return records
+
+    def close(self) -> None:
+        for process, connection in self._members:
+            connection.close()
+            process.kill()
+            process.join()
+        self._members = []
+
+    def _publish(self, prepared: Any, batching: Any, records: list[list[dict[str, Any]]]) -> None:
+        from raytrain_hpc.checkpoint.manifest import ShardReport
+
+        shards: dict[int, list[ShardReport]] = {}
+        for record in (record for of_rank in records for record in of_rank if record["type"] == "shard"):
+            shards.setdefault(record["step"], []).append(ShardReport.from_json(record["shard"]))
+        for step, reports in shards.items():
+            prepared.store.publish(step, self._generation, reports, prepared.meta(batching)(step), lambda: None)
+
+    def _ensure(self, world: int) -> None:
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self._members) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+
+    def _call(self, jobs: list[Any]) -> list[list[dict[str, Any]]]:
+        for (_, connection), job in zip(self._members, jobs, strict=False):
+            connection.send(job)
+        answers = []
+        for _, connection in self._members[: len(jobs)]:
+            if not connection.poll(TIMEOUT_S):
+                self.close()
+                raise RankFailed(f"no answer within {TIMEOUT_S} s")
+            answers.append(connection.recv())
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        if failures:
+            self.close()  # the survivors may be left inside a broken group
+            raise RankFailed("\n".join(failures))
+        return answers
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    from raytrain_hpc.worker.build import build_trainer
+    from raytrain_hpc.worker.control import Control
+    from raytrain_hpc.worker.groups import leave
+
+    while True:
+        try:
+            spec, rank, meeting = connection.recv()
+        except EOFError:
+            return
+        control = Control()
+        try:
+            trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control)
+            trainer.run(spec.resume_step or 0, spec.steps_to)
+            connection.send(control.drain())
+        except Exception:
+            connection.send(traceback.format_exc())
+        finally:
+            leave()
+
+
+def small(directory: Path | str | None = None, *words: str) -> Config:
+    """A config small enough for tests: a tiny decoder on synthetic tokens, one thread, no extras."""
+    directory = directory or tempfile.mkdtemp(prefix="run-")
+    base = [
+        f"run.dir={directory}",
+        "data.path=synthetic",
+        "model.vocab_size=64",
+        "model.hidden_size=32",
+        "model.num_layers=2",
+        "model.num_heads=4",
+        "train.steps=5",
+        "train.warmup=2",
+        "train.seq_len=16",
+        "train.global_batch=12",
+        "train.eval_samples=4",
+        "cluster.workers=1",
+        "observe.tensorboard=false",
+        "observe.sample_tokens=0",
+    ]
+    return load_config(None, [*base, *words])
+
+
+def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of the steps among a rank's records."""
+    return [record["metrics"] for record in records if record["type"] == "step"]
+
+
+__all__ = ["RankFailed", "WarmPool", "small", "steps_of"]
