@@ -276,7 +276,11 @@ def test_a_kill_at_any_moment_leaves_the_newest_valid_complete(store, ranks):
             parent.stdin.write("live\n")
             parent.stdin.flush()
             pid = int(parent.stdout.readline())
-            time.sleep(random_s.uniform(0.05, 0.25))
+            deadline = time.monotonic() + 30
+            while max(store.steps(), default=0) <= last:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            time.sleep(random_s.uniform(0, 0.1))
             os.kill(pid, signal.SIGKILL)
             assert parent.stdout.readline() == "dead\n"
             cut_short += any(path.name.startswith(".") for path in store.root.iterdir())
@@ -287,4 +291,4 @@ def test_a_kill_at_any_moment_leaves_the_newest_valid_complete(store, ranks):
             assert_content(checkpoint, ranks)
             last = checkpoint.step
         parent.stdin.close()
-    assert last > 12 and cut_short > 3, (last, cut_short)
+    assert cut_short > 3, "a kill must often have hit the middle of a write"

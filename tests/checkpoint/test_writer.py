@@ -111,6 +111,13 @@ def test_a_mistake_of_ours_is_reported_and_raised_at_the_next_call(tmp_path):
     assert "given twice" in reports[0]["error"]
     assert writer.finish()
 
+    def broken(_):
+        raise RuntimeError("nobody listens")
+
+    writer = CheckpointWriter(broken)
+    with pytest.raises(RuntimeError, match="nobody listens"):
+        writer.save([Held.of("w", torch.ones(3))], tmp_path / "b", 2, wait=True)
+
 
 def write_until_refused(root):
     """Small, too large, small again; returns what was said of the large one."""
