@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from raytrain_hpc.checkpoint.manifest import Checkpoint, Part, ShardEntry, ShardReport
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
 from raytrain_hpc.state.holding import Held, Holding, dtype_name
-from raytrain_hpc.state.index import Piece, StateIndex, compare, intersect, missing
+from raytrain_hpc.state.index import Piece, compare, intersect, missing
 
 _FORMAT_DTYPES = {
     "float64": "F64",
@@ -97,7 +96,7 @@ def read_pieces(checkpoint: Checkpoint, destination: Holding) -> None:
     is changed, naming the first tensor that is missing, has another shape or dtype or is not covered; and
     CheckpointDamaged where a file does not hold what the manifest says.
     """
-    wanted = StateIndex(tensor for tensor in destination.index().values() if math.prod(tensor.shape))
+    wanted = destination.index()
     source = checkpoint.index.only(wanted)
     if difference := compare(source, wanted):
         raise CheckpointError(f"{checkpoint.path} does not fit this run: {difference} there")

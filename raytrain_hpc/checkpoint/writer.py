@@ -86,4 +86,7 @@ class CheckpointWriter:
         except Exception as error:
             self._unexpected = error
             outcome = {"step": step, "error": f"{path} cannot be written: {error!r}"}
-        self._report(outcome)
+        try:
+            self._report(outcome)
+        except Exception as error:
+            self._unexpected = error

@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One slice of one tensor. `shape` is global; `tensor` is the local data, of shape `box.sizes`.
+    """One slice of one tensor. `shape` is global; `tensor` is the local data, of shape `box.sizes`, kept detached.
 
     Raises ValueError where the local tensor does not fit the box or the dtype, or where the box lies outside.
     """
@@ -42,6 +42,8 @@ class Held:
             local = f"{dtype_name(self.tensor.dtype)} {list(self.tensor.shape)}"
             raise ValueError(f"{self.name}: local tensor is {local}, the box says {self.dtype} {list(self.box.sizes)}")
         TensorSlices(self.name, self.shape, self.dtype, (self.box,))
+        # Filling a parameter in place is no part of any graph.
+        object.__setattr__(self, "tensor", self.tensor.detach())
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Held:
@@ -224,6 +226,9 @@ def broadcast(holding: Holding, source_rank: int, group: dist.ProcessGroup) -> N
     """
     is_source = dist.get_rank(group) == source_rank
     for bucket in _buckets(holding):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.broadcast(bucket[0], group=group, group_src=source_rank)
+            continue
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source_rank)
         if is_source:
@@ -233,10 +238,16 @@ def broadcast(holding: Holding, source_rank: int, group: dist.ProcessGroup) -> N
 
 
 def _buckets(holding: Holding) -> Iterator[list[torch.Tensor]]:
-    """The non-empty local tensors, in order, grouped by dtype and device into about BUCKET_BYTES each."""
+    """The non-empty local tensors grouped by dtype and device into about BUCKET_BYTES each; a larger one stays alone.
+
+    The order is the same on every rank.
+    """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for held in holding:
         if not held.box.numel:
+            continue
+        if held.bytes >= BUCKET_BYTES:
+            yield [held.tensor]
             continue
         key = (held.tensor.dtype, held.tensor.device)
         bucket = open_buckets.setdefault(key, [])

@@ -229,16 +229,18 @@ def missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tupl
 def compare(a: StateIndex, b: StateIndex) -> str | None:
     """The first difference in names, global shapes or dtypes, as text for an error; None when there is none.
 
-    Boxes are not compared: two layouts of one state are equal. To ask only for what `b` holds, compare
-    `a.only(b)` with `b`.
+    Said of `a`: a name that only `b` has "is missing", one that only `a` has "is unknown". Boxes are not compared: two
+    layouts of one state are equal. To ask only for what `b` holds, compare `a.only(b)` with `b`. A tensor without
+    elements has no box that anybody could write, so its absence is no difference.
     """
-    for name in b:
-        if name not in a:
+    for name, tensor in b.items():
+        if name not in a and 0 not in tensor.shape:
             return f"{name} is missing"
     for name, tensor in a.items():
         if name not in b:
-            return f"{name} is unknown"
-        if difference := _tensor_difference(tensor, b[name]):
+            if 0 not in tensor.shape:
+                return f"{name} is unknown"
+        elif difference := _tensor_difference(tensor, b[name]):
             return difference
     return None
 

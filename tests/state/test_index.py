@@ -127,6 +127,8 @@ def test_compare_names_the_first_difference():
     assert compare(a, index((4, 2), [], dtype="bfloat16")) == "w has dtype float32, not bfloat16"
     assert compare(a, merge([a, index((1,), [], name="b")])) == "b is missing"
     assert compare(merge([a, index((1,), [], name="b")]), a) == "b is unknown"
+    nothing = merge([a, index((0, 3), [], name="nothing")])
+    assert compare(a, nothing) is None and compare(nothing, a) is None
     with pytest.raises(ValueError, match=r"w has shape \[4, 2\], not \[4, 3\]"):
         merge([a, index((4, 3), [])])
 

@@ -66,7 +66,7 @@ def run_rank(rank, port, results):
             refused.append(str(error))
     torch.manual_seed(rank)
     tensors = [torch.randn(3, 7), torch.randn(2_000_000, dtype=torch.float32), torch.tensor(rank), torch.randn(0, 4)]
-    tensors += [torch.randn(5_000_000, dtype=torch.bfloat16), torch.randn(6, 4).t()]
+    tensors += [torch.randn(14_000_000).bfloat16(), torch.randn(6, 4).t(), torch.nn.Parameter(torch.randn(5))]
     holding = Holding(Held.of(f"t{number}", tensor) for number, tensor in enumerate(tensors))
     differed = replicas_that_differ(holding, group, torch.device("cpu"))
     broadcast(holding, 2, group)
