@@ -118,7 +118,7 @@ class TrainConfig:
     deterministic: bool = key(False, "Deterministic kernels only: the same layout gives the same bits.")
     compile: bool = key(False, "torch.compile each block and the loss.")
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", minimum=0)
-    eval_samples: int = key(0, "Validation windows an evaluation reads; 0: the whole split.", minimum=0)
+    eval_samples: int = key(512, "Validation windows an evaluation reads, spread over the split; 0: all.", minimum=0)
 
 
 @dataclass

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any

@@ -9,22 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raytrain_hpc.checkpoint.manifest import read_manifest
+from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.data.stream import LocalStream, open_stream
-from raytrain_hpc.errors import RunFailed
+from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, parallelise
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
+from raytrain_hpc.state.index import StateIndex, compare, merge
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.optim import Optimizer
-from raytrain_hpc.worker.saving import Saver
+from raytrain_hpc.worker.saving import Saver, gather_indexes
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
 
@@ -43,8 +44,9 @@ def build_trainer(
     optimizer = Optimizer(parallel.parameters, config.train)
     holding = state_of(module, parallel, optimizer)
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
+    indexes = gather_indexes(holding, place)
     if spec.resume_step is not None:
-        read_pieces(read_manifest(store.path(spec.resume_step)), holding)
+        _load(read_manifest(store.path(spec.resume_step)), holding, indexes)
         optimizer.set_steps(spec.resume_step)
     _check_replicas(holding, place)
     marks["model"] = time.time()
@@ -60,7 +62,7 @@ def build_trainer(
         optimizer=optimizer,
         stream=stream,
         evaluation=evaluation,
-        saver=Saver(holding, place, store, spec.generation, config.checkpoint, control.emit),
+        saver=Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit),
         profiler=StepProfiler(config.observe, rank, Path(config.run.dir)),
         generation=spec.generation,
         emit=control.emit if rank == 0 else _discard,
@@ -125,6 +127,13 @@ def _broadcast_given_weights(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), 0)
+
+
+def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:
+    """Fill the state, having made sure that the checkpoint holds this model's tensors: no more and no fewer."""
+    if difference := compare(checkpoint.index, merge(indexes)):
+        raise CheckpointError(f"{checkpoint.path} is of another model: {difference} there; choose another run.dir")
+    read_pieces(checkpoint, holding)
 
 
 def _check_replicas(holding: Holding, place: Place) -> None:

@@ -25,6 +25,7 @@ class Saver:
     def __init__(
         self,
         holding: Holding,
+        indexes: list[StateIndex],
         place: Place,
         store: CheckpointStore,
         generation: int,
@@ -33,7 +34,7 @@ class Saver:
     ):
         self._store, self._generation, self._config = store, generation, config
         self._rank, self._emit = place.rank, emit
-        self._mine = _own_share(holding, place)
+        self._mine = _own_share(holding, indexes, place)
         self._writer = CheckpointWriter(self._report)
 
     def due(self, step: int) -> bool:
@@ -53,19 +54,16 @@ class Saver:
         self._emit({"type": "shard", "rank": self._rank, "generation": self._generation, **report})
 
 
-def _own_share(holding: Holding, place: Place) -> list[Held]:
+def gather_indexes(holding: Holding, place: Place) -> list[StateIndex]:
+    """What every rank holds, by rank. Collective, once a generation."""
     index = holding.index()
-    indexes: list[StateIndex] = [index]
-    if place.data_group is not None:
-        gathered: list[dict[str, object] | None] = [None] * place.layout.world
-        dist.all_gather_object(gathered, index.to_json())
-        indexes = [StateIndex.from_json(plain) for plain in gathered if plain is not None]
-    mine = set(assign_writers(indexes)[place.rank if place.data_group is not None else 0])
-    counted: dict[str, int] = {}
-    chosen = []
-    for held in holding:
-        number = counted.get(held.name, 0)
-        counted[held.name] = number + 1
-        if (held.name, number) in mine:
-            chosen.append(held)
-    return chosen
+    if place.data_group is None:
+        return [index]
+    gathered: list[dict[str, object]] = [{}] * place.layout.world
+    dist.all_gather_object(gathered, index.to_json())
+    return [StateIndex.from_json(plain) for plain in gathered]
+
+
+def _own_share(holding: Holding, indexes: list[StateIndex], place: Place) -> list[Held]:
+    mine = assign_writers(indexes)[place.rank]
+    return [holding.at(name, number) for name, number in mine]
