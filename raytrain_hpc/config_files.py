@@ -107,9 +107,9 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     try:
         root = yaml.compose(path.read_text())
     except OSError as error:
-        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}") from error
+        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), "", f"not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError("config", str(path), "", f"not valid YAML: {_yaml_problem(error)}") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
@@ -119,6 +119,12 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
         if setting.key == "base":
             yield from _from_file(path.parent / str(setting.value), (*chain, path.resolve()))
     yield from (setting for setting in own if setting.key != "base")
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f"line {mark.line + 1}: "
+    return where + " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
