@@ -90,7 +90,7 @@ def test_the_handle_stops_a_run(ray_cluster: None, undisturbed, tmp_path: Path) 
     assert [curve(metrics) for metrics in run.metrics()] == undisturbed[: result.steps]
 
 
-def broken_in_rank_1(config: Config) -> nn.Module:
+def embedding_alone(config: Config) -> nn.Module:
     return nn.Embedding(64, 64)
 
 
@@ -102,7 +102,7 @@ def loss_that_breaks(output: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 def test_an_exception_names_its_own_rank_and_not_the_peers(ray_cluster: None, tmp_path: Path) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    run = rt.start(config(tmp_path, "fault.max_failures=0"), model=broken_in_rank_1, loss=loss_that_breaks)
+    run = rt.start(config(tmp_path, "fault.max_failures=0"), model=embedding_alone, loss=loss_that_breaks)
     with pytest.raises(
         RunFailed, match=r"gave up after 1 failures \(fault.max_failures=0\): rank 1 .*a mistake of rank 1"
     ):
