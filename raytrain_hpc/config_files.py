@@ -62,11 +62,11 @@ def build_config(settings: list[Setting]) -> Config:
     return config
 
 
-def write_config(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back to the same values."""
+def config_text(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to the same values."""
     plain = to_plain(config)
     plain["model"]["preset"] = ""
-    path.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def known_keys() -> dict[str, str]:
@@ -198,4 +198,4 @@ def _one_of(word: str, options: list[str]) -> str:
     return f"known: {', '.join(sections)}"
 
 
-__all__ = ["Setting", "SourceConfig", "build_config", "config_from_plain", "known_keys", "load_config", "write_config"]
+__all__ = ["Setting", "SourceConfig", "build_config", "config_from_plain", "config_text", "known_keys", "load_config"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.checkpoint.lease import probe_writable
+from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
@@ -16,7 +16,7 @@ from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, RunDirectoryError
 from raytrain_hpc.observe.profiling import check_profiler
-from raytrain_hpc.plan.layout import Batching, Layout, fixed_world, resolve_batching, resolve_layout
+from raytrain_hpc.plan.layout import Batching, Layout, check_axes, fixed_world, resolve_batching, resolve_layout
 from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel
 
@@ -64,15 +64,19 @@ class PreparedRun:
 
 
 def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str], None]) -> PreparedRun:
-    """Check settings against data, directory and checkpoints. Raises the error that a user should see; writes nothing
-    but the run directory itself and a probe file that it removes."""
+    """Check settings against directory, data and checkpoints. Raises the error that a user should see, and leaves the
+    disk as it was."""
     check_profiler(config.observe)
-    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
-    shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    check_axes(config)
     world = fixed_world(config)
     if world is not None:
         resolve_batching(config, resolve_layout(config, world))
+    directory = RunDirectory(Path(config.run.dir).absolute(), warn)
+    store = CheckpointStore(directory.checkpoints)
+    _check_directory(config, directory, store)
+    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
+    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
+    shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     stream = open_stream(
         dataset,
         order=config.data.order,
@@ -81,13 +85,6 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
         global_batch=config.train.global_batch,
         micro_batch=1,
     )
-    directory = RunDirectory(Path(config.run.dir).absolute())
-    probe_writable(directory.path)
-    store = CheckpointStore(directory.checkpoints)
-    if config.run.resume == "never" and (store.steps() or directory.metrics.exists()):
-        raise RunDirectoryError(
-            f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
-        )
     prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
     newest = newest_checkpoint(store, warn)
     if newest is None:
@@ -97,6 +94,15 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
     if world is not None:
         prepared.layout(world)
     return prepared
+
+
+def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
+    probe_writable(directory.path)
+    Lease.refuse_if_held(directory.path)
+    if config.run.resume == "never" and (store.steps() or directory.metrics.exists()):
+        raise RunDirectoryError(
+            f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
+        )
 
 
 def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:

@@ -13,6 +13,7 @@ from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
 from raytrain_hpc.observe.console import Console, step_line
 from raytrain_hpc.observe.metrics import mfu
 from raytrain_hpc.observe.sinks import JsonlSink, TensorBoardSink
@@ -58,9 +59,10 @@ class RunRecorder:
         self._store, self._lease, self._meta_of_step = store, lease, meta_of_step
         self._flops = flops_per_token
         self._lock = threading.RLock()
-        self._jsonl = JsonlSink(directory.metrics)
+        self._jsonl = JsonlSink(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardSink | None = None
-        self._shards: dict[int, dict[int, ShardReport | None]] = {}
+        self._shards: dict[int, dict[int, ShardReport | str]] = {}
+        self._step = 0
         self.tally = Tally()
         self.ready: dict[int, Record] = {}
         self._recall()
@@ -71,7 +73,9 @@ class RunRecorder:
             self._generation, self._world, self._facts = generation, world, facts
             self._shards, self._step, self.ready = {}, first_step, {}
             if self._config.observe.tensorboard and self._tensorboard is None:
-                self._tensorboard = TensorBoardSink(self._directory.tensorboard, first_step)
+                self._tensorboard = TensorBoardSink(self._directory.tensorboard, first_step, self._alarm)
+            elif self._tensorboard is not None:
+                self._tensorboard.restart(first_step)
 
     def handle(self, record: Record) -> None:
         """Take one record from a worker."""
@@ -82,6 +86,11 @@ class RunRecorder:
                 self._take_shard(record)
             elif record["type"] == "ready":
                 self.ready[record["rank"]] = record
+
+    @property
+    def step(self) -> int:
+        """The last step known to be committed in this generation, or the one it started from."""
+        return self._step
 
     def close(self) -> None:
         """Flush every file."""
@@ -126,13 +135,7 @@ class RunRecorder:
         if record["generation"] != self._generation:
             return
         step, rank = record["step"], record["rank"]
-        if "error" in record:
-            self._console.line(
-                f"alarm: checkpoint of step {step} not saved: rank {rank}: {record['error']}; the run goes on, "
-                f"free space in {self._directory.path}"
-            )
-            self.tally.save_error = record["error"]
-        report = None if "error" in record else ShardReport.from_json(record["shard"])
+        report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
         self._shards.setdefault(step, {})[rank] = report
         self._publish_complete()
 
@@ -143,21 +146,35 @@ class RunRecorder:
             if len(reports) < self._world or step > self._step:
                 continue
             del self._shards[step]
-            whole = [report for report in reports.values() if report is not None]
-            if len(whole) < self._world:
-                self._store.discard(step, self._generation)
+            errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
+            if errors:
+                first = min(errors)
+                others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+                self._not_saved(step, f"rank {first}{others}: {errors[first]}")
                 continue
-            self._publish(step, whole)
+            self._publish(step, [report for report in reports.values() if not isinstance(report, str)])
 
     def _publish(self, step: int, reports: list[ShardReport]) -> None:
         began = time.perf_counter()
         try:
             self._jsonl.sync()
             path = self._store.publish(step, self._generation, reports, self._meta_of_step(step), self._lease.check)
-            self._store.prune(self._config.checkpoint.keep)
-        except OSError as error:  # a full disk is an alarm, not a crash
-            self._console.line(f"alarm: checkpoint of step {step} not published: {error}; the run goes on")
-            self.tally.save_error = str(error)
+        except LeaseLost:
+            raise
+        except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk is an alarm, not a crash
+            self._not_saved(step, str(error))
             return
         self.tally.checkpoint, self.tally.save_error = str(path), None
         self._console.line(f"checkpoint {path} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
+        try:
+            self._store.prune(self._config.checkpoint.keep)
+        except CheckpointError as error:
+            self._alarm(f"old checkpoints stay: {error}; the run goes on")
+
+    def _not_saved(self, step: int, reason: str) -> None:
+        self._store.discard(step, self._generation)
+        self._alarm(f"checkpoint of step {step} not saved: {reason}; the run goes on")
+        self.tally.save_error = reason
+
+    def _alarm(self, text: str) -> None:
+        self._console.line(f"alarm: {text}")
