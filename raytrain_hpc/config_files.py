@@ -59,6 +59,7 @@ def build_config(settings: list[Setting]) -> Config:
         raise TypeError("OmegaConf did not give back a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
     check_rules(config)
+    config.run.dir = str(Path(config.run.dir).expanduser())
     return config
 
 

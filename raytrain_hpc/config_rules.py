@@ -12,7 +12,7 @@ from raytrain_hpc.errors import ConfigError
 def check_rules(config: Config) -> None:
     """Raise ConfigError for the first rule that a config breaks."""
     _ranges(config)
-    for rule in (_model, _data, _train, _observe):
+    for rule in (_run, _model, _data, _train, _observe):
         rule(config)
 
 
@@ -38,6 +38,11 @@ def _ranges(config: Config) -> None:
                 raise _fail(config, key, f"needs at least {low:g}")
             if above is not None and value <= above:
                 raise _fail(config, key, f"needs more than {above:g}")
+
+
+def _run(config: Config) -> None:
+    if not config.run.dir:
+        raise _fail(config, "run.dir", "needs a directory")
 
 
 def _model(config: Config) -> None:
