@@ -12,7 +12,7 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.fleet import Fleet, open_fleet
 from raytrain_hpc.driver.incidents import IncidentLog
-from raytrain_hpc.driver.preparation import PreparedRun, newest_checkpoint, prepare_run
+from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
 from raytrain_hpc.errors import ClusterError, RunDirectoryError, RunFailed, WorkerFailed
@@ -117,7 +117,7 @@ class Supervisor:
                 self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
             self._console.begin(self._config.train.steps, first)
             spec = WorkerSpec(
-                config=self._config,
+                config=located(self._config),
                 layout=layout,
                 batching=batching,
                 shape=prepared.shape,

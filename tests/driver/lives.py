@@ -12,14 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 TIMEOUT_S = 120
 # Twelve microbatches a step and dropout: steps slow enough to be hit in the middle, and random bits to be replayed.
-WORDS = (
-    "data.path=synthetic model.vocab_size=64 model.hidden_size=32 model.num_layers=2 model.num_heads=4 "
-    "model.dropout=0.1 train.steps=24 train.warmup=2 train.seq_len=16 train.global_batch=12 train.micro_batch=1 "
-    "train.eval_samples=4 checkpoint.every=4 observe.tensorboard=false observe.sample_tokens=0 cluster.workers=0"
-).split()
+WORDS = [
+    "data.path=synthetic",
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.dropout=0.1",
+    "train.steps=24",
+    "train.warmup=2",
+    "train.seq_len=16",
+    "train.global_batch=12",
+    "train.micro_batch=1",
+    "train.eval_samples=4",
+    "checkpoint.every=4",
+    "observe.tensorboard=false",
+    "observe.sample_tokens=0",
+    "cluster.workers=0",
+]
 
 PARENT = """
 import json, os, sys

@@ -86,7 +86,9 @@ def test_a_second_driver_is_refused_while_the_first_one_lives(lives: Lives, undi
     assert first.wait() == 0 and joined(run) == undisturbed
 
 
-@pytest.mark.parametrize("patch", [KILLED_IN_A_SHARD, KILLED_BEFORE_THE_RENAME], ids=["in a shard", "before the rename"])
+@pytest.mark.parametrize(
+    "patch", [KILLED_IN_A_SHARD, KILLED_BEFORE_THE_RENAME], ids=["in a shard", "before the rename"]
+)
 def test_kill_during_a_checkpoint_write(lives: Lives, undisturbed, tmp_path, patch: str) -> None:
     run = tmp_path / "run"
     assert lives.run(tmp_path / "out", *command(run), patch=patch)[0] == -signal.SIGKILL
