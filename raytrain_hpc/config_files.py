@@ -38,14 +38,6 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return build_config(settings)
 
 
-def config_from_plain(plain: dict[str, Any], origin: str) -> Config:
-    """A config from the dicts that `to_plain` made, as read back from a file; `origin` names that file in errors."""
-    settings = [
-        Setting(f"{section}.{name}", value, origin) for section, keys in plain.items() for name, value in keys.items()
-    ]
-    return build_config([s for s in settings if s.key != "model.preset"])
-
-
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
     tree = OmegaConf.structured(Config)
@@ -213,4 +205,4 @@ def _one_of(word: str, options: list[str]) -> str:
     return f"known: {', '.join(sections)}"
 
 
-__all__ = ["Setting", "SourceConfig", "build_config", "config_from_plain", "config_text", "known_keys", "load_config"]
+__all__ = ["Setting", "SourceConfig", "build_config", "config_text", "known_keys", "load_config"]

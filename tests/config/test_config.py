@@ -9,7 +9,7 @@ import pytest
 
 from raytrain_hpc import load_config, plan
 from raytrain_hpc.config import Config, to_plain
-from raytrain_hpc.config_files import known_keys, write_config
+from raytrain_hpc.config_files import config_text, known_keys
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.presets import PRESETS
 
@@ -122,11 +122,11 @@ def test_preset_sets_all_its_keys(name: str) -> None:
 )
 def test_written_config_reads_back_equal(tmp_path: Path, words: list[str]) -> None:
     config = load_config(None, words)
-    write_config(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_text(config))
     config.model.preset = ""  # its keys are written out
     again = load_config(tmp_path / "config.yaml")
     assert again == config
-    write_config(again, tmp_path / "again.yaml")
+    (tmp_path / "again.yaml").write_text(config_text(again))
     assert (tmp_path / "again.yaml").read_text() == (tmp_path / "config.yaml").read_text()
 
 
@@ -162,9 +162,9 @@ def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> Non
         ("train.micro_batch=5", "must divide train.global_batch=32; 4 would"),
         ("train.micro_batch=many", "needs a whole number or auto"),
         ("train.min_lr=1", "must not exceed train.lr=0.003"),
-        ("train.warmup=501", "must not exceed train.steps=500"),
+        ("train.warmup=501", "must not exceed train.steps=250"),
         ("train.lr_scaling=sqrt", "needs the global batch at which lr was tuned"),
-        ("model.num_heads=5", "must divide model.hidden_size=192"),
+        ("model.num_heads=5", "must divide model.hidden_size=128"),
         ("model.dropout=1", "below 1"),
         ("parallel.zero=4", "ZeRO has the stages 0, 1, 2 and 3"),
         ("run.dir=", "needs a directory"),
