@@ -17,6 +17,17 @@ from raytrain_hpc.config_rules import check_rules
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.presets import PRESETS
 
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "int | str": "a whole number or auto",
+    "float | str": "a number or auto",
+    "list[int]": "a list of whole numbers, like [0, 1]",
+    "list[SourceConfig]": "a list of sources, like [{path: DIR, weight: 1}]",
+}
+
 
 class Setting(NamedTuple):
     """One key as a user wrote it."""
@@ -46,7 +57,9 @@ def build_config(settings: list[Setting]) -> Config:
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error.full_key), str(error.value or ""), "", _first_line(error)) from error
+        # Only references between keys are resolved this late: name the text that holds the one that leads nowhere.
+        last = {s.key: s for s in settings}.get(str(error.full_key), Setting(str(error.full_key), "", ""))
+        raise ConfigError(last.key, last.value, last.origin, _first_line(error)) from error
     if not isinstance(config, Config):
         raise TypeError("OmegaConf did not give back a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
@@ -93,9 +106,9 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     try:
         root = yaml.compose(path.read_text())
     except OSError as error:
-        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}") from error
+        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), "", f"not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError("config", str(path), "", f"not valid YAML: {_yaml_problem(error)}") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
@@ -105,6 +118,12 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
         if setting.key == "base":
             yield from _from_file(path.parent / str(setting.value), (*chain, path.resolve()))
     yield from (setting for setting in own if setting.key != "base")
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f"line {mark.line + 1}: "
+    return where + " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
@@ -119,8 +138,11 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
         elif _takes_text(dotted) and value_node.tag.rpartition(":")[2] in ("int", "float", "bool", "timestamp"):
             yield Setting(dotted, value_node.value, origin)
         else:
-            loader = yaml.SafeLoader("")
-            yield Setting(dotted, loader.construct_object(value_node, deep=True), origin)
+            try:
+                value = yaml.SafeLoader("").construct_object(value_node, deep=True)
+            except yaml.YAMLError as error:
+                raise ConfigError(dotted, value_node.value, origin, "not a plain YAML value; quote it") from error
+            yield Setting(dotted, value, origin)
 
 
 def _with_preset(settings: list[Setting]) -> list[Setting]:
@@ -149,21 +171,29 @@ def _apply(tree: Any, setting: Setting) -> None:
     try:
         OmegaConf.update(tree, f"{section}.{field_name}", _exact(setting))
     except OmegaConfBaseException as error:
-        raise ConfigError(setting.key, setting.value, setting.origin, _first_line(error)) from error
+        unknown = _first_line(error) if "Did you mean" in str(error) else ""
+        remedy = f"needs {_kind_name(_kind(setting))}" + (f"; {unknown}" if unknown else "")
+        raise ConfigError(setting.key, setting.value, setting.origin, remedy) from error
+
+
+def _kind(setting: Setting) -> str:
+    """The declared type of a key, as written in config.py."""
+    return next(
+        str(f.type) for f in fields(_section_type(setting.key.split(".")[0])) if _dotted_end(f.name, setting.key)
+    )
 
 
 def _exact(setting: Setting) -> Any:
     """Refuse the silent conversions: true is no number; a list of sources has known keys."""
-    kind = next(f.type for f in fields(_section_type(setting.key.split(".")[0])) if _dotted_end(f.name, setting.key))
+    kind = _kind(setting)
     if isinstance(setting.value, bool) != (kind == "bool"):
-        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(str(kind))}")
-    if str(kind).endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
-        number = "whole number" if "int" in str(kind) else "number"
+        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}")
+    if kind.endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
         try:
-            return int(setting.value) if "int" in str(kind) else float(setting.value)
+            return int(setting.value) if "int" in kind else float(setting.value)
         except ValueError:
-            raise ConfigError(setting.key, setting.value, setting.origin, f"needs a {number} or auto") from None
-    if str(kind) == "float | str" and isinstance(setting.value, int):
+            raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}") from None
+    if kind == "float | str" and isinstance(setting.value, int):
         return float(setting.value)
     return setting.value
 
@@ -179,9 +209,9 @@ def _dotted_end(field_name: str, dotted: str) -> bool:
 
 
 def _kind_name(kind: str) -> str:
-    return {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}.get(
-        kind, f"a value of type {kind}"
-    )
+    if kind.startswith("Literal["):
+        return "one of " + ", ".join(kind[len("Literal[") : -1].replace('"', "").replace("'", "").split(", "))
+    return _KINDS.get(kind, f"a value of type {kind}")
 
 
 def _section_type(section: str) -> Any:

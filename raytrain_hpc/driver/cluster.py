@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.driver.address import LOCAL, answers, named_address
 from raytrain_hpc.errors import ClusterError
-
-_PROBE_TIMEOUT_S = 2.0
 
 
 @contextmanager
@@ -52,7 +50,6 @@ def _connect(config: Config, workers_wanted: int) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = _address(config)
     if address is not None:
-        _probe(address, config)
         try:
             with _auth_notice_hidden():
                 ray.init(address=address, logging_level=logging.WARNING)
@@ -84,14 +81,11 @@ def _auth_notice_hidden() -> Iterator[None]:
 
 def _address(config: Config) -> str | None:
     """The cluster to join, None to start one."""
-    if config.cluster.address == "local":
+    address = named_address(config)
+    if address == LOCAL:
         return None
-    if config.cluster.address != AUTO:
-        return config.cluster.address
-    if os.environ.get("RAY_ADDRESS"):
-        return None if os.environ["RAY_ADDRESS"] == "local" else os.environ["RAY_ADDRESS"]
-    # By its own address Ray would not look for the token of a cluster that asks for one.
-    return AUTO if _running_here() else None
+    # What runs here is joined as "auto": by its own address Ray would not look for the token it asks for.
+    return address if address != AUTO or _running_here() else None
 
 
 def _running_here() -> bool:
@@ -99,29 +93,7 @@ def _running_here() -> bool:
     from ray._private.utils import read_ray_address  # no public call tells without connecting
 
     address: str | None = read_ray_address()
-    return address is not None and _answers(address)
-
-
-def _probe(address: str, config: Config) -> None:
-    """Fail in seconds where nothing listens: Ray itself tries for much longer."""
-    if address != AUTO and not _answers(address.removeprefix("ray://")):
-        origin = config.origin("cluster.address") or ("RAY_ADDRESS" if "RAY_ADDRESS" in os.environ else "")
-        where = f" ({origin})" if origin else ""
-        raise ClusterError(
-            f"cluster.address={address}{where}: nothing answers there; start Ray with `ray start --head`, correct "
-            "the address, or use cluster.address=local"
-        )
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return False
-    try:
-        with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
-            return True
-    except OSError:
-        return False
+    return address is not None and answers(address)
 
 
 def _first_line(error: BaseException) -> str:

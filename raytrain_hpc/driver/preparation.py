@@ -163,5 +163,8 @@ def _difference(name: str, there: Any, here: Any) -> tuple[str, Any, Any]:
     if isinstance(there, dict) and isinstance(here, dict):
         for key in here:
             if there.get(key) != here[key]:
-                return f"{name}.{key}", there.get(key), here[key]
+                old, new = there.get(key), here[key]
+                if key.endswith("_hash"):
+                    old, new = str(old)[:12], str(new)[:12]
+                return f"{name}.{key}", old, new
     return name, there, here

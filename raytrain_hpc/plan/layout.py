@@ -143,7 +143,8 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
     t, origin, degree = config.train, config.origin, layout.data_parallel
     if stored is not None:
         if stored.count * stored.size != t.global_batch:
-            remedy = f"the run in {config.run.dir} was started with {stored.count * stored.size}"
+            before = stored.count * stored.size
+            remedy = f"the run in {config.run.dir} was started with {before}; set it back or choose another run.dir"
             raise LayoutError("train.global_batch", t.global_batch, origin("train.global_batch"), remedy)
         if t.micro_batch not in (AUTO, stored.size):
             remedy = f"the run in {config.run.dir} was started with {stored.size}; its order depends on it"

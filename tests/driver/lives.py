@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
-# Twelve microbatches a step and dropout: steps slow enough to be hit in the middle, and random bits to be replayed.
+# Several microbatches a step, so that a signal hits it in the middle, and dropout: random bits to be replayed.
 WORDS = [
     "data.path=synthetic",
     "model.vocab_size=64",
@@ -25,7 +25,7 @@ WORDS = [
     "train.warmup=2",
     "train.seq_len=16",
     "train.global_batch=12",
-    "train.micro_batch=1",
+    "train.micro_batch=2",
     "train.eval_samples=4",
     "checkpoint.every=4",
     "observe.tensorboard=false",
@@ -35,7 +35,7 @@ WORDS = [
 
 PARENT = """
 import json, os, sys
-import numpy, torch
+import numpy, torch, torch._inductor  # all that a life would import
 import raytrain_hpc.driver.local, raytrain_hpc.driver.supervisor, raytrain_hpc.summary
 from raytrain_hpc.cli import main
 
@@ -117,10 +117,10 @@ class Life:
         until(ended, self.out)
         return code
 
-    def signal_at(self, run_dir: Path, lines: int, number: signal.Signals) -> None:
-        """Send a signal once metrics.jsonl has this many lines."""
-        until(lambda: count(run_dir) >= lines, self.out)
-        os.kill(self.pid, number)
+    def until_stopped(self) -> None:
+        """Wait until SIGSTOP has taken effect."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", self.out)
 
 
 def until(holds: Callable[[], bool], out: Path | None = None, timeout_s: float = TIMEOUT_S) -> None:
@@ -148,18 +148,18 @@ def curve(metrics: dict[str, Any]) -> tuple[float, float, float]:
     return metrics["train/loss"], metrics["train/grad_norm"], metrics["train/lr"]
 
 
-def stop_at(step: int, number: str = "SIGTERM") -> str:
-    """A patch: the process signals itself right when a step is committed."""
+def signal_after(step: int, number: signal.Signals, delay_s: float = 0.0) -> str:
+    """A patch: the process is sent a signal this long after a step is committed."""
     return f"""
-import os, signal
+import os, threading
 from raytrain_hpc.driver.recorder import RunRecorder
 real = RunRecorder._take_step
 def take(self, metrics):
     real(self, metrics)
     if metrics["step"] == {step}:
-        os.kill(os.getpid(), signal.{number})
+        threading.Timer({delay_s}, os.kill, (os.getpid(), {int(number)})).start()
 RunRecorder._take_step = take
 """
 
 
-__all__ = ["WORDS", "Life", "Lives", "count", "curve", "joined", "stop_at", "until"]
+__all__ = ["WORDS", "Life", "Lives", "count", "curve", "joined", "signal_after", "until"]

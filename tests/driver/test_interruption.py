@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.lives import WORDS, Lives, count, joined, stop_at
+from tests.driver.lives import WORDS, Lives, count, joined, signal_after
 
 KILLED_IN_A_SHARD = """
 import os, signal
@@ -37,6 +37,17 @@ def rename(self, staging, final):
 CheckpointStore._rename = rename
 """
 
+STOP_REQUESTED_AFTER_9 = """
+import os, signal
+from raytrain_hpc.driver.recorder import RunRecorder
+real = RunRecorder._take_step
+def take(self, metrics):
+    real(self, metrics)
+    if metrics["step"] == 9:
+        os.kill(os.getpid(), signal.SIGTERM)
+RunRecorder._take_step = take
+"""
+
 
 def command(run_dir: Path, *words: str) -> list[str]:
     return ["train", *WORDS, f"run.dir={run_dir}", *words]
@@ -49,9 +60,8 @@ def tree(root: Path) -> dict[str, bytes | None]:
 def test_sigterm_at_any_step_then_the_same_command_again(lives: Lives, undisturbed, tmp_path) -> None:
     draw, run, seen = random.Random(0), tmp_path / "run", 0
     for _ in range(3):
-        life = lives.start(tmp_path / "out", *command(run))
-        life.signal_at(run, seen + draw.randint(1, 5), signal.SIGTERM)
-        assert life.wait() == 3
+        patch = signal_after(seen + draw.randint(1, 4), signal.SIGTERM, draw.uniform(0, 0.02))
+        assert lives.run(tmp_path / "out", *command(run), patch=patch)[0] == 3
         step = json.loads((run / "result.json").read_text())["steps"]
         assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
         assert seen < step < 24 and count(run) == step, "no step is lost and none is run again"
@@ -63,9 +73,8 @@ def test_sigterm_at_any_step_then_the_same_command_again(lives: Lives, undisturb
 
 def test_sigkill_of_the_driver_goes_on_from_the_last_checkpoint(lives: Lives, undisturbed, tmp_path) -> None:
     run = tmp_path / "run"
-    life = lives.start(tmp_path / "out", *command(run))
-    life.signal_at(run, 10, signal.SIGKILL)
-    assert life.wait() == -signal.SIGKILL
+    patch = signal_after(10, signal.SIGKILL, 0.01)
+    assert lives.run(tmp_path / "out", *command(run), patch=patch)[0] == -signal.SIGKILL
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "train/lo')  # what a kill within the write of a line leaves
     code, said = lives.run(tmp_path / "out", *command(run))
@@ -75,8 +84,8 @@ def test_sigkill_of_the_driver_goes_on_from_the_last_checkpoint(lives: Lives, un
 
 def test_a_second_driver_is_refused_while_the_first_one_lives(lives: Lives, undisturbed, tmp_path) -> None:
     run = tmp_path / "run"
-    first = lives.start(tmp_path / "out", *command(run))
-    first.signal_at(run, 3, signal.SIGSTOP)  # alive, and quiet for as long as this test looks at it
+    first = lives.start(tmp_path / "out", *command(run), patch=signal_after(3, signal.SIGSTOP))
+    first.until_stopped()  # alive, and quiet for as long as this test looks at it
     before = tree(run)
     code, said = lives.run(tmp_path / "second", *command(run))
     assert code == 2 and said.splitlines() == [line for line in said.splitlines() if line.startswith("error: ")]
@@ -103,8 +112,8 @@ def test_kill_during_a_checkpoint_write(lives: Lives, undisturbed, tmp_path, pat
 def stopped_at_10(lives: Lives, tmp_path_factory) -> Path:
     """A run with checkpoints of the steps 4, 8 and 10."""
     directory = tmp_path_factory.mktemp("stopped")
-    # The signal comes when step 9 is reported: step 10 is the first that can see it.
-    assert lives.run(directory / "out", *command(directory / "run"), patch=stop_at(9))[0] == 3
+    patch = STOP_REQUESTED_AFTER_9
+    assert lives.run(directory / "out", *command(directory / "run"), patch=patch)[0] == 3
     assert sorted(p.name[-2:] for p in (directory / "run" / "checkpoints").iterdir()) == ["04", "08", "10"]
     return directory / "run"
 
