@@ -21,7 +21,6 @@ from raytrain_hpc.plan.layout import Batching, Layout, fixed_world, resolve_batc
 from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel
 
-
 _JOB_COPIES = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
