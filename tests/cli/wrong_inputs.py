@@ -1,4 +1,4 @@
-"""Wrong inputs, one a line, and what the command line must say to each. `python -m tests.cli.wrong_inputs` prints it."""
+"""Wrong inputs and what the command line must say to each. `python -m tests.cli.wrong_inputs` prints them."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ WRONG = [
         ("{dir}/latin1.txt", "byte 3 is not UTF-8", "tokenizer byte"),
     ),
     Wrong("prepare: fraction", "prepare {dir}/text.txt --out {dir}/o --val-fraction 1.5", ("1.5", "below 1")),
-    Wrong(
-        "prepare: onto a file", "prepare {dir}/text.txt --out {dir}/list.yaml", ("{dir}/list.yaml", "another")
-    ),
+    Wrong("prepare: onto a file", "prepare {dir}/text.txt --out {dir}/list.yaml", ("{dir}/list.yaml", "another")),
     Wrong("prepare: onto others", "prepare {dir}/text.txt --out {dir}/chars", ("{dir}/chars", "choose another")),
     Wrong("inspect: no dataset", "inspect {dir}/folder", ("{dir}/folder", "raytrain-hpc prepare")),
     Wrong("inspect: damaged", "inspect {dir}/flipped", ("{dir}/flipped/train-00000.arrow", "prepare the")),
