@@ -1,4 +1,4 @@
-"""Wrong inputs and what the command line must say to each. `python -m tests.cli.wrong_inputs` prints them."""
+"""Wrong inputs, and what the command line says to each. `python -m tests.cli.wrong_inputs` prints the table."""
 
 from __future__ import annotations
 

@@ -12,24 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.pool import SMALL
+
 TIMEOUT_S = 120
 # Several microbatches a step, so that a signal hits it in the middle, and dropout: random bits to be replayed.
 WORDS = [
-    "data.path=synthetic",
-    "model.vocab_size=64",
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.num_heads=4",
+    *SMALL,
     "model.dropout=0.1",
     "train.steps=24",
-    "train.warmup=2",
-    "train.seq_len=16",
-    "train.global_batch=12",
     "train.micro_batch=2",
-    "train.eval_samples=4",
     "checkpoint.every=4",
-    "observe.tensorboard=false",
-    "observe.sample_tokens=0",
     "cluster.workers=0",
 ]
 
