@@ -9,6 +9,8 @@
 # run.dir, data.path: absolute, on a file system that every node sees. What --working-dir sends along is a copy of this
 # directory without what .gitignore lists; Ray deletes it some time after the job.
 #
+# "Missing authentication token": export RAY_AUTH_MODE=token.
+#
 # The grace period of `ray job stop` is 3 s. Where a step and a save take longer, set RAY_JOB_STOP_WAIT_TIME_S, in
 # seconds, in the environment of `ray start --head`.
 set -euo pipefail
