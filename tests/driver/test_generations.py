@@ -95,7 +95,8 @@ def test_a_worker_that_fails_every_time(run, tmp_path, capsys, limit: int) -> No
     assert (code, len(crews), len(incidents(tmp_path))) == (4, limit + 1, limit + 1)
     (error,) = capsys.readouterr().err.splitlines()
     assert error == (
-        f"error: gave up after {limit + 1} failures (fault.max_failures={limit}): rank 0 (node n, pid 7) died: the reason"
+        f"error: gave up after {limit + 1} failures (fault.max_failures={limit}): "
+        "rank 0 (node n, pid 7) died: the reason"
     )
     assert not (tmp_path / "result.json").exists()
 
