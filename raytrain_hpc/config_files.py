@@ -49,14 +49,6 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return build_config(settings)
 
 
-def config_from_plain(plain: dict[str, Any], origin: str) -> Config:
-    """A config from the dicts that `to_plain` made, as read back from a file; `origin` names that file in errors."""
-    settings = [
-        Setting(f"{section}.{name}", value, origin) for section, keys in plain.items() for name, value in keys.items()
-    ]
-    return build_config([s for s in settings if s.key != "model.preset"])
-
-
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
     tree = OmegaConf.structured(Config)
@@ -72,6 +64,7 @@ def build_config(settings: list[Setting]) -> Config:
         raise TypeError("OmegaConf did not give back a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
     check_rules(config)
+    config.run.dir = str(Path(config.run.dir).expanduser())
     return config
 
 
@@ -95,10 +88,16 @@ def _from_word(word: str) -> Setting:
     name, equals, text = word.partition("=")
     if not equals or not name:
         raise ConfigError(word, "", "command line", "a setting is written key=value")
+    name = name.strip()
     try:
-        return Setting(name.strip(), yaml.safe_load(text) if text else "", "command line")
+        value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
-        raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
+        if not _takes_text(name):
+            raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
+        value = text
+    if _takes_text(name) and not isinstance(value, str):
+        value = text  # 2026_11_21 is a name, not a number
+    return Setting(name, value, "command line")
 
 
 def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
@@ -136,6 +135,8 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
             yield from _flatten(value_node, f"{dotted}.", path)
         elif dotted in sections and value_node.tag == "tag:yaml.org,2002:null":
             continue
+        elif _takes_text(dotted) and value_node.tag.rpartition(":")[2] in ("int", "float", "bool", "timestamp"):
+            yield Setting(dotted, value_node.value, origin)
         else:
             try:
                 value = yaml.SafeLoader("").construct_object(value_node, deep=True)
@@ -197,6 +198,12 @@ def _exact(setting: Setting) -> Any:
     return setting.value
 
 
+def _takes_text(dotted: str) -> bool:
+    section, _, name = dotted.partition(".")
+    of_section = fields(_section_type(section)) if section in {f.name for f in fields(Config)} else ()
+    return any(f.type == "str" and f.name.rstrip("_") == name for f in of_section)
+
+
 def _dotted_end(field_name: str, dotted: str) -> bool:
     return field_name.rstrip("_") == dotted.split(".", 1)[1]
 
@@ -228,4 +235,4 @@ def _one_of(word: str, options: list[str]) -> str:
     return f"known: {', '.join(sections)}"
 
 
-__all__ = ["Setting", "SourceConfig", "build_config", "config_from_plain", "config_text", "known_keys", "load_config"]
+__all__ = ["Setting", "SourceConfig", "build_config", "config_text", "known_keys", "load_config"]

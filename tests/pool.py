@@ -101,6 +101,7 @@ class WarmPool:
 
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon may have no children
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 

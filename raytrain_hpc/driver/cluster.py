@@ -56,6 +56,8 @@ def _connect(config: Config, workers_wanted: int) -> bool:
         except (ConnectionError, RuntimeError, RayError) as error:
             raise ClusterError(f"cluster.address={address}: Ray did not answer: {_first_line(error)}") from error
         return False
+    # Training is what this Ray is for: by default Ray runs workers at nice 15, behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Our own Ray on one machine: enough slots for the run, and one CPU more, since trainers that hold every CPU
     # starve Ray Data.
     cpus = max(os.cpu_count() or 1, workers_wanted + 1)

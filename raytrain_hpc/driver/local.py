@@ -26,7 +26,9 @@ class LocalWorker:
 
     def start(self) -> list[dict[str, Any]]:
         """Who and where: this process."""
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        cuda = self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
+        memory = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None
         host = socket.gethostname()
         now = time.time()
         return [
@@ -37,6 +39,7 @@ class LocalWorker:
                 "host": host,
                 "pid": os.getpid(),
                 "device": name,
+                "memory_gib": memory,
                 "began": now,
                 "imported": now,
             }

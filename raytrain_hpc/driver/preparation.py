@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
-from raytrain_hpc.data.sources import Dataset, open_dataset
+from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, RunDirectoryError
@@ -19,6 +20,8 @@ from raytrain_hpc.observe.profiling import check_profiler
 from raytrain_hpc.plan.layout import Batching, Layout, check_axes, fixed_world, resolve_batching, resolve_layout
 from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel
+
+_JOB_COPIES = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,11 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
         global_batch=config.train.global_batch,
         micro_batch=1,
     )
+    if _JOB_COPIES in directory.path.parts:
+        warn(
+            f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
+            "after the job, and no other node sees it; give an absolute path on a shared file system"
+        )
     prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
     newest = newest_checkpoint(store, warn)
     if newest is None:
@@ -103,6 +111,20 @@ def _check_directory(config: Config, directory: RunDirectory, store: CheckpointS
         raise RunDirectoryError(
             f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
         )
+
+
+def located(config: Config) -> Config:
+    """The settings with absolute paths, for processes whose current directory is another one."""
+    moved = deepcopy(config)
+    moved.run.dir = str(Path(config.run.dir).absolute())
+    moved.data.path = _absolute(config.data.path)
+    for source in moved.data.sources:
+        source.path = _absolute(source.path)
+    return moved
+
+
+def _absolute(path: str) -> str:
+    return path if path in ("", STDLIB, SYNTHETIC) else str(Path(path).expanduser().absolute())
 
 
 def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:

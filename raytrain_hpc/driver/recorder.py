@@ -72,9 +72,7 @@ class RunRecorder:
         with self._lock:
             self._generation, self._world, self._facts = generation, world, facts
             self._shards, self._step, self.ready = {}, first_step, {}
-            if self._config.observe.tensorboard and self._tensorboard is None:
-                self._tensorboard = TensorBoardSink(self._directory.tensorboard, first_step, self._alarm)
-            elif self._tensorboard is not None:
+            if self._tensorboard is not None:
                 self._tensorboard.restart(first_step)
 
     def handle(self, record: Record) -> None:
@@ -122,7 +120,9 @@ class RunRecorder:
         if self.tally.first_step_unix is None:
             self.tally.first_step_unix = metrics["time/unix"]
         self._jsonl.write(metrics)
-        if self._tensorboard is not None:
+        if self._config.observe.tensorboard:
+            if self._tensorboard is None:  # only now: its import is slow, and until here workers would wait for it
+                self._tensorboard = TensorBoardSink(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
         self._console.advance(self._step)
         steps = self._config.train.steps

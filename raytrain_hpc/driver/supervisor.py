@@ -12,7 +12,7 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.fleet import Fleet, open_fleet
 from raytrain_hpc.driver.incidents import IncidentLog
-from raytrain_hpc.driver.preparation import PreparedRun, newest_checkpoint, prepare_run
+from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
 from raytrain_hpc.errors import ClusterError, RunDirectoryError, RunFailed, WorkerFailed
@@ -112,12 +112,12 @@ class Supervisor:
             infos = crew.start()
             self._marks["actors"] = time.time()
             self._write_workers(prepared, lease, layout, infos)
-            recorder.begin(lease.generation, layout.world, device_facts(self._config, infos[0]["device"]), first)
+            recorder.begin(lease.generation, layout.world, device_facts(self._config, infos[0]), first)
             if newest is not None:
                 self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
             self._console.begin(self._config.train.steps, first)
             spec = WorkerSpec(
-                config=self._config,
+                config=located(self._config),
                 layout=layout,
                 batching=batching,
                 shape=prepared.shape,
@@ -238,8 +238,8 @@ def _data_line(prepared: PreparedRun) -> str:
     return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"
 
 
-def device_facts(config: Config, device: str) -> DeviceFacts:
-    """Peak FLOP/s and memory of a device by its name; the settings win over the table."""
+def device_facts(config: Config, info: dict[str, Any]) -> DeviceFacts:
+    """Peak FLOP/s of a worker's device by its name, where the settings give none, and its memory."""
     peak = config.observe.peak_tflops
-    known = peak_tflops(device, config.train.dtype) if peak == "auto" else float(peak)
-    return DeviceFacts(known, None)
+    known = peak_tflops(info["device"], config.train.dtype) if peak == "auto" else float(peak)
+    return DeviceFacts(known, info["memory_gib"])

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -16,13 +17,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
-from raytrain_hpc.driver.rendezvous import RendezvousStore
 from raytrain_hpc.errors import ClusterError, RaytrainError, WorkerFailed
 from raytrain_hpc.plan.layout import fixed_world
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.topology import Topology
 from raytrain_hpc.worker.actor import WorkerActor
 from raytrain_hpc.worker.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from raytrain_hpc.driver.rendezvous import RendezvousStore
 
 _LISTEN_S = 0.5  # between two fetches of records: often enough to read along, seldom enough to cost nothing
 _HURRY_S = 0.05  # while stopping
@@ -47,11 +50,15 @@ class RayFleet:
 @contextmanager
 def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     """Connect to Ray, or start it, and count the slots."""
+    # The store needs torch, whose import takes as long as Ray's start and can pass while that is waited for.
+    threading.Thread(target=import_module, args=("raytrain_hpc.driver.rendezvous",), daemon=True).start()
     with connected(config, fixed_world(config) or CPU_WORKERS_BY_DEFAULT):
         cluster = topology(config)
         world = world_size(config, cluster)
         node_shares(world, cluster)  # refuses a world that the cluster is too small for, before anything is written
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        from raytrain_hpc.driver.rendezvous import RendezvousStore
+
         store = RendezvousStore(host, config)
         yield RayFleet(config, world, cluster, store)
 

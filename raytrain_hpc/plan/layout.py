@@ -91,6 +91,13 @@ def fixed_world(config: Config) -> int | None:
     return prod(sizes) * config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
+def least_world(config: Config) -> int:
+    """The fewest ranks that the settings allow: axes left `auto` count as one."""
+    p = config.parallel
+    axes = (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp) if p.zero else (p.dp_replicate, p.tp, p.cp, p.pp)
+    return fixed_world(config) or prod(1 if axis == AUTO else int(axis) for axis in axes)
+
+
 def check_axes(config: Config) -> None:
     """Raise LayoutError for an axis that no number of ranks can make fit."""
     p = config.parallel

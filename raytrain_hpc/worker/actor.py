@@ -22,8 +22,9 @@ class WorkerActor:
     def __init__(self, device: str, threads: int):
         began = time.time()
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        import torch  # the slow part of a start: while it runs, the driver goes on
+        import torch
 
+        import raytrain_hpc.worker.build  # noqa: F401  here, where no rank waits for another
         from raytrain_hpc.worker.control import Control
 
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
@@ -48,6 +49,7 @@ class WorkerActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
+            "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None,
             "gpu_ids": ray.get_gpu_ids() if cuda else [],
             "began": self._began,
             "imported": self._imported,

@@ -1,0 +1,74 @@
+"""The two sides of a comparison, each run as processes of its own in a directory that is removed afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from raytrain_hpc.bench import plain_loop
+from raytrain_hpc.errors import RunFailed
+
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class PlatformRun:
+    """What a `raytrain-hpc train` left behind, read before its directory was removed."""
+
+    launched: float  # Unix time at which the command was given
+    metrics: list[dict[str, Any]]
+    result: dict[str, Any]
+
+    @property
+    def unix(self) -> list[float]:
+        """When each step was committed."""
+        return [line["time/unix"] for line in self.metrics]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory with a short name (Ray keeps sockets in it), removed afterwards."""
+    with TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def run_platform(words: Sequence[str]) -> PlatformRun:
+    """Train with these settings by the command line that a user types."""
+    with scratch() as directory:
+        run_dir = directory / "run"
+        command = [sys.executable, "-m", "raytrain_hpc", "train", *words, f"run.dir={run_dir}"]
+        launched = run_process(command, {"RAY_TMPDIR": str(directory)})
+        metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return PlatformRun(launched, metrics, json.loads((run_dir / "result.json").read_text()))
+
+
+def run_plain(job: plain_loop.Job, processes: int) -> plain_loop.Report:
+    """The plain loop: one Python process, or several under torchrun."""
+    with scratch() as directory:
+        described, report = directory / "job.json", directory / "report.json"
+        described.write_text(json.dumps(job.to_json()))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *(launcher if processes > 1 else [])]
+        run_process([*command, plain_loop.__file__, str(described), str(report)], {"OMP_NUM_THREADS": str(job.threads)})
+        return plain_loop.Report(**json.loads(report.read_text()))
+
+
+def run_process(command: Sequence[str], environment: dict[str, str]) -> float:
+    """Run a command to its end. Returns when it was given; raises RunFailed with its last line where it fails."""
+    launched = time.time()
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise RunFailed(f"{' '.join(command)}: exit code {done.returncode}: {lines[-1] if lines else 'no output'}")
+    return launched

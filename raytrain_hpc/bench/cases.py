@@ -1,0 +1,73 @@
+"""What the benchmarks train: settings of the platform, and the same as a job of the plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from raytrain_hpc.bench.plain_loop import Job
+from raytrain_hpc.config import Config
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.data.sources import open_dataset
+from raytrain_hpc.data.stream import open_stream
+from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
+from raytrain_hpc.shape import resolve_shape
+
+# The end of a run (evaluation, sample) is never part of a figure; a constant rate lets both arms take the same steps.
+COMMON = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")
+
+# 25.0 M parameters, 1,024 tokens a step in two microbatches.
+MEDIUM = (
+    *COMMON,
+    "data.path=synthetic",
+    "model.hidden_size=512",
+    "model.num_layers=6",
+    "model.num_heads=8",
+    "model.vocab_size=11264",
+    "train.lr=3e-4",
+    "train.seq_len=256",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+)
+
+# The defaults, as the quickstart trains them.
+SMALL = COMMON
+
+
+def plain_job(config: Config, workers: int, directory: Path) -> Job:
+    """The job that trains the same weights on the same tokens in the same order; writes the tokens to `directory`."""
+    train = config.train
+    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
+    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
+    stream = open_stream(
+        dataset,
+        order=config.data.order,
+        seed=config.run.seed,
+        seq_len=train.seq_len,
+        global_batch=train.global_batch,
+        micro_batch=train.global_batch,
+    )
+    steps = [stream.microbatch(step, 0) for step in range(train.steps)]
+    windows = [np.concatenate((step.inputs, step.targets[:, -1:]), axis=1) for step in steps]
+    np.save(directory / "tokens.npy", np.concatenate(windows))
+    return Job(
+        shape=resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=train.seq_len),
+        tokens=str(directory / "tokens.npy"),
+        seed=config.run.seed,
+        steps=train.steps,
+        global_batch=train.global_batch,
+        micro_batch=resolve_batching(config, resolve_layout(config, workers)).size,
+        threads=config.cluster.threads,
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        grad_clip=train.grad_clip,
+    )
+
+
+def settings(words: tuple[str, ...], workers: int, steps: int) -> tuple[list[str], Config]:
+    """The words of a command line, and the config that they make."""
+    line = [*words, f"cluster.workers={workers}", f"train.steps={steps}", "cluster.device=cpu"]
+    return line, load_config(None, line)

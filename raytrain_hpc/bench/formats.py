@@ -1,0 +1,91 @@
+"""Saving and loading one state in the platform's format and in torch's own (DCP), in turn."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from raytrain_hpc.bench.arms import scratch
+from raytrain_hpc.bench.cases import MEDIUM, settings
+from raytrain_hpc.checkpoint.manifest import read_manifest, shard_name
+from raytrain_hpc.checkpoint.shard import read_pieces, write_shard
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.model.initial import initialise
+from raytrain_hpc.shape import resolve_shape
+from raytrain_hpc.state.holding import Held, Holding
+
+State = dict[str, Any]  # name -> tensor
+Timings = dict[str, tuple[list[float], list[float]]]  # milliseconds of the platform and of the peer, each round
+
+
+def measure_formats(rounds: int) -> Timings:
+    """Milliseconds of each round, by what was done."""
+    torch.set_num_threads(1)
+    state = adamw_state()
+    timings: Timings = {"save": ([], []), "load": ([], []), "load, checksums verified": ([], [])}
+    for turn in range(rounds + 1):
+        with scratch() as directory:
+            found = _one_round(state, directory)
+        if turn == 0:  # allocations and imports of the first use
+            continue
+        for measure, (ours, theirs) in timings.items():
+            ours.append(found[f"platform {measure}"])
+            theirs.append(found.get(f"dcp {measure}", found["dcp load"]))
+    return timings
+
+
+def adamw_state() -> State:
+    """Weights and moments of the 25M model, by name."""
+    _, config = settings(MEDIUM, 1, 1)
+    model = Decoder(resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len))
+    initialise(model, config.run.seed)
+    state: State = {}
+    for name, parameter in model.named_parameters():
+        state[f"model.{name}"] = parameter.detach()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[f"optimizer.{kind}.{name}"] = torch.rand_like(parameter.detach())
+    return state
+
+
+def _one_round(state: State, directory: Path) -> dict[str, float]:
+    store = CheckpointStore(directory / "checkpoints")
+    holding = Holding(Held.of(name, tensor) for name, tensor in state.items())
+    peer = directory / "dcp"
+    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    target = Holding(Held.of(name, tensor) for name, tensor in into.items())
+
+    def save() -> None:
+        report = write_shard(store.staging(1, 1) / shard_name(0), holding)
+        store.publish(1, 1, [report], {}, lambda: None)
+
+    def load() -> None:
+        read_pieces(read_manifest(store.path(1)), target)
+
+    def load_verified() -> None:
+        read_pieces(store.verify(1), target)
+
+    found = {
+        "platform save": _milliseconds(save),
+        "dcp save": _milliseconds(lambda: dcp_save(state, checkpoint_id=peer, no_dist=True)),
+        "platform load": _milliseconds(load),
+        "dcp load": _milliseconds(lambda: dcp_load(into, checkpoint_id=peer, no_dist=True)),
+        "platform load, checksums verified": _milliseconds(load_verified),
+    }
+    if any(not torch.equal(into[name], tensor) for name, tensor in state.items()):
+        raise RuntimeError("what was loaded is not what was saved")
+    shutil.rmtree(peer)
+    return found
+
+
+def _milliseconds(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    action()
+    return 1000 * (time.perf_counter() - began)

@@ -1,0 +1,28 @@
+"""A Ray that is there and does nothing, so that neither arm of a comparison has the machine to itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raytrain_hpc.bench.arms import scratch
+
+
+@contextmanager
+def idle_ray(cpus: int) -> Iterator[str]:
+    """A Ray with this many CPU slots; its address."""
+    import ray
+
+    with scratch() as directory:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(directory),
+        )
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()

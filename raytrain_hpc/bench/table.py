@@ -1,0 +1,60 @@
+"""What a benchmark found: rows of measured values, as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+Value = str | int | float | bool | None | list[float]
+
+
+def machine() -> str:
+    """The machine and the versions that a figure holds for."""
+    packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray"))
+    return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
+
+
+@dataclass
+class Table:
+    """Rows with the same columns, and notes on how they were measured. A goal that was missed stays in the table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[dict[str, Value]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, *values: Value) -> None:
+        """One row, its values in the order of the columns. Raises ValueError where there are too many or too few."""
+        self.rows.append(dict(zip(self.columns, values, strict=True)))
+
+    def text(self) -> str:
+        """The table in Markdown, lined up to be read on a terminal too."""
+        cells = [list(self.columns), *([_cell(row[name]) for name in self.columns] for row in self.rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
+        lines = [_line(line, widths) for line in cells]
+        lines.insert(1, _line(["-" * width for width in widths], widths))
+        return "\n".join([self.title, "", *lines, "", *(f"- {note}" for note in [*self.notes, machine()])])
+
+    def to_json(self) -> dict[str, Any]:
+        """Title, machine, rows as dicts with their values unrounded, notes."""
+        return {"title": self.title, "machine": machine(), "rows": self.rows, "notes": self.notes}
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+
+def _cell(value: Value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return " ".join(_cell(one) for one in value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return str(value)

@@ -1,0 +1,51 @@
+"""The benchmarks' own promises: an honest peer, and tables that say what was measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raytrain_hpc.bench.arms import run_plain
+from raytrain_hpc.bench.cases import plain_job
+from raytrain_hpc.bench.formats import adamw_state
+from raytrain_hpc.bench.table import Table
+from tests.pool import small, steps_of
+
+
+def test_table_text_lines_up_and_json_keeps_every_digit():
+    table = Table("bench x", ("what", "ratio", "each", "met", "goal"), notes=["how"])
+    table.add("a", 0.98765, [0.5, 123.456], True, None)
+    lines = table.text().splitlines()
+    assert lines[0] == "bench x"
+    assert lines[2:5] == [
+        "| what | ratio | each      | met | goal |",
+        "| ---- | ----- | --------- | --- | ---- |",
+        "| a    | 0.988 | 0.500 123 | yes | -    |",
+    ]
+    assert "- how" in lines
+    plain = json.loads(json.dumps(table.to_json()))
+    assert plain["rows"] == [{"what": "a", "ratio": 0.98765, "each": [0.5, 123.456], "met": True, "goal": None}]
+    assert "torch" in plain["machine"]
+
+
+def test_table_refuses_a_row_that_does_not_fit():
+    with pytest.raises(ValueError):
+        Table("x", ("a", "b")).add(1)
+
+
+def test_plain_loop_takes_the_steps_of_the_platform(pool, tmp_path):
+    """Same weights, same tokens, same optimizer: what the bench compares is the same training."""
+    config = small(
+        tmp_path / "run", "train.steps=3", "train.schedule=constant", "train.warmup=0", "train.micro_batch=6"
+    )
+    report = run_plain(plain_job(config, 1, tmp_path), processes=1)
+    ours = [step["train/loss"] for step in steps_of(pool.train(config)[0])]
+    assert report.losses[0] == pytest.approx(ours[0], abs=1e-6)
+    assert report.losses == pytest.approx(ours, abs=1e-4)
+    assert report.peak_mib > 0 and len(report.unix) == 3
+
+
+def test_medium_case_has_25_million_parameters():
+    weights = [tensor for name, tensor in adamw_state().items() if name.startswith("model.")]
+    assert sum(tensor.numel() for tensor in weights) == pytest.approx(25e6, rel=0.01)
