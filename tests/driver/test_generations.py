@@ -42,7 +42,7 @@ class Crew:
     def start(self) -> list[dict[str, Any]]:
         if isinstance(self.steps, Exception):
             raise self.steps
-        who = {"rank": 0, "node": "n", "host": "h", "pid": 7, "device": "cpu"}
+        who = {"rank": 0, "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
         return [who | {"began": time.time(), "imported": time.time()}]
 
     def run(self, spec: Any, handle: Callable[[dict[str, Any]], None], stop: threading.Event) -> str:
