@@ -62,6 +62,11 @@ def run_plain(job: plain_loop.Job, processes: int) -> plain_loop.Report:
         return plain_loop.Report(**json.loads(report.read_text()))
 
 
+def say(text: str) -> None:
+    """One line of progress, beside the table and not in it."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def run_process(command: Sequence[str], environment: dict[str, str]) -> float:
     """Run a command to its end. Returns when it was given; raises RunFailed with its last line where it fails."""
     launched = time.time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from raytrain_hpc.bench.arms import run_platform
+from raytrain_hpc.bench.arms import run_platform, say
 from raytrain_hpc.bench.cases import MEDIUM, settings
 from raytrain_hpc.bench.formats import measure_formats
 from raytrain_hpc.bench.ray_idle import idle_ray
@@ -48,7 +48,10 @@ def run(rounds: int) -> Table:
 
 
 def _measure(workers: int, rounds: int, address: str, table: Table) -> None:
-    pairs = [(_run(workers, 0, address), _run(workers, EVERY, address)) for _ in range(rounds)]
+    pairs = []
+    for _ in range(rounds):
+        pairs.append((_run(workers, 0, address), _run(workers, EVERY, address)))
+        say(f"{workers} workers, without and with checkpoints: {pairs[-1]}")
     lost = [1 - with_.tokens_per_s / without.tokens_per_s for without, with_ in pairs]
     with_rate = median(with_.tokens_per_s for _, with_ in pairs)
     without_rate = median(without.tokens_per_s for without, _ in pairs)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from statistics import median
 
 from raytrain_hpc.bench import ray_train_loop
-from raytrain_hpc.bench.arms import run_platform, run_process, scratch
+from raytrain_hpc.bench.arms import run_platform, run_process, say, scratch
 from raytrain_hpc.bench.cases import SMALL, plain_job, settings
 from raytrain_hpc.bench.table import Table
 from raytrain_hpc.errors import MissingDependency
@@ -35,7 +35,10 @@ PARTS = {
 def run(rounds: int) -> Table:
     """Alternate `rounds` starts of each, every one a fresh process that starts its own Ray."""
     _check_ray_train()
-    pairs = [(_platform(), _ray_train()) for _ in range(rounds)]
+    pairs = []
+    for _ in range(rounds):
+        pairs.append((_platform(), _ray_train()))
+        say(f"platform {sum(pairs[-1][0].values()):.2f} s, Ray Train {sum(pairs[-1][1].values()):.2f} s")
     table = Table(
         f"bench start: seconds from the command to the first finished step, {WORKERS} workers",
         ("part", "platform s", "Ray Train s", "ratio", "ratio each round", "goal", "met"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from raytrain_hpc.bench.arms import run_plain, run_platform, scratch
+from raytrain_hpc.bench.arms import run_plain, run_platform, say, scratch
 from raytrain_hpc.bench.cases import MEDIUM, SMALL, plain_job, settings
 from raytrain_hpc.bench.ray_idle import idle_ray
 from raytrain_hpc.bench.table import Table
@@ -68,6 +68,7 @@ def _measure(case: Case, rounds: int, address: str, table: Table) -> None:
     pairs = []
     for _ in range(rounds):
         pairs.append((_plain(case), _platform(case, address)))
+        say(f"{case.name}, {case.workers} workers: {pairs[-1]}")
     plain, platform = ([pair[i] for pair in pairs] for i in (0, 1))
     ratios = [ours.tokens_per_s / theirs.tokens_per_s for theirs, ours in pairs]
     extra = median(ours.peak_mib - theirs.peak_mib for theirs, ours in pairs)
