@@ -36,7 +36,8 @@ class Tally:
     last: dict[str, Any] = field(default_factory=dict)
     val_loss: float | None = None
     best_val_loss: float | None = None
-    step_s: float = 0.0
+    step_s: float = 0.0  # of committed steps, a step that is run again counted once
+    at_risk: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) since the newest checkpoint
     first_step_unix: float | None = None
     checkpoint: str | None = None
     save_error: str | None = None
@@ -72,6 +73,8 @@ class RunRecorder:
         with self._lock:
             self._generation, self._world, self._facts = generation, world, facts
             self._shards, self._step, self.ready = {}, first_step, {}
+            self.tally.step_s -= sum(seconds for step, seconds in self.tally.at_risk if step > first_step)
+            self.tally.at_risk.clear()
             if self._tensorboard is not None:
                 self._tensorboard.restart(first_step)
 
@@ -101,7 +104,7 @@ class RunRecorder:
         """Pick up the tally where an earlier life of the run left it."""
         for metrics in self._directory.committed_metrics():
             self._count(metrics)
-        self.tally.step_s = 0.0
+        self.tally.step_s = 0.0  # the result speaks of this life's wall time
 
     def _count(self, metrics: dict[str, Any]) -> None:
         tally = self.tally
@@ -117,6 +120,7 @@ class RunRecorder:
         metrics["throughput/mfu"] = mfu(rate, self._flops, self._world, peak) if self._flops else None
         self._step = metrics["step"]
         self._count(metrics)
+        self.tally.at_risk.append((self._step, metrics["time/step_s"]))
         if self.tally.first_step_unix is None:
             self.tally.first_step_unix = metrics["time/unix"]
         self._jsonl.write(metrics)
@@ -165,6 +169,7 @@ class RunRecorder:
             self._not_saved(step, str(error))
             return
         self.tally.checkpoint, self.tally.save_error = str(path), None
+        self.tally.at_risk = [(s, seconds) for s, seconds in self.tally.at_risk if s > step]
         self._console.line(f"checkpoint {path} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
         try:
             self._store.prune(self._config.checkpoint.keep)

@@ -26,7 +26,7 @@ def metrics(step: int, generation: int) -> dict[str, Any]:
         "throughput/tokens_per_sec_per_device": 1.0,
         "memory/peak_gib": 0.0,
         "time/unix": time.time(),
-        "time/step_s": 0.0,
+        "time/step_s": 0.001,
         "elastic/world_size": 1,
         "elastic/generation": generation,
         "step": step,
@@ -109,7 +109,9 @@ def test_what_a_recovery_cost(run, tmp_path, capsys) -> None:
     assert first["detected_s"] == second["detected_s"] == pytest.approx(0.25, abs=1e-3)
     assert first["recovered_s"] is None, "the second failure came before any step"
     assert 0 < second["recovered_s"] < 5
-    assert json.loads((tmp_path / "result.json").read_text())["restarts"] == 2
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["restarts"] == 2
+    assert result["goodput"] * result["wall_s"] == pytest.approx(result["steps"] * 0.001), "repeated steps count once"
     said = capsys.readouterr().out
     assert "worker failed: rank 0 (node n, pid 7) died: the reason; restarting" in said
     assert said.count("recovered: rank 0 died at step 1; 0 steps lost; ") == 1
