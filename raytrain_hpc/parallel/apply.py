@@ -13,7 +13,6 @@ from raytrain_hpc.config import Config
 from raytrain_hpc.parallel.blocks import blocks_of
 from raytrain_hpc.parallel.recompute import recompute
 from raytrain_hpc.parallel.replicate import Alone, Replicated
-from raytrain_hpc.parallel.shard import Sharded
 from raytrain_hpc.plan.layout import Layout
 
 
@@ -47,6 +46,8 @@ def parallelise(
         for block in blocks or [module]:
             block.compile()
     if mesh is not None and layout.dp_shard > 1:
+        from raytrain_hpc.parallel.shard import Sharded  # 40 MiB of FSDP2 that other layouts do not pay
+
         axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         sharded = Sharded(module, blocks, mesh[axes], layout.zero, config.train.dtype)
         _allocate(module, device)
