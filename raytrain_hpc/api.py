@@ -100,11 +100,11 @@ class Run:
 def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     """Layout, microbatches, bytes and FLOPs a worker, from the settings alone. Loads neither torch nor Ray."""
     from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
-    from raytrain_hpc.plan.layout import fixed_world, resolve_batching, resolve_layout
+    from raytrain_hpc.plan.layout import least_world, resolve_batching, resolve_layout
     from raytrain_hpc.plan.memory import state_bytes
     from raytrain_hpc.shape import resolve_shape
 
-    world = workers or fixed_world(config) or 1
+    world = workers or least_world(config)
     layout = resolve_layout(config, world)
     batching = resolve_batching(config, layout)
     vocab = 256 if config.model.vocab_size == "auto" else None

@@ -139,8 +139,10 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
     """Sample text from a run's newest checkpoint."""
     from raytrain_hpc.sampling import generate as sample
 
-    click.echo(prompt, nl=False)
-    for piece in sample(run_dir, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed):
+    pieces = sample(run_dir, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    first = next(pieces, "")  # whatever is wrong shows here, before half a line is printed
+    click.echo(prompt + first, nl=False)
+    for piece in pieces:
         click.echo(piece, nl=False)
     click.echo()
 

@@ -37,9 +37,9 @@ class ModelConfig:
     """The decoder. GPT-2 and Llama are two settings of one model."""
 
     preset: str = key("", "A known shape (gpt2_124m, llama3_8b, ...); keys given beside it win over it.")
-    hidden_size: int = key(192, "Width of the residual stream.", minimum=1)
+    hidden_size: int = key(128, "Width of the residual stream.", minimum=1)
     num_layers: int = key(4, "Transformer blocks.", minimum=1)
-    num_heads: int = key(6, "Attention heads; must divide hidden_size.", minimum=1)
+    num_heads: int = key(4, "Attention heads; must divide hidden_size.", minimum=1)
     num_kv_heads: int | str = key(AUTO, "Key-value heads (grouped-query attention); auto: num_heads.", minimum=1)
     ffn_size: int | str = key(
         AUTO, "Feed-forward width; auto: 4 x hidden_size, or 8/3 of it up to a multiple of 64 for swiglu.", minimum=1
@@ -86,7 +86,7 @@ class DataConfig:
 class TrainConfig:
     """The optimisation."""
 
-    steps: int = key(500, "Optimizer steps.", minimum=0)
+    steps: int = key(250, "Optimizer steps.", minimum=0)
     seq_len: int = key(128, "Tokens a sequence.", minimum=1)
     global_batch: int = key(32, "Sequences a step, over all workers.", minimum=1)
     micro_batch: int | str = key(
@@ -101,7 +101,7 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd", "constant"] = key(
         "cosine", "After the warmup: cosine to min_lr; wsd: stay at lr, then linear to min_lr; constant: stay at lr."
     )
-    warmup: int = key(40, "Steps of linear warmup.", minimum=0)
+    warmup: int = key(25, "Steps of linear warmup.", minimum=0)
     decay_fraction: float = key(0.2, "wsd: share of the steps that the final decay takes.", minimum=0)
     beta1: float = key(0.9, "AdamW's first moment.", minimum=0)
     beta2: float = key(0.95, "AdamW's second moment.", minimum=0)

@@ -17,6 +17,17 @@ from raytrain_hpc.config_rules import check_rules
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.presets import PRESETS
 
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "int | str": "a whole number or auto",
+    "float | str": "a number or auto",
+    "list[int]": "a list of whole numbers, like [0, 1]",
+    "list[SourceConfig]": "a list of sources, like [{path: DIR, weight: 1}]",
+}
+
 
 class Setting(NamedTuple):
     """One key as a user wrote it."""
@@ -38,14 +49,6 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return build_config(settings)
 
 
-def config_from_plain(plain: dict[str, Any], origin: str) -> Config:
-    """A config from the dicts that `to_plain` made, as read back from a file; `origin` names that file in errors."""
-    settings = [
-        Setting(f"{section}.{name}", value, origin) for section, keys in plain.items() for name, value in keys.items()
-    ]
-    return build_config([s for s in settings if s.key != "model.preset"])
-
-
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
     tree = OmegaConf.structured(Config)
@@ -54,19 +57,22 @@ def build_config(settings: list[Setting]) -> Config:
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error.full_key), str(error.value or ""), "", _first_line(error)) from error
+        # Only references between keys are resolved this late: name the text that holds the one that leads nowhere.
+        last = {s.key: s for s in settings}.get(str(error.full_key), Setting(str(error.full_key), "", ""))
+        raise ConfigError(last.key, last.value, last.origin, _first_line(error)) from error
     if not isinstance(config, Config):
         raise TypeError("OmegaConf did not give back a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
     check_rules(config)
+    config.run.dir = str(Path(config.run.dir).expanduser())
     return config
 
 
-def write_config(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back to the same values."""
+def config_text(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to the same values."""
     plain = to_plain(config)
     plain["model"]["preset"] = ""
-    path.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def known_keys() -> dict[str, str]:
@@ -82,10 +88,16 @@ def _from_word(word: str) -> Setting:
     name, equals, text = word.partition("=")
     if not equals or not name:
         raise ConfigError(word, "", "command line", "a setting is written key=value")
+    name = name.strip()
     try:
-        return Setting(name.strip(), yaml.safe_load(text) if text else "", "command line")
+        value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
-        raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
+        if not _takes_text(name):
+            raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
+        value = text
+    if _takes_text(name) and not isinstance(value, str):
+        value = text  # 2026_11_21 is a name, not a number
+    return Setting(name, value, "command line")
 
 
 def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
@@ -94,9 +106,9 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     try:
         root = yaml.compose(path.read_text())
     except OSError as error:
-        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}") from error
+        raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), "", f"not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError("config", str(path), "", f"not valid YAML: {_yaml_problem(error)}") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
@@ -108,6 +120,12 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     yield from (setting for setting in own if setting.key != "base")
 
 
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f"line {mark.line + 1}: "
+    return where + " ".join(str(getattr(error, "problem", None) or error).split())
+
+
 def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
     sections = {section.name for section in fields(Config)}
     for key_node, value_node in node.value:
@@ -117,9 +135,14 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
             yield from _flatten(value_node, f"{dotted}.", path)
         elif dotted in sections and value_node.tag == "tag:yaml.org,2002:null":
             continue
+        elif _takes_text(dotted) and value_node.tag.rpartition(":")[2] in ("int", "float", "bool", "timestamp"):
+            yield Setting(dotted, value_node.value, origin)
         else:
-            loader = yaml.SafeLoader("")
-            yield Setting(dotted, loader.construct_object(value_node, deep=True), origin)
+            try:
+                value = yaml.SafeLoader("").construct_object(value_node, deep=True)
+            except yaml.YAMLError as error:
+                raise ConfigError(dotted, value_node.value, origin, "not a plain YAML value; quote it") from error
+            yield Setting(dotted, value, origin)
 
 
 def _with_preset(settings: list[Setting]) -> list[Setting]:
@@ -148,23 +171,37 @@ def _apply(tree: Any, setting: Setting) -> None:
     try:
         OmegaConf.update(tree, f"{section}.{field_name}", _exact(setting))
     except OmegaConfBaseException as error:
-        raise ConfigError(setting.key, setting.value, setting.origin, _first_line(error)) from error
+        unknown = _first_line(error) if "Did you mean" in str(error) else ""
+        remedy = f"needs {_kind_name(_kind(setting))}" + (f"; {unknown}" if unknown else "")
+        raise ConfigError(setting.key, setting.value, setting.origin, remedy) from error
+
+
+def _kind(setting: Setting) -> str:
+    """The declared type of a key, as written in config.py."""
+    return next(
+        str(f.type) for f in fields(_section_type(setting.key.split(".")[0])) if _dotted_end(f.name, setting.key)
+    )
 
 
 def _exact(setting: Setting) -> Any:
     """Refuse the silent conversions: true is no number; a list of sources has known keys."""
-    kind = next(f.type for f in fields(_section_type(setting.key.split(".")[0])) if _dotted_end(f.name, setting.key))
+    kind = _kind(setting)
     if isinstance(setting.value, bool) != (kind == "bool"):
-        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(str(kind))}")
-    if str(kind).endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
-        number = "whole number" if "int" in str(kind) else "number"
+        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}")
+    if kind.endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
         try:
-            return int(setting.value) if "int" in str(kind) else float(setting.value)
+            return int(setting.value) if "int" in kind else float(setting.value)
         except ValueError:
-            raise ConfigError(setting.key, setting.value, setting.origin, f"needs a {number} or auto") from None
-    if str(kind) == "float | str" and isinstance(setting.value, int):
+            raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}") from None
+    if kind == "float | str" and isinstance(setting.value, int):
         return float(setting.value)
     return setting.value
+
+
+def _takes_text(dotted: str) -> bool:
+    section, _, name = dotted.partition(".")
+    of_section = fields(_section_type(section)) if section in {f.name for f in fields(Config)} else ()
+    return any(f.type == "str" and f.name.rstrip("_") == name for f in of_section)
 
 
 def _dotted_end(field_name: str, dotted: str) -> bool:
@@ -172,9 +209,9 @@ def _dotted_end(field_name: str, dotted: str) -> bool:
 
 
 def _kind_name(kind: str) -> str:
-    return {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}.get(
-        kind, f"a value of type {kind}"
-    )
+    if kind.startswith("Literal["):
+        return "one of " + ", ".join(kind[len("Literal[") : -1].replace('"', "").replace("'", "").split(", "))
+    return _KINDS.get(kind, f"a value of type {kind}")
 
 
 def _section_type(section: str) -> Any:
@@ -198,4 +235,4 @@ def _one_of(word: str, options: list[str]) -> str:
     return f"known: {', '.join(sections)}"
 
 
-__all__ = ["Setting", "SourceConfig", "build_config", "config_from_plain", "known_keys", "load_config", "write_config"]
+__all__ = ["Setting", "SourceConfig", "build_config", "config_text", "known_keys", "load_config"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config import AUTO, Config, DataConfig, TrainConfig
 from raytrain_hpc.errors import ConfigError
 
 
 def check_rules(config: Config) -> None:
     """Raise ConfigError for the first rule that a config breaks."""
     _ranges(config)
-    for rule in (_model, _data, _train, _observe):
+    for rule in (_run, _model, _data, _train, _observe):
         rule(config)
 
 
@@ -40,6 +40,13 @@ def _ranges(config: Config) -> None:
                 raise _fail(config, key, f"needs more than {above:g}")
 
 
+def _run(config: Config) -> None:
+    if not config.run.dir or "\0" in config.run.dir:
+        raise _fail(config, "run.dir", "needs a directory")
+    if config.run.seed >= 1 << 63:
+        raise _fail(config, "run.seed", "needs a number below 2**63")
+
+
 def _model(config: Config) -> None:
     m = config.model
     if m.hidden_size % m.num_heads:
@@ -54,7 +61,8 @@ def _model(config: Config) -> None:
 
 def _data(config: Config) -> None:
     d = config.data
-    if d.sources and config.origin("data.path"):
+    # A default written out, as in a resolved config.yaml, contradicts nothing; here and for the warmup.
+    if d.sources and d.path != DataConfig().path:
         raise _fail(config, "data.path", "give data.path or data.sources, not both")
     for source in d.sources:
         if not source.path:
@@ -72,7 +80,7 @@ def _train(config: Config) -> None:
         raise _fail(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
     if t.min_lr != AUTO and float(t.min_lr) > t.lr:
         raise _fail(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
-    if config.origin("train.warmup") and t.warmup > t.steps > 0:
+    if t.warmup != TrainConfig().warmup and t.warmup > t.steps > 0:
         raise _fail(config, "train.warmup", f"must not exceed train.steps={t.steps}")
     if t.lr_scaling != "none" and t.lr_base_batch == 0:
         raise _fail(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")

@@ -60,12 +60,24 @@ class WorkerFailed(RaytrainError):
 
     exit_code = 4
 
-    def __init__(self, rank: int, node: str, pid: int, reason: str):
-        self.rank, self.node, self.pid, self.reason = rank, node, pid, reason
-        super().__init__(f"rank {rank} (node {node}, pid {pid}): {reason}")
+    def __init__(
+        self,
+        rank: int,
+        node: str,
+        pid: int,
+        kind: str,
+        reason: str,
+        *,
+        detected: float = 0.0,
+        last_seen: float | None = None,
+    ):
+        """`kind` is died, raised or silent; `detected` and `last_seen` (its last sign of life) are unix times."""
+        self.rank, self.node, self.pid, self.kind, self.reason = rank, node, pid, kind, reason
+        self.detected, self.last_seen = detected, last_seen
+        super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.node, self.pid, self.reason)
+        return type(self), (self.rank, self.node, self.pid, self.kind, self.reason), self.__dict__
 
 
 class RunFailed(RaytrainError):

@@ -55,7 +55,11 @@ def _tokenizer(directory: RunDirectory) -> Tokenizer:
         raise CheckpointError(f"{directory.path}: no such run directory")
     if not directory.tokenizer.exists():
         raise DataError(f"{directory.path}: the run has no tokenizer (synthetic tokens have none)")
-    return tokenizer_from_json(json.loads(directory.tokenizer.read_text()))
+    try:
+        plain = json.loads(directory.tokenizer.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{directory.tokenizer}: cannot be read ({error}); train on to write it again") from error
+    return tokenizer_from_json(plain)
 
 
 def _model(directory: RunDirectory) -> tuple[Decoder, int]:

@@ -101,6 +101,7 @@ class WarmPool:
 
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon may have no children
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
@@ -124,26 +125,27 @@ def _serve(connection: Connection) -> None:
             leave()
 
 
+SMALL = [
+    "data.path=synthetic",
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "train.steps=5",
+    "train.warmup=2",
+    "train.seq_len=16",
+    "train.global_batch=12",
+    "train.eval_samples=4",
+    "cluster.workers=1",
+    "observe.tensorboard=false",
+    "observe.sample_tokens=0",
+]
+
+
 def small(directory: Path | str | None = None, *words: str) -> Config:
     """A config small enough for tests: a tiny decoder on synthetic tokens, one thread, no extras."""
     directory = directory or tempfile.mkdtemp(prefix="run-")
-    base = [
-        f"run.dir={directory}",
-        "data.path=synthetic",
-        "model.vocab_size=64",
-        "model.hidden_size=32",
-        "model.num_layers=2",
-        "model.num_heads=4",
-        "train.steps=5",
-        "train.warmup=2",
-        "train.seq_len=16",
-        "train.global_batch=12",
-        "train.eval_samples=4",
-        "cluster.workers=1",
-        "observe.tensorboard=false",
-        "observe.sample_tokens=0",
-    ]
-    return load_config(None, [*base, *words])
+    return load_config(None, [f"run.dir={directory}", *SMALL, *words])
 
 
 def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,4 +153,4 @@ def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record["metrics"] for record in records if record["type"] == "step"]
 
 
-__all__ = ["RankFailed", "WarmPool", "small", "steps_of"]
+__all__ = ["SMALL", "RankFailed", "WarmPool", "small", "steps_of"]

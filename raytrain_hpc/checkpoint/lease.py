@@ -55,12 +55,7 @@ class Lease:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with _locked(directory):
-                before = _read(directory)
-                if before is not None and _alive(before, stale_after):
-                    raise RunDirectoryError(
-                        f"another driver ({before.host}, pid {before.pid}) is running in {directory}; "
-                        "stop it or choose another run.dir"
-                    )
+                before = _free(directory, stale_after)
                 generation = 1 if before is None else before.generation + 1
                 host, pid = socket.gethostname(), os.getpid()
                 holder = _Holder(generation, owner, host, pid, _start_of(pid) or 0, time.time(), released=False)
@@ -68,6 +63,11 @@ class Lease:
         except OSError as error:
             raise RunDirectoryError(f"{directory / LEASE} cannot be written: {error.strerror}") from error
         return cls(directory, holder)
+
+    @staticmethod
+    def refuse_if_held(directory: Path, *, stale_after: float = 15.0) -> None:
+        """Raises as `acquire` where another driver is at work; changes nothing."""
+        _free(Path(directory), stale_after)
 
     @property
     def generation(self) -> int:
@@ -137,11 +137,13 @@ class Lease:
 
 
 def probe_writable(directory: Path) -> None:
-    """Create the directory if need be and prove that a file in it can be written, synced and deleted.
+    """Prove that a file in the directory, which need not exist yet, can be written, synced and deleted.
 
-    Raises RunDirectoryError with the system's reason where it cannot.
+    Leaves nothing behind, no directory either. Raises RunDirectoryError with the system's reason where it cannot.
     """
+    made: list[Path] = []
     try:
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
             file.write(b"x" * 4096)
@@ -151,6 +153,10 @@ def probe_writable(directory: Path) -> None:
         raise RunDirectoryError(
             f"run.dir {directory} cannot be written: {error.strerror}; choose another run.dir or free it"
         ) from error
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # it was not made, or somebody else uses it already
+                path.rmdir()
 
 
 @contextlib.contextmanager
@@ -163,6 +169,17 @@ def _locked(directory: Path) -> Iterator[None]:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
         yield
+
+
+def _free(directory: Path, stale_after: float) -> _Holder | None:
+    """The last holder, who is gone; None where there was none. Raises RunDirectoryError where it is at work."""
+    before = _read(directory)
+    if before is not None and _alive(before, stale_after):
+        raise RunDirectoryError(
+            f"run.dir {directory}: another driver ({before.host}, pid {before.pid}) is running in it; stop it or "
+            "choose another run.dir"
+        )
+    return before
 
 
 def _read(directory: Path) -> _Holder | None:
@@ -181,11 +198,16 @@ def _read(directory: Path) -> _Holder | None:
 def _write(directory: Path, holder: _Holder) -> None:
     """Replace the lease file in one step, so that no reader ever sees half of it."""
     temporary = directory / f".{LEASE}.{holder.pid}"
-    with temporary.open("w") as file:
-        json.dump(asdict(holder), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / LEASE)
+    try:
+        with temporary.open("w") as file:
+            json.dump(asdict(holder), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / LEASE)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _alive(holder: _Holder, stale_after: float) -> bool:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.exceptions import RayError
 
 from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.driver.address import LOCAL, answers, named_address
 from raytrain_hpc.errors import ClusterError
-
-_PROBE_TIMEOUT_S = 2.0
 
 
 @contextmanager
@@ -51,63 +50,52 @@ def _connect(config: Config, workers_wanted: int) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = _address(config)
     if address is not None:
-        _probe(address, config)
         try:
-            ray.init(address=address, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError) as error:
+            with _auth_notice_hidden():
+                ray.init(address=address, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, RayError) as error:
             raise ClusterError(f"cluster.address={address}: Ray did not answer: {_first_line(error)}") from error
         return False
+    # Training is what this Ray is for: by default Ray runs workers at nice 15, behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Our own Ray on one machine: enough slots for the run, and one CPU more, since trainers that hold every CPU
     # starve Ray Data.
     cpus = max(os.cpu_count() or 1, workers_wanted + 1)
     try:
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, OSError) as error:
+        with _auth_notice_hidden():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, OSError, RayError) as error:
         raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}; see /tmp/ray") from error
     return True
 
 
+@contextmanager
+def _auth_notice_hidden() -> Iterator[None]:
+    """Ray uses a token where it starts or finds a cluster by itself, as it should, and says so with a warning."""
+    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _address(config: Config) -> str | None:
     """The cluster to join, None to start one."""
-    if config.cluster.address == "local":
+    address = named_address(config)
+    if address == LOCAL:
         return None
-    if config.cluster.address != AUTO:
-        return config.cluster.address
-    if os.environ.get("RAY_ADDRESS"):
-        return os.environ["RAY_ADDRESS"]
-    return _running_here()
+    # What runs here is joined as "auto": by its own address Ray would not look for the token it asks for.
+    return address if address != AUTO or _running_here() else None
 
 
-def _running_here() -> str | None:
-    """Address of a cluster that `ray start` left running on this machine, if it still answers."""
+def _running_here() -> bool:
+    """Whether a cluster that `ray start` left running on this machine still answers."""
     from ray._private.utils import read_ray_address  # no public call tells without connecting
 
     address: str | None = read_ray_address()
-    return address if address and _answers(address) else None
-
-
-def _probe(address: str, config: Config) -> None:
-    """Fail in seconds where nothing listens: Ray itself tries for much longer."""
-    if address in ("auto", "local") or address.startswith("ray://"):
-        return
-    if not _answers(address):
-        origin = config.origin("cluster.address") or ("RAY_ADDRESS" if "RAY_ADDRESS" in os.environ else "")
-        where = f" ({origin})" if origin else ""
-        raise ClusterError(
-            f"cluster.address={address}{where}: nothing answers there; start Ray with `ray start --head`, correct "
-            "the address, or use cluster.address=local"
-        )
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return False
-    try:
-        with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
-            return True
-    except OSError:
-        return False
+    return address is not None and answers(address)
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from raytrain_hpc.config import Config
+from raytrain_hpc.driver.address import check_address
 from raytrain_hpc.worker.spec import WorkerSpec
 
 
@@ -41,7 +43,15 @@ def open_fleet(config: Config) -> Iterator[Fleet]:
 
         yield LocalFleet(config)
     else:
+        if not _connected():
+            check_address(config)
         from raytrain_hpc.driver.workers import open_ray_fleet  # a machine without Ray never comes here
 
         with open_ray_fleet(config) as fleet:
             yield fleet
+
+
+def _connected() -> bool:
+    """Whether this process is connected to Ray already; asks without importing it."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

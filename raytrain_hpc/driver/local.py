@@ -21,16 +21,14 @@ from raytrain_hpc.worker.spec import WorkerSpec
 class LocalWorker:
     """The same loop in the calling thread; records are handled as they are made."""
 
-    def __init__(self, config: Config):
-        wanted = config.cluster.device
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise ClusterError("cluster.device=cuda: this machine has no usable GPU; use cluster.device=cpu")
-        use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-        self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+    def __init__(self, device: torch.device):
+        self._device = device
 
     def start(self) -> list[dict[str, Any]]:
         """Who and where: this process."""
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        cuda = self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
+        memory = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None
         host = socket.gethostname()
         now = time.time()
         return [
@@ -41,6 +39,7 @@ class LocalWorker:
                 "host": host,
                 "pid": os.getpid(),
                 "device": name,
+                "memory_gib": memory,
                 "began": now,
                 "imported": now,
             }
@@ -62,11 +61,15 @@ class LocalFleet:
     world = 1
 
     def __init__(self, config: Config):
-        self._config = config
+        wanted = config.cluster.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ClusterError("cluster.device=cuda: this machine has no usable GPU; use cluster.device=cpu")
+        use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+        self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
     def crew(self) -> LocalWorker:
         """The one worker."""
-        return LocalWorker(self._config)
+        return LocalWorker(self._device)
 
 
 class HandlingControl(Control):

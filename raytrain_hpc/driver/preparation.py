@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.checkpoint.lease import probe_writable
+from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
-from raytrain_hpc.data.sources import Dataset, open_dataset
+from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, RunDirectoryError
 from raytrain_hpc.observe.profiling import check_profiler
-from raytrain_hpc.plan.layout import Batching, Layout, fixed_world, resolve_batching, resolve_layout
+from raytrain_hpc.plan.layout import Batching, Layout, check_axes, fixed_world, resolve_batching, resolve_layout
 from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel
+
+_JOB_COPIES = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,19 @@ class PreparedRun:
 
 
 def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str], None]) -> PreparedRun:
-    """Check settings against data, directory and checkpoints. Raises the error that a user should see; writes nothing
-    but the run directory itself and a probe file that it removes."""
+    """Check settings against directory, data and checkpoints. Raises the error that a user should see, and leaves the
+    disk as it was."""
     check_profiler(config.observe)
-    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
-    shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    check_axes(config)
     world = fixed_world(config)
     if world is not None:
         resolve_batching(config, resolve_layout(config, world))
+    directory = RunDirectory(Path(config.run.dir).absolute(), warn)
+    store = CheckpointStore(directory.checkpoints)
+    _check_directory(config, directory, store)
+    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
+    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
+    shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     stream = open_stream(
         dataset,
         order=config.data.order,
@@ -81,12 +88,10 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
         global_batch=config.train.global_batch,
         micro_batch=1,
     )
-    directory = RunDirectory(Path(config.run.dir).absolute())
-    probe_writable(directory.path)
-    store = CheckpointStore(directory.checkpoints)
-    if config.run.resume == "never" and (store.steps() or directory.metrics.exists()):
-        raise RunDirectoryError(
-            f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
+    if _JOB_COPIES in directory.path.parts:
+        warn(
+            f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
+            "after the job, and no other node sees it; give an absolute path on a shared file system"
         )
     prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
     newest = newest_checkpoint(store, warn)
@@ -97,6 +102,29 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
     if world is not None:
         prepared.layout(world)
     return prepared
+
+
+def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
+    probe_writable(directory.path)
+    Lease.refuse_if_held(directory.path)
+    if config.run.resume == "never" and (store.steps() or directory.metrics.exists()):
+        raise RunDirectoryError(
+            f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
+        )
+
+
+def located(config: Config) -> Config:
+    """The settings with absolute paths, for processes whose current directory is another one."""
+    moved = deepcopy(config)
+    moved.run.dir = str(Path(config.run.dir).absolute())
+    moved.data.path = _absolute(config.data.path)
+    for source in moved.data.sources:
+        source.path = _absolute(source.path)
+    return moved
+
+
+def _absolute(path: str) -> str:
+    return path if path in ("", STDLIB, SYNTHETIC) else str(Path(path).expanduser().absolute())
 
 
 def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -135,5 +163,8 @@ def _difference(name: str, there: Any, here: Any) -> tuple[str, Any, Any]:
     if isinstance(there, dict) and isinstance(here, dict):
         for key in here:
             if there.get(key) != here[key]:
-                return f"{name}.{key}", there.get(key), here[key]
+                old, new = there.get(key), here[key]
+                if key.endswith("_hash"):
+                    old, new = str(old)[:12], str(new)[:12]
+                return f"{name}.{key}", old, new
     return name, there, here

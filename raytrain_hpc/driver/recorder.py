@@ -13,6 +13,7 @@ from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
 from raytrain_hpc.observe.console import Console, step_line
 from raytrain_hpc.observe.metrics import mfu
 from raytrain_hpc.observe.sinks import JsonlSink, TensorBoardSink
@@ -35,7 +36,8 @@ class Tally:
     last: dict[str, Any] = field(default_factory=dict)
     val_loss: float | None = None
     best_val_loss: float | None = None
-    step_s: float = 0.0
+    step_s: float = 0.0  # of committed steps, a step that is run again counted once
+    at_risk: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) since the newest checkpoint
     first_step_unix: float | None = None
     checkpoint: str | None = None
     save_error: str | None = None
@@ -58,9 +60,10 @@ class RunRecorder:
         self._store, self._lease, self._meta_of_step = store, lease, meta_of_step
         self._flops = flops_per_token
         self._lock = threading.RLock()
-        self._jsonl = JsonlSink(directory.metrics)
+        self._jsonl = JsonlSink(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardSink | None = None
-        self._shards: dict[int, dict[int, ShardReport | None]] = {}
+        self._shards: dict[int, dict[int, ShardReport | str]] = {}
+        self._step = 0
         self.tally = Tally()
         self.ready: dict[int, Record] = {}
         self._recall()
@@ -70,6 +73,10 @@ class RunRecorder:
         with self._lock:
             self._generation, self._world, self._facts = generation, world, facts
             self._shards, self._step, self.ready = {}, first_step, {}
+            self.tally.step_s -= sum(seconds for step, seconds in self.tally.at_risk if step > first_step)
+            self.tally.at_risk.clear()
+            if self._tensorboard is not None:
+                self._tensorboard.restart(first_step)
 
     def handle(self, record: Record) -> None:
         """Take one record from a worker."""
@@ -80,6 +87,11 @@ class RunRecorder:
                 self._take_shard(record)
             elif record["type"] == "ready":
                 self.ready[record["rank"]] = record
+
+    @property
+    def step(self) -> int:
+        """The last step known to be committed in this generation, or the one it started from."""
+        return self._step
 
     def close(self) -> None:
         """Flush every file."""
@@ -92,7 +104,7 @@ class RunRecorder:
         """Pick up the tally where an earlier life of the run left it."""
         for metrics in self._directory.committed_metrics():
             self._count(metrics)
-        self.tally.step_s = 0.0
+        self.tally.step_s = 0.0  # the result speaks of this life's wall time
 
     def _count(self, metrics: dict[str, Any]) -> None:
         tally = self.tally
@@ -108,12 +120,13 @@ class RunRecorder:
         metrics["throughput/mfu"] = mfu(rate, self._flops, self._world, peak) if self._flops else None
         self._step = metrics["step"]
         self._count(metrics)
+        self.tally.at_risk.append((self._step, metrics["time/step_s"]))
         if self.tally.first_step_unix is None:
             self.tally.first_step_unix = metrics["time/unix"]
         self._jsonl.write(metrics)
         if self._config.observe.tensorboard:
             if self._tensorboard is None:  # only now: its import is slow, and until here workers would wait for it
-                self._tensorboard = TensorBoardSink(self._directory.tensorboard, metrics["step"] - 1)
+                self._tensorboard = TensorBoardSink(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
         self._console.advance(self._step)
         steps = self._config.train.steps
@@ -126,13 +139,7 @@ class RunRecorder:
         if record["generation"] != self._generation:
             return
         step, rank = record["step"], record["rank"]
-        if "error" in record:
-            self._console.line(
-                f"alarm: checkpoint of step {step} not saved: rank {rank}: {record['error']}; the run goes on, "
-                f"free space in {self._directory.path}"
-            )
-            self.tally.save_error = record["error"]
-        report = None if "error" in record else ShardReport.from_json(record["shard"])
+        report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
         self._shards.setdefault(step, {})[rank] = report
         self._publish_complete()
 
@@ -143,21 +150,36 @@ class RunRecorder:
             if len(reports) < self._world or step > self._step:
                 continue
             del self._shards[step]
-            whole = [report for report in reports.values() if report is not None]
-            if len(whole) < self._world:
-                self._store.discard(step, self._generation)
+            errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
+            if errors:
+                first = min(errors)
+                others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+                self._not_saved(step, f"rank {first}{others}: {errors[first]}")
                 continue
-            self._publish(step, whole)
+            self._publish(step, [report for report in reports.values() if not isinstance(report, str)])
 
     def _publish(self, step: int, reports: list[ShardReport]) -> None:
         began = time.perf_counter()
         try:
             self._jsonl.sync()
             path = self._store.publish(step, self._generation, reports, self._meta_of_step(step), self._lease.check)
-            self._store.prune(self._config.checkpoint.keep)
-        except OSError as error:  # a full disk is an alarm, not a crash
-            self._console.line(f"alarm: checkpoint of step {step} not published: {error}; the run goes on")
-            self.tally.save_error = str(error)
+        except LeaseLost:
+            raise
+        except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk is an alarm, not a crash
+            self._not_saved(step, str(error))
             return
         self.tally.checkpoint, self.tally.save_error = str(path), None
+        self.tally.at_risk = [(s, seconds) for s, seconds in self.tally.at_risk if s > step]
         self._console.line(f"checkpoint {path} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
+        try:
+            self._store.prune(self._config.checkpoint.keep)
+        except CheckpointError as error:
+            self._alarm(f"old checkpoints stay: {error}; the run goes on")
+
+    def _not_saved(self, step: int, reason: str) -> None:
+        self._store.discard(step, self._generation)
+        self._alarm(f"checkpoint of step {step} not saved: {reason}; the run goes on")
+        self.tally.save_error = reason
+
+    def _alarm(self, text: str) -> None:
+        self._console.line(f"alarm: {text}")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import write_config
+from raytrain_hpc.config_files import config_text
 
 
 class RunDirectory:
-    """`run.dir`, by the names of its files."""
+    """`run.dir`, by the names of its files. `alarm` is told of what could not be written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, alarm: Callable[[str], None] = lambda text: None):
         self.path = path
+        self._alarm = alarm
         self.metrics = path / "metrics.jsonl"
         self.incidents = path / "incidents.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -27,36 +29,49 @@ class RunDirectory:
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
         """What the run is about to do."""
-        write_config(config, self.config)
-        self._replace("plan.json", plan)
+        self._replace(self.config, config_text(config))
+        self._replace(self.path / "plan.json", _json(plan))
         if tokenizer is not None:
-            self._replace("tokenizer.json", tokenizer)
+            self._replace(self.tokenizer, _json(tokenizer))
 
     def write_workers(self, generation: int, workers: list[dict[str, Any]]) -> None:
         """The generation now running."""
-        self._replace("workers.json", {"generation": generation, "workers": workers})
+        self._replace(self.path / "workers.json", _json({"generation": generation, "workers": workers}))
 
     def write_result(self, result: dict[str, Any]) -> None:
         """How the run ended."""
-        self._replace("result.json", result)
+        self._replace(self.result, _json(result))
 
-    def append_incident(self, incident: dict[str, Any]) -> None:
-        """One line of incidents.jsonl."""
-        with self.incidents.open("a") as file:
-            file.write(json.dumps(incident) + "\n")
+    def past_incidents(self) -> list[str]:
+        """The lines of incidents.jsonl."""
+        return self.incidents.read_text().splitlines() if self.incidents.exists() else []
+
+    def write_incidents(self, lines: list[str]) -> None:
+        """All lines of incidents.jsonl. They are few, and the last one is completed when the run has recovered."""
+        self._replace(self.incidents, "".join(f"{line}\n" for line in lines))
 
     def committed_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl in file order. A last line cut short by a kill is left out."""
         if not self.metrics.exists():
             return
-        with self.metrics.open() as file:
+        with self.metrics.open(errors="replace") as file:
             for line in file:
                 try:
                     yield json.loads(line)
                 except json.JSONDecodeError:
                     continue
 
-    def _replace(self, name: str, content: object) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, self.path / name)
+    def _replace(self, path: Path, text: str) -> None:
+        """In one step. A disk that refuses leaves the file as it was, and is an alarm: the run is worth more."""
+        temporary = self.path / f".{path.name}.tmp"
+        try:
+            temporary.write_text(text)
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            self._alarm(f"alarm: {path} cannot be written: {error.strerror}; the run goes on")
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, indent=2) + "\n"

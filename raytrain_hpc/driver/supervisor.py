@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.fleet import Fleet, open_fleet
-from raytrain_hpc.driver.preparation import PreparedRun, newest_checkpoint, prepare_run
+from raytrain_hpc.driver.incidents import IncidentLog
+from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
-from raytrain_hpc.errors import RunDirectoryError, RunFailed, WorkerFailed
+from raytrain_hpc.errors import ClusterError, RunDirectoryError, RunFailed, WorkerFailed
 from raytrain_hpc.observe.console import Console, short_count
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
@@ -29,17 +31,26 @@ class Supervisor:
         self._config, self._custom, self._console, self._stop = config, custom, console, stop
         self._marks: dict[str, float] = {"began": time.time()}
         self._restarts = 0
+        self._warned: set[str] = set()
 
     def run(self) -> Result:
         """Prepare, train, and write the result. Raises what a user should see."""
-        prepared = prepare_run(self._config, self._custom, self._console.line)
-        lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
-        try:
-            with lease.kept(self._stop.set), open_fleet(self._config) as fleet:
-                self._marks["cluster"] = time.time()
-                return self._supervise(prepared, lease, fleet)
-        finally:
-            self._release(lease)
+        prepared = prepare_run(self._config, self._custom, self._warn)
+        with open_fleet(self._config) as fleet:
+            self._marks["cluster"] = time.time()
+            prepared.layout(fleet.world)  # the last thing that can be wrong with the settings: nothing is written yet
+            lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
+            try:
+                with lease.kept(self._stop.set):
+                    return self._supervise(prepared, lease, fleet)
+            finally:
+                self._release(lease)
+
+    def _warn(self, text: str) -> None:
+        """Print a line once: preparation and every generation look at the same checkpoints."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._console.line(text)
 
     def _release(self, lease: Lease) -> None:
         try:
@@ -49,6 +60,7 @@ class Supervisor:
 
     def _supervise(self, prepared: PreparedRun, lease: Lease, fleet: Fleet) -> Result:
         layout, batching = prepared.layout(fleet.world)
+        self._incidents = IncidentLog(prepared.directory)
         self._announce(prepared, layout, batching)
         prepared.store.discard_staging()
         recorder = RunRecorder(
@@ -66,7 +78,11 @@ class Supervisor:
                     outcome = self._generation(prepared, lease, fleet, layout, batching, recorder)
                     break
                 except WorkerFailed as failure:
-                    self._record_failure(prepared, lease, failure, recorder)
+                    self._record_failure(lease, failure, recorder)
+                except ClusterError as error:
+                    if self._restarts:
+                        raise RunFailed(f"gave up after {self._restarts} failures: {error}") from error
+                    raise
         finally:
             self._console.end()
             recorder.close()
@@ -85,7 +101,7 @@ class Supervisor:
         batching: Batching,
         recorder: RunRecorder,
     ) -> str:
-        newest = newest_checkpoint(prepared.store, self._console.line)
+        newest = newest_checkpoint(prepared.store, self._warn)
         first = 0 if newest is None else newest.step
         if first >= self._config.train.steps and newest is not None:
             self._console.line(f"already trained: {newest.path} is at step {first} of {self._config.train.steps}")
@@ -96,12 +112,12 @@ class Supervisor:
             infos = crew.start()
             self._marks["actors"] = time.time()
             self._write_workers(prepared, lease, layout, infos)
-            recorder.begin(lease.generation, layout.world, device_facts(self._config, infos[0]["device"]), first)
+            recorder.begin(lease.generation, layout.world, device_facts(self._config, infos[0]), first)
             if newest is not None:
                 self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
             self._console.begin(self._config.train.steps, first)
             spec = WorkerSpec(
-                config=self._config,
+                config=located(self._config),
                 layout=layout,
                 batching=batching,
                 shape=prepared.shape,
@@ -111,34 +127,29 @@ class Supervisor:
                 steps_to=self._config.train.steps,
             )
             self._infos = infos
-            return crew.run(spec, recorder.handle, self._stop)
+            self._incidents.resumed(first)
+            return crew.run(spec, partial(self._handle, recorder), self._stop)
         finally:
             crew.close()
 
-    def _record_failure(
-        self, prepared: PreparedRun, lease: Lease, failure: WorkerFailed, recorder: RunRecorder
-    ) -> None:
+    def _handle(self, recorder: RunRecorder, record: dict[str, Any]) -> None:
+        recorder.handle(record)
+        if record["type"] == "step" and (incident := self._incidents.committed()) is not None:
+            self._console.line(
+                f"recovered: rank {incident['rank']} {incident['kind']} at step {incident['step'] + 1}; "
+                f"{incident['steps_lost']} steps lost; {incident['recovered_s']:.1f} s"
+            )
+
+    def _record_failure(self, lease: Lease, failure: WorkerFailed, recorder: RunRecorder) -> None:
         self._restarts += 1
-        committed = recorder.tally.last.get("step", 0)
-        prepared.directory.append_incident(
-            {
-                "kind": "worker_failed",
-                "rank": failure.rank,
-                "node": failure.node,
-                "pid": failure.pid,
-                "operation": failure.reason,
-                "generation": lease.generation,
-                "step": committed,
-                "time": time.time(),
-            }
-        )
+        self._incidents.failed(failure, lease.generation, recorder.step)
         if self._restarts > self._config.fault.max_failures:
             raise RunFailed(
                 f"gave up after {self._restarts} failures (fault.max_failures={self._config.fault.max_failures}): "
                 f"{failure}"
             ) from failure
         self._console.line(
-            f"worker failed: {failure}; restarting from the newest checkpoint (step {committed} reached)"
+            f"worker failed: {failure}; restarting from the newest checkpoint (step {recorder.step} reached)"
         )
         lease.next_generation()
 
@@ -227,8 +238,8 @@ def _data_line(prepared: PreparedRun) -> str:
     return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"
 
 
-def device_facts(config: Config, device: str) -> DeviceFacts:
-    """Peak FLOP/s and memory of a device by its name; the settings win over the table."""
+def device_facts(config: Config, info: dict[str, Any]) -> DeviceFacts:
+    """Peak FLOP/s of a worker's device by its name, where the settings give none, and its memory."""
     peak = config.observe.peak_tflops
-    known = peak_tflops(device, config.train.dtype) if peak == "auto" else float(peak)
-    return DeviceFacts(known, None)
+    known = peak_tflops(info["device"], config.train.dtype) if peak == "auto" else float(peak)
+    return DeviceFacts(known, info["memory_gib"])

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _LISTEN_S = 0.5  # between two fetches of records: often enough to read along, seldom enough to cost nothing
 _HURRY_S = 0.05  # while stopping
+_ANSWER_S = 10.0
 _SETTLE_S = 1.0  # after a failure, wait this long for others to fail too: the first to be heard is not always guilty
 
 Info = dict[str, Any]
@@ -54,6 +55,7 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     with connected(config, fixed_world(config) or CPU_WORKERS_BY_DEFAULT):
         cluster = topology(config)
         world = world_size(config, cluster)
+        node_shares(world, cluster)  # refuses a world that the cluster is too small for, before anything is written
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         from raytrain_hpc.driver.rendezvous import RendezvousStore
 
@@ -68,6 +70,7 @@ class RayWorkers:
         self._config, self._cluster, self._store = config, cluster, store
         self._group = self._reserve(node_shares(world, cluster))
         self._actors: list[Any] = []
+        self._seen: list[float] = []  # when each rank last answered
         self.infos: list[Info] = []
 
     def start(self) -> list[Info]:
@@ -109,10 +112,11 @@ class RayWorkers:
         meeting = self._store.meeting(spec.generation)
         runs = [actor.run.remote(spec, rank, meeting) for rank, actor in enumerate(self._actors)]
         left, told, fetched = list(runs), False, 0.0
+        self._seen = [time.time()] * len(runs)
         while left:
             ready, left = ray.wait(left, num_returns=len(left), timeout=_HURRY_S if told else 0.1)
             if any(self._failure(runs.index(run), run) is not None for run in ready):
-                raise self._guilty(runs, handle)
+                raise self._guilty(runs, handle, time.time())
             if stop.is_set() and not told:
                 told = True
                 for actor in self._actors:
@@ -146,11 +150,13 @@ class RayWorkers:
         answers = [actor.drain.remote() for actor in self._actors]
         for rank, answer in enumerate(answers):
             try:
-                records = ray.get(answer, timeout=10)
-            except RayActorError:
-                continue  # its run call reports the death
+                records = ray.get(answer, timeout=_ANSWER_S)
             except GetTimeoutError as error:
-                raise self._failed(rank, "does not answer its control path") from error
+                reason = f"gave no answer on its control path for {_ANSWER_S:g} s"
+                raise self._failed(rank, "silent", reason) from error
+            except RayError:
+                continue  # its run call reports the death
+            self._seen[rank] = time.time()
             for record in records:
                 handle(record)
 
@@ -161,22 +167,31 @@ class RayWorkers:
             cause = error.cause
             if isinstance(cause, RaytrainError):
                 return cause
-            return self._failed(rank, last_line(error))
-        except RayActorError as error:
-            return self._failed(rank, f"process died: {last_line(error)}")
+            return self._failed(rank, "raised", last_line(error))
+        except RayError as error:
+            return self._failed(rank, "died", last_line(error))
         return None
 
-    def _guilty(self, runs: list[Any], handle: Callable[[dict[str, Any]], None]) -> RaytrainError:
+    def _guilty(self, runs: list[Any], handle: Callable[[dict[str, Any]], None], detected: float) -> RaytrainError:
         """Of all that failed, the one that began it: a dead process before an exception of its own before a
         collective that broke because its peer was gone."""
+        seen = list(self._seen)
         ready, _ = ray.wait(runs, num_returns=len(runs), timeout=_SETTLE_S)
-        self._fetch(handle)
         failures = [failure for run in ready if (failure := self._failure(runs.index(run), run)) is not None]
-        return min(failures, key=_innocence)
+        try:
+            self._fetch(handle)
+        except WorkerFailed as silent:
+            failures.append(silent)
+        guilty = min(failures, key=_innocence)
+        if isinstance(guilty, WorkerFailed):
+            guilty.detected, guilty.last_seen = detected, seen[guilty.rank]
+        return guilty
 
-    def _failed(self, rank: int, reason: str) -> WorkerFailed:
+    def _failed(self, rank: int, kind: str, reason: str) -> WorkerFailed:
         info = self.infos[rank]
-        return WorkerFailed(rank, info["node"], info["pid"], reason)
+        return WorkerFailed(
+            rank, info["node"], info["pid"], kind, reason, detected=time.time(), last_seen=self._seen[rank]
+        )
 
 
 def last_line(error: BaseException) -> str:
@@ -188,7 +203,7 @@ def last_line(error: BaseException) -> str:
 def _innocence(failure: RaytrainError) -> int:
     if not isinstance(failure, WorkerFailed):
         return 1
-    if failure.reason.startswith("process died"):
-        return 0
+    if failure.kind != "raised":
+        return 0 if failure.kind == "died" else 4
     peer_gone = any(word in failure.reason for word in ("gloo", "Connection closed by peer", "NCCL", "ECONNRESET"))
     return 3 if peer_gone else 2

@@ -1,52 +1,146 @@
-"""Where metrics go: metrics.jsonl and TensorBoard."""
+"""Where metrics go: metrics.jsonl and TensorBoard. A disk that refuses is an alarm; it never ends a run."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+Alarm = Callable[[str], None]
+_TAIL_BYTES = 1 << 16  # longer than any line
 
 
 class JsonlSink:
-    """One JSON line a step, floats in full precision, each line written whole."""
+    """One JSON line a step, floats in full precision, each line written whole or not at all."""
 
-    def __init__(self, path: Path):
-        # A kill can leave a line without its end: start on a new one.
-        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file: IO[str] = path.open("a")
-        if torn:
-            self._file.write("\n")
+    def __init__(self, path: Path, alarm: Alarm):
+        self._file = _AppendedFile(path, alarm, after=b"\n")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one step."""
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(metrics).encode() + b"\n")
 
     def sync(self) -> None:
-        """Make everything written so far survive a power cut."""
-        os.fsync(self._file.fileno())
+        """Make every step so far survive a power cut. Raises OSError where the disk refuses."""
+        self._file.sync()
 
     def close(self) -> None:
         """Sync and close."""
-        self.sync()
         self._file.close()
 
 
 class TensorBoardSink:
-    """Scalars under the same keys. A resumed run overwrites the steps it runs again (purge_step)."""
+    """Scalars under the same keys, an event file a life of the run. A resumed run purges the steps it runs again.
 
-    def __init__(self, directory: Path, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, not needed by everyone
+    Written here and not by a SummaryWriter: its thread dies of the first write that fails.
+    """
 
-        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
+    def __init__(self, directory: Path, first_step: int, alarm: Alarm):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._session, self._summary, self._framed = Event, SessionLog, Summary, RecordWriter
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
+        self._file = _AppendedFile(directory / name, alarm)
+        self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self.restart(first_step)
+
+    def restart(self, first_step: int) -> None:
+        """Have readers drop what was written of the steps after `first_step`: they are run again."""
+        start = self._session(status=self._session.START)
+        self._append(self._event(wall_time=time.time(), step=first_step + 1, session_log=start))
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Add one step."""
-        for key, value in metrics.items():
-            if "/" in key and value is not None:
-                self._writer.add_scalar(key, value, metrics["step"])  # type: ignore[no-untyped-call]
+        values = [
+            self._summary.Value(tag=key, simple_value=value)
+            for key, value in metrics.items()
+            if "/" in key and value is not None
+        ]
+        summary = self._summary(value=values)
+        self._append(self._event(wall_time=metrics["time/unix"], step=metrics["step"], summary=summary))
 
     def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        """Sync and close."""
+        self._file.close()
+
+    def _append(self, event: Any) -> None:
+        record = io.BytesIO()
+        self._framed(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
+
+
+class _AppendedFile:
+    """A file of records, each appended whole or not at all.
+
+    What the disk refuses is kept in memory and written, in order, as soon as it takes it again; `alarm` is told once
+    when that begins. What a kill left behind the last `after` in the file is cut off when it is opened.
+    """
+
+    def __init__(self, path: Path, alarm: Alarm, *, after: bytes = b""):
+        self._path, self._alarm, self._after = path, alarm, after
+        self._descriptor: int | None = None
+        self._end = 0  # length up to the last whole record
+        self._waiting: list[bytes] = []
+        self._refused = False
+
+    def append(self, record: bytes) -> None:
+        self._waiting.append(record)
+        try:
+            self._flush()
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                self._alarm(f"{self._path} cannot be written: {error.strerror}; kept in memory until it can")
+            self._refused = True
+
+    def sync(self) -> None:
+        self._flush()
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        except OSError as error:
+            self._alarm(f"{self._path} lacks its last {len(self._waiting)} records: {error.strerror}")
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        if self._descriptor is None:
+            self._descriptor = self._open()
+        block = b"".join(self._waiting)
+        done = 0
+        try:
+            while done < len(block):
+                done += os.pwrite(self._descriptor, block[done:], self._end + done)
+        except OSError:
+            with contextlib.suppress(OSError):  # whatever stays is written over by the next attempt
+                os.truncate(self._descriptor, self._end)
+            raise
+        self._end += len(block)
+        self._waiting.clear()
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            start = max(0, size - _TAIL_BYTES)
+            tail = os.pread(descriptor, _TAIL_BYTES, start)
+            self._end = start + (tail.rfind(self._after) + len(self._after) if self._after else len(tail))
+            os.truncate(descriptor, self._end)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor

@@ -91,17 +91,30 @@ def fixed_world(config: Config) -> int | None:
     return prod(sizes) * config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
-def resolve_layout(config: Config, world: int) -> Layout:
-    """Fill the `auto` data axes for `world` ranks. Raises LayoutError naming the axis that does not fit."""
+def least_world(config: Config) -> int:
+    """The fewest ranks that the settings allow: axes left `auto` count as one."""
+    p = config.parallel
+    axes = (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp) if p.zero else (p.dp_replicate, p.tp, p.cp, p.pp)
+    return fixed_world(config) or prod(1 if axis == AUTO else int(axis) for axis in axes)
+
+
+def check_axes(config: Config) -> None:
+    """Raise LayoutError for an axis that no number of ranks can make fit."""
     p = config.parallel
     for axis in ("tp", "cp", "pp", "ep"):
         if getattr(p, axis) > 1:
             remedy = "this version trains data-parallel layouts; set it to 1"
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
+    if p.zero == 0 and p.dp_shard not in (AUTO, 1):
+        remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
+        raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
+
+
+def resolve_layout(config: Config, world: int) -> Layout:
+    """Fill the `auto` data axes for `world` ranks. Raises LayoutError naming the axis that does not fit."""
+    check_axes(config)
+    p = config.parallel
     if p.zero == 0:
-        if p.dp_shard not in (AUTO, 1):
-            remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
-            raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
         replicate, shard = world if p.dp_replicate == AUTO else int(p.dp_replicate), 1
     else:
         replicate = 1 if p.dp_replicate == AUTO else int(p.dp_replicate)
@@ -130,7 +143,8 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
     t, origin, degree = config.train, config.origin, layout.data_parallel
     if stored is not None:
         if stored.count * stored.size != t.global_batch:
-            remedy = f"the run in {config.run.dir} was started with {stored.count * stored.size}"
+            before = stored.count * stored.size
+            remedy = f"the run in {config.run.dir} was started with {before}; set it back or choose another run.dir"
             raise LayoutError("train.global_batch", t.global_batch, origin("train.global_batch"), remedy)
         if t.micro_batch not in (AUTO, stored.size):
             remedy = f"the run in {config.run.dir} was started with {stored.size}; its order depends on it"

@@ -52,6 +52,7 @@ class WorkerActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
+            "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None,
             "gpu_ids": ray.get_gpu_ids() if cuda else [],
             "began": self._began,
             "imported": self._imported,

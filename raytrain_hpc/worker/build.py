@@ -92,7 +92,8 @@ def _discard(record: Record) -> None:
 
 def _set_kernels(config: Config, device: torch.device) -> None:
     torch.set_num_threads(config.cluster.threads)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:  # the call imports torch._inductor
+        torch.use_deterministic_algorithms(config.train.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False

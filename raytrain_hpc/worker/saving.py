@@ -10,6 +10,7 @@ from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.writer import CheckpointWriter
 from raytrain_hpc.config import CheckpointConfig
+from raytrain_hpc.errors import CheckpointError
 from raytrain_hpc.state.holding import Held, Holding
 from raytrain_hpc.state.index import StateIndex, assign_writers
 from raytrain_hpc.worker.control import Record
@@ -42,9 +43,16 @@ class Saver:
         return self._config.every > 0 and step % self._config.every == 0
 
     def save(self, step: int) -> float:
-        """Copy the state of `step` and write it behind the next steps. Returns the seconds the step waited."""
-        path = self._store.staging(step, self._generation) / shard_name(self._rank)
-        return self._writer.save(self._mine, path, step, wait=not self._config.async_)
+        """Copy the state of `step` and write it behind the next steps. Returns the seconds the step waited.
+
+        A disk that refuses is reported, not raised: the run is worth more than one checkpoint.
+        """
+        try:
+            staging = self._store.staging(step, self._generation)
+        except CheckpointError as error:
+            self._report({"step": step, "error": str(error)})
+            return 0.0
+        return self._writer.save(self._mine, staging / shard_name(self._rank), step, wait=not self._config.async_)
 
     def finish(self) -> None:
         """Wait until everything is written."""

@@ -44,7 +44,9 @@ def other(tmp_path):
 
 
 def test_a_live_driver_is_refused_and_a_dead_one_taken_over(tmp_path, other):
-    with pytest.raises(RunDirectoryError, match=rf"another driver \(\S+, pid {other.pid}\) is running in {tmp_path}"):
+    with pytest.raises(
+        RunDirectoryError, match=rf"run.dir {tmp_path}: another driver \(\S+, pid {other.pid}\) is running"
+    ):
         Lease.acquire(tmp_path, "me")
     os.kill(other.pid, signal.SIGSTOP)
     with pytest.raises(RunDirectoryError):
@@ -133,7 +135,10 @@ def test_of_many_that_start_at_once_one_wins(tmp_path):
 
 def test_probe_leaves_nothing_and_names_what_is_wrong(tmp_path):
     probe_writable(tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], "the directories that it made are gone too"
+    (tmp_path / "a").mkdir()
+    probe_writable(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"] and not any((tmp_path / "a").iterdir())
     (tmp_path / "file").write_text("")
     for path, reason in (
         (tmp_path / "file", "File exists"),

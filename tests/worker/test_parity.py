@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pool import WarmPool, small, steps_of
+from tests.pool import WarmPool
+from tests.worker.parity import LAYOUTS, LOSS_BOUND, NORM_BOUND, Curve, curve, distance
 
-STEPS = 50
-LAYOUTS = {
-    **{f"ddp-{w}": [f"cluster.workers={w}"] for w in (2, 3, 4, 5)},
-    **{f"zero{z}-{w}": [f"cluster.workers={w}", f"parallel.zero={z}"] for z in (1, 2, 3) for w in (2, 3, 4, 5)},
-    **{
-        f"hsdp{z}-2x2": ["cluster.workers=4", f"parallel.zero={z}", "parallel.dp_replicate=2", "parallel.dp_shard=2"]
-        for z in (1, 2, 3)
-    },
-}
-# Dropout on; 12 sequences in microbatches of one: five ranks get 2, 2, 3, 2, 3 of them.
-BASE = ["model.dropout=0.1", "train.micro_batch=1", f"train.steps={STEPS}", "train.warmup=5", "train.lr=1e-3"]
-BOUNDS = {"fp64": 1e-12, "fp32": 1e-6}
-
-
-def curve(pool: WarmPool, *words: str) -> tuple[list[float], list[float]]:
-    steps = steps_of(pool.train(small(None, *BASE, *words))[0])
-    assert len(steps) == STEPS
-    return [s["train/loss"] for s in steps], [s["train/grad_norm"] for s in steps]
-
-
-def worst(mine: list[float], other: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True))
+# Every degree and every way to shard; `python -m tests.worker.parity` runs all layouts in both types.
+CASES = [
+    ("fp64", name) for name in ("ddp-2", "ddp-3", "zero1-5", "zero2-3", "zero2-4", "zero3-5", "hsdp1-2x2", "hsdp2-2x2")
+]
+CASES += [("fp32", name) for name in ("ddp-4", "ddp-5", "zero1-2", "zero2-5", "zero3-3", "hsdp3-2x2")]
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WarmPool) -> dict[str, tuple[list[float], list[float]]]:
-    return {dtype: curve(pool, f"train.dtype={dtype}") for dtype in BOUNDS}
+def alone(pool: WarmPool) -> dict[str, Curve]:
+    return {dtype: curve(pool, f"train.dtype={dtype}") for dtype in LOSS_BOUND}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "layout"), CASES)
 def test_layout_gives_the_curve_of_one_process(pool: WarmPool, alone, layout: str, dtype: str) -> None:
-    losses, norms = curve(pool, f"train.dtype={dtype}", *LAYOUTS[layout])
-    assert worst(losses, alone[dtype][0]) <= BOUNDS[dtype]
-    assert worst(norms, alone[dtype][1]) <= 10 * BOUNDS[dtype]
-    assert losses[-1] < losses[0]
+    mine = curve(pool, f"train.dtype={dtype}", *LAYOUTS[layout])
+    loss, norm = distance(mine, alone[dtype])
+    assert loss <= LOSS_BOUND[dtype]
+    assert norm <= NORM_BOUND[dtype]
+    assert mine[0][-1] < mine[0][0]
+
+
+@pytest.mark.parametrize("dtype", LOSS_BOUND)
+def test_accumulation_equals_the_large_batch(pool: WarmPool, alone, dtype: str) -> None:
+    loss, norm = distance(curve(pool, f"train.dtype={dtype}", "train.micro_batch=12"), alone[dtype])
+    assert loss <= LOSS_BOUND[dtype]
+    assert norm <= NORM_BOUND[dtype]

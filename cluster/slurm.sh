@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# A training on a Slurm allocation: Ray on every node, the driver on the first, a checkpoint before the time limit.
+#
+#   sbatch --nodes=8 cluster/slurm.sh conf/llama3_8b.yaml run.dir=/shared/runs/llama3_8b [key=value ...]
+#
+# What differs from site to site (partition, account, modules) goes on the sbatch line or below "environment".
+#SBATCH --job-name=raytrain
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --time=12:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Five minutes before the limit Slurm signals this script, and no other process: see stop() below.
+#SBATCH --signal=B:USR1@300
+set -euo pipefail
+
+# --- environment ------------------------------------------------------------------------------------------------------
+# module load cuda; source /shared/venv/bin/activate
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+# This script runs on the first node, which becomes the head. Its address must be one that the other nodes reach: where
+# `hostname --all-ip-addresses` does not begin with it, set HEAD_IP.
+head_ip=${HEAD_IP:-$(hostname --all-ip-addresses | awk '{print $1}')}
+address="$head_ip:${RAY_PORT:-6379}"
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # one secret a job: nobody else on the network can use this Ray
+RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+unset RAY_ADDRESS
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+export PID_FILE
+PID_FILE=$(mktemp)
+stopping=""
+stop() { # the driver saves and stops; symmetric-run then ends Ray on all nodes
+    stopping=yes
+    [ ! -s "$PID_FILE" ] || kill -TERM "$(cat "$PID_FILE")" || true
+}
+trap stop USR1
+trap 'rm -f "$PID_FILE"' EXIT
+
+# symmetric-run starts the head here and a worker on every other node, and runs what follows -- on the head alone.
+# --wait, --kill-on-bad-exit: once the driver has ended the other nodes have nothing left to do.
+srun --wait=60 --kill-on-bad-exit=1 \
+    ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
+    bash -c 'echo $$ > "$PID_FILE"; exec raytrain-hpc train "$@"' raytrain-hpc "$@" "cluster.address=$address" &
+
+status=0
+wait $! || status=$?
+if [ -n "$stopping" ]; then
+    wait || true # the first wait ended with the signal, not with srun
+    echo "time limit near: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" # the same command goes on from the checkpoint
+    exit 0
+fi
+exit "$status"

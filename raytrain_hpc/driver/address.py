@@ -1,0 +1,44 @@
+"""The address of a cluster that was named: refused, where nothing answers, before Ray is even imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.errors import ClusterError
+
+LOCAL = "local"
+_PROBE_TIMEOUT_S = 2.0
+
+
+def named_address(config: Config) -> str:
+    """The cluster that cluster.address or RAY_ADDRESS names; "auto" where neither does, "local" to start one."""
+    if config.cluster.address != AUTO:
+        return config.cluster.address
+    return os.environ.get("RAY_ADDRESS") or AUTO
+
+
+def check_address(config: Config) -> None:
+    """Raise ClusterError where a cluster was named and nothing answers there: Ray itself tries for much longer."""
+    address = named_address(config)
+    if address in (AUTO, LOCAL) or answers(address.removeprefix("ray://")):
+        return
+    origin = config.origin("cluster.address") if config.cluster.address != AUTO else "RAY_ADDRESS"
+    where = f" ({origin})" if origin else ""
+    raise ClusterError(
+        f"cluster.address={address}{where}: nothing answers there; start Ray with `ray start --head`, correct "
+        "the address, or use cluster.address=local"
+    )
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return False
+    try:
+        with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False

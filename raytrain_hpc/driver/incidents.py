@@ -1,0 +1,62 @@
+"""What broke, and what it cost: incidents.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.errors import WorkerFailed
+
+
+class IncidentLog:
+    """An incident is written when it is seen, and completed when the run has recovered from it.
+
+    `detected_s` counts from the last sign of life of the rank that failed, `recovered_s` from the detection to the next
+    committed step, `steps_lost` the committed steps that are run again. What is not known, or not yet, is null.
+    """
+
+    def __init__(self, directory: RunDirectory):
+        self._directory = directory
+        self._lines = directory.past_incidents()
+        self._open: dict[str, Any] | None = None
+
+    def failed(self, failure: WorkerFailed, generation: int, committed: int) -> None:
+        """A generation ended with this failure after `committed` steps."""
+        seen = failure.last_seen
+        self._open = {
+            "kind": failure.kind,
+            "rank": failure.rank,
+            "node": failure.node,
+            "pid": failure.pid,
+            "operation": f"training step {committed + 1}",
+            "reason": failure.reason,
+            "generation": generation,
+            "step": committed,
+            "time": failure.detected,
+            "detected_s": None if seen is None else failure.detected - seen,
+            "recovered_s": None,
+            "steps_lost": None,
+        }
+        self._lines.append("")
+        self._write()
+
+    def resumed(self, first: int) -> None:
+        """The next generation starts from `first` committed steps."""
+        if self._open is not None:
+            self._open["steps_lost"] = self._open["step"] - first
+            self._write()
+
+    def committed(self) -> dict[str, Any] | None:
+        """A step was committed. Returns the incident that the run has recovered from with it, if any."""
+        if self._open is None:
+            return None
+        recovered, self._open["recovered_s"] = self._open, time.time() - self._open["time"]
+        self._write()
+        self._open = None
+        return recovered
+
+    def _write(self) -> None:
+        self._lines[-1] = json.dumps(self._open)
+        self._directory.write_incidents(self._lines)

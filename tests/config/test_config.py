@@ -1,0 +1,194 @@
+"""Settings: documented, layered in a known order, read back as written, refused with a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from raytrain_hpc import load_config, plan
+from raytrain_hpc.config import Config, to_plain
+from raytrain_hpc.config_files import config_text, known_keys
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.presets import PRESETS
+
+CONF = Path(__file__).parents[2] / "conf"
+RECIPES = sorted(CONF.glob("*.yaml"))
+# name -> (workers, parameters): the shapes as published.
+PARAMETERS = {
+    "gpt2_124m": (8, 124_439_808),
+    "llama3_1b": (8, 1_235_814_400),
+    "llama3_8b": (64, 8_030_261_248),
+    "llama3_70b": (256, 70_553_706_496),
+}
+
+
+def refused(*words: str, path: Path | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, words)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def written(directory: Path, text: str, name: str = "a.yaml") -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def test_every_key_is_documented() -> None:
+    keys = known_keys()
+    count = sum(len(fields(section.default_factory)) for section in fields(Config))
+    assert len(keys) == count
+    for key, doc in keys.items():
+        assert doc.endswith(".") and len(doc) > 10, key
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads_plans_and_explains_itself(path: Path) -> None:
+    config = load_config(path)
+    assert config.run.name == path.stem
+    assert config.run.dir == f"runs/{path.stem}"
+    assert path.read_text().startswith("# ")
+    made = plan(config)
+    assert made["workers"] == made["layout"]["dp_replicate"] * made["layout"]["dp_shard"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_recipe_has_the_published_shape_and_fits_its_cluster(name: str) -> None:
+    workers, parameters = PARAMETERS[name]
+    made = plan(load_config(CONF / f"{name}.yaml"), workers=workers)
+    assert made["parameters"] == parameters
+    assert made["state_bytes_per_rank"] < 20 * 2**30
+
+
+def test_quickstart_is_the_defaults_written_out() -> None:
+    assert load_config(CONF / "quickstart.yaml") == load_config(None)
+
+
+def test_later_settings_win_base_then_file_then_words(tmp_path: Path) -> None:
+    written(tmp_path, "train: {steps: 1, lr: 0.1, seq_len: 7}\nrun: {seed: 1}", "root.yaml")
+    written(tmp_path, "base: root.yaml\ntrain: {steps: 2, lr: 0.2}", "middle.yaml")
+    top = written(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # wherever `base` stands
+    config = load_config(top, ["run.seed=4", "run.seed=5"])
+    assert (config.train.seq_len, config.train.lr, config.train.steps, config.run.seed) == (7, 0.2, 3, 5)
+    assert config.run.name == "top"
+    assert config.origin("train.seq_len") == f"{tmp_path}/root.yaml:1"
+    assert config.origin("train.steps") == f"{top}:1"
+    assert config.origin("run.seed") == "command line"
+    assert config.origin("data.path") == ""
+
+
+def test_files_that_name_each_other_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, "base: b.yaml", "a.yaml")
+    error = refused(path=written(tmp_path, "base: a.yaml", "b.yaml"))
+    assert "circle" in str(error)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_explicit_key_beats_the_preset_wherever_it_stands(first: bool) -> None:
+    words = ["model.num_layers=3", "model.preset=llama3_8b"]
+    model = load_config(None, words if first else words[::-1]).model
+    assert (model.num_layers, model.hidden_size) == (3, PRESETS["llama3_8b"]["hidden_size"])
+
+
+def test_key_of_a_base_beats_the_preset_of_the_file(tmp_path: Path) -> None:
+    written(tmp_path, "model: {hidden_size: 512}", "base.yaml")
+    top = written(tmp_path, "base: base.yaml\nmodel: {preset: gpt2_124m, num_heads: 8}", "top.yaml")
+    model = load_config(top, ["model.num_layers=2"]).model
+    assert (model.hidden_size, model.num_heads, model.num_layers, model.norm) == (512, 8, 2, "layernorm")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_sets_all_its_keys(name: str) -> None:
+    model = to_plain(load_config(None, [f"model.preset={name}"]).model)
+    assert {key: model[key] for key in PRESETS[name]} == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["model.preset=gpt2_124m", "model.num_layers=2"],
+        ["checkpoint.async=false", "checkpoint.every=7"],
+        ["train.lr=1e-7", "train.min_lr=1e-8", "train.eps=1e-12"],
+        ["train.steps=3"],  # fewer than the default warmup
+        ["data.sources=[{path: a, weight: 2}, {path: b}]"],
+        ["run.dir=~/a b: #ü", "run.name=yes", "observe.profile_ranks=[0, 3]"],
+        ["parallel.zero=3", "parallel.dp_shard=2", "cluster.workers=4", "fault.stall_timeout=1.5"],
+    ],
+    ids=lambda words: " ".join(words) or "defaults",
+)
+def test_written_config_reads_back_equal(tmp_path: Path, words: list[str]) -> None:
+    config = load_config(None, words)
+    (tmp_path / "config.yaml").write_text(config_text(config))
+    config.model.preset = ""  # its keys are written out
+    again = load_config(tmp_path / "config.yaml")
+    assert again == config
+    (tmp_path / "again.yaml").write_text(config_text(again))
+    assert (tmp_path / "again.yaml").read_text() == (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["007", "2026_11_21", "2026-11-21", "1e3", "yes", "a: b", "[x"])
+def test_text_stays_as_it_was_typed(tmp_path: Path, name: str) -> None:
+    assert load_config(None, [f"run.name={name}"]).run.dir == f"runs/{name}"
+    plain = name if name not in ("a: b", "[x") else f"'{name}'"
+    assert load_config(written(tmp_path, f"run:\n  name: {plain}")).run.name == name
+
+
+def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> None:
+    assert load_config(None, ["checkpoint.async=false"]).checkpoint.async_ is False
+    assert "checkpoint.async" in known_keys()
+    assert "did you mean checkpoint.async?" in str(refused("checkpoint.async_=false"))
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("train.stepz=1", "did you mean train.steps?"),
+        ("optim.lr=1", "did you mean train.lr?"),
+        ("quux.zyzzyx=1", "known: checkpoint, cluster, data"),
+        ("train=1", "train is a section; set train.KEY"),
+        ("model.preset=llama3_9b", "did you mean llama3_8b?"),
+        ("train.steps=true", "needs a whole number"),
+        ("train.steps=1.5", "train.steps"),
+        ("train.compile=1", "needs true or false"),
+        ("train.dtype=fp8", "train.dtype"),
+        ("train.lr=nan", "needs a finite number"),
+        ("train.lr=0", "needs more than 0"),
+        ("train.steps=-1", "needs at least 0"),
+        ("train.steps=", "train.steps"),
+        ("train.micro_batch=5", "must divide train.global_batch=32; 4 would"),
+        ("train.micro_batch=many", "needs a whole number or auto"),
+        ("train.min_lr=1", "must not exceed train.lr=0.003"),
+        ("train.warmup=501", "must not exceed train.steps=250"),
+        ("train.lr_scaling=sqrt", "needs the global batch at which lr was tuned"),
+        ("model.num_heads=5", "must divide model.hidden_size=128"),
+        ("model.dropout=1", "below 1"),
+        ("parallel.zero=4", "ZeRO has the stages 0, 1, 2 and 3"),
+        ("run.dir=", "needs a directory"),
+        ("observe.profile_steps=[3, 3]", "first < end"),
+    ],
+)
+def test_wrong_setting_is_one_line_with_key_origin_and_remedy(word: str, remedy: str) -> None:
+    error = refused(word)
+    assert remedy in str(error)
+    assert str(error).startswith(word.split("=")[0].split(".")[0])
+    assert "(command line)" in str(error) or error.key in ("train.lr_base_batch",)
+    assert error.exit_code == 2
+
+
+def test_two_ways_to_name_the_data_are_refused() -> None:
+    assert "not both" in str(refused("data.path=x", "data.sources=[{path: a}]"))
+    assert load_config(None, ["data.path=stdlib", "data.sources=[{path: a}]"]).data.sources[0].path == "a"
+
+
+@pytest.mark.parametrize("text", ["- 1", "a: [", "train: {steps: [1]}", "train: {steps: }"])
+def test_bad_file_is_named(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, text)
+    assert str(path) in str(refused(path=path))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    assert "none.yaml" in str(refused(path=tmp_path / "none.yaml"))

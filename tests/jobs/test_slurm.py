@@ -1,0 +1,74 @@
+"""The Slurm script against stand-ins for Slurm and Ray: what runs where, and what the time limit sets off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "cluster" / "slurm.sh"
+STAND_INS = {
+    "srun": 'while [ "$1" != ray ]; do shift; done; shift; exec ray "$@"',
+    # Like the real one: runs the driver as a child, and ends with its exit code.
+    "ray": 'echo "ray $*" >> "$LOG"; while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?',
+    "raytrain-hpc": """
+        printf "%s\\n" "driver" "$@" >> "$LOG"
+        trap 'echo "driver saves" >> "$LOG"; exit 3' TERM
+        [ -z "$ENDS_WITH" ] || exit "$ENDS_WITH"
+        echo ready >> "$LOG"
+        for i in $(seq 200); do sleep 0.05; done""",
+    "scontrol": 'echo "scontrol $*" >> "$LOG"',
+}
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    for name, body in STAND_INS.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "4", "HEAD_IP": "10.0.0.1"}
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    yield os.environ | slurm | paths | {"ENDS_WITH": ""}
+    assert list((tmp_path / "tmp").iterdir()) == []  # the script cleans up after itself
+
+
+def started(env: dict[str, str]) -> subprocess.Popen[str]:
+    words = [str(SCRIPT), "conf/llama3_8b.yaml", "run.dir=/shared/a b"]
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("code", [0, 2, 4])
+def test_exit_code_is_the_drivers(env: dict[str, str], code: int) -> None:
+    process = started(env | {"ENDS_WITH": str(code)})
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    ray, *driver = Path(env["LOG"]).read_text().splitlines()
+    assert ray.startswith("ray symmetric-run --address 10.0.0.1:6379 --min-nodes 3 --num-cpus 4 -- bash -c")
+    assert driver == [
+        "driver",
+        "train",
+        "conf/llama3_8b.yaml",
+        "run.dir=/shared/a b",
+        "cluster.address=10.0.0.1:6379",
+    ]
+
+
+def test_near_the_limit_it_saves_and_queues_again(env: dict[str, str]) -> None:
+    process = started(env)
+    log = Path(env["LOG"])
+    deadline = time.monotonic() + 20
+    while not (log.exists() and "ready" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    assert log.read_text().splitlines()[-2:] == ["driver saves", "scontrol requeue 17"]
+    assert "back into the queue" in output
