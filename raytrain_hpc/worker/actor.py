@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytrain_hpc.worker.allocator import share_one_arena
+
 if TYPE_CHECKING:
     from raytrain_hpc.worker.control import Record
     from raytrain_hpc.worker.groups import Rendezvous
@@ -21,6 +23,7 @@ class WorkerActor:
 
     def __init__(self, device: str, threads: int):
         began = time.time()
+        share_one_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
         import torch
 
