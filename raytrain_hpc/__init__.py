@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raytrain_hpc.api import Run, plan, start, train
+    from raytrain_hpc.api import Run, start, train
     from raytrain_hpc.config import Config
     from raytrain_hpc.config_files import load_config
     from raytrain_hpc.data.prepare import prepare
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from raytrain_hpc.errors import RaytrainError
     from raytrain_hpc.sampling import generate
 
-# Resolved on first use, so that `plan` loads neither torch nor Ray.
+# Resolved on first use, so that `raytrain-hpc plan` loads neither torch nor Ray. The planner itself is
+# `raytrain_hpc.api.plan`: the name `raytrain_hpc.plan` belongs to the room of that name.
 _HOMES = {
     "Config": "config",
     "RaytrainError": "errors",
@@ -20,7 +21,6 @@ _HOMES = {
     "Run": "api",
     "generate": "sampling",
     "load_config": "config_files",
-    "plan": "api",
     "prepare": "data.prepare",
     "start": "api",
     "train": "api",
@@ -33,7 +33,6 @@ __all__ = [
     "Run",
     "generate",
     "load_config",
-    "plan",
     "prepare",
     "start",
     "train",

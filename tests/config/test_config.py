@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc import load_config, plan
+from raytrain_hpc.api import load_config, plan
 from raytrain_hpc.config import Config, to_plain
 from raytrain_hpc.config_files import config_text, known_keys
 from raytrain_hpc.errors import ConfigError
