@@ -30,8 +30,8 @@ class Case:
 CASES = (
     Case("25M", MEDIUM, 1, 0.98, steps=16, warmup=3),
     Case("25M", MEDIUM, 2, 0.98, steps=20, warmup=3),
-    Case("quickstart", SMALL, 1, 0.95, steps=60, warmup=5),
-    Case("quickstart", SMALL, 2, 0.95, steps=80, warmup=5),
+    Case("quickstart", SMALL, 1, 0.95, steps=40, warmup=5),
+    Case("quickstart", SMALL, 2, 0.95, steps=50, warmup=5),
 )
 
 
