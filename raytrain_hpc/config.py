@@ -86,7 +86,7 @@ class DataConfig:
 class TrainConfig:
     """The optimisation."""
 
-    steps: int = key(250, "Optimizer steps.", minimum=0)
+    steps: int = key(150, "Optimizer steps.", minimum=0)
     seq_len: int = key(128, "Tokens a sequence.", minimum=1)
     global_batch: int = key(32, "Sequences a step, over all workers.", minimum=1)
     micro_batch: int | str = key(
@@ -101,7 +101,7 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd", "constant"] = key(
         "cosine", "After the warmup: cosine to min_lr; wsd: stay at lr, then linear to min_lr; constant: stay at lr."
     )
-    warmup: int = key(25, "Steps of linear warmup.", minimum=0)
+    warmup: int = key(15, "Steps of linear warmup.", minimum=0)
     decay_fraction: float = key(0.2, "wsd: share of the steps that the final decay takes.", minimum=0)
     beta1: float = key(0.9, "AdamW's first moment.", minimum=0)
     beta2: float = key(0.95, "AdamW's second moment.", minimum=0)

@@ -162,7 +162,7 @@ def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> Non
         ("train.micro_batch=5", "must divide train.global_batch=32; 4 would"),
         ("train.micro_batch=many", "needs a whole number or auto"),
         ("train.min_lr=1", "must not exceed train.lr=0.003"),
-        ("train.warmup=501", "must not exceed train.steps=250"),
+        ("train.warmup=501", "must not exceed train.steps=150"),
         ("train.lr_scaling=sqrt", "needs the global batch at which lr was tuned"),
         ("model.num_heads=5", "must divide model.hidden_size=128"),
         ("model.dropout=1", "below 1"),
