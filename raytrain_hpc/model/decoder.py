@@ -25,8 +25,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape):
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.positions = nn.Embedding(shape.max_positions, shape.hidden_size) if shape.positions == "learned" else None
+        self.embedding = _embedding(shape.vocab_size, shape.hidden_size)
+        self.positions = _embedding(shape.max_positions, shape.hidden_size) if shape.positions == "learned" else None
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape)
         self.head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -53,6 +53,11 @@ class Decoder(nn.Module):
             x = block(x, rotary, None if keys is None else fold(keys, number))
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(self.norm(x), weight)
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """A table without values (`model.initial` gives them): drawing them on the meta device imports TorchDynamo."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Block(nn.Module):

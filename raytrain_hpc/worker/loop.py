@@ -97,6 +97,7 @@ class Trainer:
         self._sum_over_data_ranks(totals)
         norm = self._clip(totals[1])
         self.optimizer.step(learning_rate(self.config.train, step))
+        self._share_buffers()
         loss_sum, tokens, stop = totals.tolist()
         result = StepResult(loss_sum / tokens, float(norm), stop > 0, data_s)
         if not (abs(result.loss) < float("inf") and result.grad_norm < float("inf")):
@@ -135,6 +136,12 @@ class Trainer:
         )
         with autocast(self.config.train.dtype, self.place.device):
             return self.task.loss(self.parallel.forward, inputs, targets, step, samples)
+
+    def _share_buffers(self) -> None:
+        """Running statistics depend on the data that a rank saw: after a step all ranks hold those of the first."""
+        if self.place.data_group is not None:
+            for buffer in self.parallel.forward.buffers():
+                dist.broadcast(buffer, group=self.place.data_group, group_src=0)
 
     def _sum_over_data_ranks(self, totals: Tensor) -> None:
         if self.place.data_group is not None:

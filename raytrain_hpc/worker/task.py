@@ -81,6 +81,8 @@ class CustomTask:
             raise ModelError(f"model: the factory returned {type(module).__name__}; return a torch.nn.Module")
         if not any(True for _ in module.parameters()):
             raise ModelError("model: the module has no parameters to train")
+        if strays := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
+            raise ModelError(f"model: {strays[0]} is on the meta device; the factory must give the first weights")
         return module
 
     def initial(self, name: str, shape: torch.Size) -> Tensor | None:

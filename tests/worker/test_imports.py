@@ -1,0 +1,32 @@
+"""What a rank loads: the compiler and distributed tensors stay out of a run that uses neither."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.pool import SMALL
+
+HEAVY = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "ray"]
+SCRIPT = f"""
+import sys
+import torch.distributed as dist
+import raytrain_hpc as rt
+from raytrain_hpc.parallel.replicate import Replicated
+from torch import nn
+rt.train(rt.load_config(None, sys.argv[1:]), quiet=True)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+Replicated(nn.Linear(2, 2), dist.group.WORLD, 1)
+dist.destroy_process_group()
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+def test_plain_training_loads_neither_compiler_nor_distributed_tensors(tmp_path: Path) -> None:
+    words = [*SMALL, "cluster.workers=0", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
