@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_hpc.config import Config
+from raytrain_hpc.data.sources import STDLIB
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
@@ -45,4 +46,5 @@ def closing_lines(config: Config, result: Result) -> Iterator[str]:
         yield f"  tensorboard  tensorboard --logdir {run_dir}/tb"
     if result.checkpoint:
         yield f"  checkpoint   {result.checkpoint}"
-    yield f'next: raytrain-hpc generate {run_dir} --prompt "def "'
+    prompt = ' --prompt "def "' if config.data.path == STDLIB and not config.data.sources else ""
+    yield f"next: raytrain-hpc generate {run_dir}{prompt}"

@@ -36,7 +36,7 @@ class Tally:
     last: dict[str, Any] = field(default_factory=dict)
     val_loss: float | None = None
     best_val_loss: float | None = None
-    step_s: float = 0.0  # of committed steps, a step that is run again counted once
+    step_s: float = 0.0  # of the steps committed since this driver began, a step that is run again counted once
     at_risk: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) since the newest checkpoint
     first_step_unix: float | None = None
     checkpoint: str | None = None
@@ -104,25 +104,25 @@ class RunRecorder:
         """Pick up the tally where an earlier life of the run left it."""
         for metrics in self._directory.committed_metrics():
             self._count(metrics)
-        self.tally.step_s = 0.0  # the result speaks of this life's wall time
 
     def _count(self, metrics: dict[str, Any]) -> None:
         tally = self.tally
         tally.last = metrics
-        tally.step_s += metrics["time/step_s"]
         if "val/loss" in metrics:
             tally.val_loss = metrics["val/loss"]
             best = tally.best_val_loss
             tally.best_val_loss = tally.val_loss if best is None else min(best, metrics["val/loss"])
 
     def _take_step(self, metrics: dict[str, Any]) -> None:
-        rate, peak = metrics["throughput/tokens_per_sec"], self._facts.peak_tflops
-        metrics["throughput/mfu"] = mfu(rate, self._flops, self._world, peak) if self._flops else None
-        self._step = metrics["step"]
-        self._count(metrics)
-        self.tally.at_risk.append((self._step, metrics["time/step_s"]))
-        if self.tally.first_step_unix is None:
-            self.tally.first_step_unix = metrics["time/unix"]
+        if metrics["step"] > self._step:
+            rate, peak = metrics["throughput/tokens_per_sec"], self._facts.peak_tflops
+            metrics["throughput/mfu"] = mfu(rate, self._flops, self._world, peak) if self._flops else None
+            self._step = metrics["step"]
+            self.tally.step_s += metrics["time/step_s"]
+            self.tally.at_risk.append((self._step, metrics["time/step_s"]))
+            if self.tally.first_step_unix is None:
+                self.tally.first_step_unix = metrics["time/unix"]
+        self._count(metrics)  # a step that was committed before comes again with its evaluation
         self._jsonl.write(metrics)
         if self._config.observe.tensorboard:
             if self._tensorboard is None:  # only now: its import is slow, and until here workers would wait for it

@@ -61,6 +61,13 @@ class RunDirectory:
                 except json.JSONDecodeError:
                     continue
 
+    def metrics_of(self, step: int) -> dict[str, Any] | None:
+        """The line of `step` that counts: the last one."""
+        found = None
+        for metrics in self.committed_metrics():
+            found = metrics if metrics["step"] == step else found
+        return found
+
     def _replace(self, path: Path, text: str) -> None:
         """In one step. A disk that refuses leaves the file as it was, and is an alarm: the run is worth more."""
         temporary = self.path / f".{path.name}.tmp"

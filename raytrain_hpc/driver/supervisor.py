@@ -21,6 +21,7 @@ from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
 from raytrain_hpc.plan.memory import state_bytes
+from raytrain_hpc.worker.schedule import evaluates
 from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
 
 
@@ -103,7 +104,8 @@ class Supervisor:
     ) -> str:
         newest = newest_checkpoint(prepared.store, self._warn)
         first = 0 if newest is None else newest.step
-        if first >= self._config.train.steps and newest is not None:
+        unevaluated = self._unevaluated(prepared, first)
+        if first >= self._config.train.steps and newest is not None and unevaluated is None:
             self._console.line(f"already trained: {newest.path} is at step {first} of {self._config.train.steps}")
             recorder.tally.checkpoint = str(newest.path)
             return "done"
@@ -115,6 +117,7 @@ class Supervisor:
             recorder.begin(lease.generation, layout.world, device_facts(self._config, infos[0]), first)
             if newest is not None:
                 self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
+                recorder.tally.checkpoint = str(newest.path)
             self._console.begin(self._config.train.steps, first)
             spec = WorkerSpec(
                 config=located(self._config),
@@ -125,6 +128,7 @@ class Supervisor:
                 generation=lease.generation,
                 resume_step=None if newest is None else first,
                 steps_to=self._config.train.steps,
+                unevaluated=unevaluated,
             )
             self._infos = infos
             self._incidents.resumed(first)
@@ -132,9 +136,18 @@ class Supervisor:
         finally:
             crew.close()
 
+    def _unevaluated(self, prepared: PreparedRun, step: int) -> dict[str, Any] | None:
+        """The metrics of `step` where an evaluation follows it and a stop cut that short."""
+        train = self._config.train
+        if prepared.dataset.val is None or not evaluates(train, step, train.steps):
+            return None
+        line = prepared.directory.metrics_of(step)
+        return None if line is None or "val/loss" in line else line
+
     def _handle(self, recorder: RunRecorder, record: dict[str, Any]) -> None:
+        before = recorder.step
         recorder.handle(record)
-        if record["type"] == "step" and (incident := self._incidents.committed()) is not None:
+        if recorder.step > before and (incident := self._incidents.committed()) is not None:
             self._console.line(
                 f"recovered: rank {incident['rank']} {incident['kind']} at step {incident['step'] + 1}; "
                 f"{incident['steps_lost']} steps lost; {incident['recovered_s']:.1f} s"

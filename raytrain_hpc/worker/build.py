@@ -67,6 +67,7 @@ def build_trainer(
         generation=spec.generation,
         emit=control.emit if rank == 0 else _discard,
         stop_requested=lambda: control.stop_requested,
+        unevaluated=spec.unevaluated,
     )
 
 

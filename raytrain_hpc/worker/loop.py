@@ -22,8 +22,10 @@ from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.optim import Optimizer, global_norm
 from raytrain_hpc.worker.saving import Saver
-from raytrain_hpc.worker.schedule import learning_rate
+from raytrain_hpc.worker.schedule import evaluates, learning_rate
 from raytrain_hpc.worker.task import Task
+
+_ASK_EVERY = 8  # evaluation passes between two looks at whether to stop
 
 
 @dataclass
@@ -53,11 +55,15 @@ class Trainer:
     generation: int
     emit: Callable[[Record], None]
     stop_requested: Callable[[], bool]
+    unevaluated: Record | None = None
 
     def run(self, first: int, steps_to: int) -> str:
         """Train from `first` committed steps to `steps_to` and save. Returns "done" or "stopped"."""
-        stopped = False
-        step = first
+        step, stopped = first, False
+        if self.unevaluated is not None:
+            stopped = not self._evaluate_into(self.unevaluated)
+            if not stopped:
+                self.emit({"type": "step", "metrics": self.unevaluated})
         while step < steps_to and not stopped:
             began = time.perf_counter()
             with self.profiler.step(step):
@@ -65,11 +71,13 @@ class Trainer:
             step += 1
             stopped = result.stop and step < steps_to
             record = self._record(step, result, time.perf_counter() - began)
-            if self._evaluates(step, steps_to, stopped):
-                record["val/loss"] = self.evaluate()
-            if self.saver.due(step) or step == steps_to or stopped:
+            saving = self.saver.due(step) or step == steps_to or stopped
+            if saving:  # before the evaluation, which can take its time
                 record["time/checkpoint_s"] = self.saver.save(step)
-            record["time/unix"] = time.time()
+            if not stopped and self.evaluation is not None and evaluates(self.config.train, step, steps_to):
+                stopped = not self._evaluate_into(record)
+                if stopped and not saving:
+                    record["time/checkpoint_s"] = self.saver.save(step)
             self.emit({"type": "step", "metrics": record})
         self.saver.finish()
         return "stopped" if stopped else "done"
@@ -107,8 +115,8 @@ class Trainer:
             )
         return result
 
-    def evaluate(self) -> float:
-        """Mean loss over the validation windows, shared out over the data-parallel ranks."""
+    def evaluate(self) -> float | None:
+        """Mean loss over the validation windows, shared out over the data-parallel ranks; None if asked to stop."""
         if self.evaluation is None:
             raise RunFailed("evaluation asked for, but the dataset has no validation split")
         degree = self.place.layout.data_parallel
@@ -118,6 +126,8 @@ class Trainer:
         with torch.no_grad():
             # Every rank runs the same number of passes: forward passes can hold collectives.
             for turn in range(-(-self.evaluation.num_batches // degree)):
+                if turn % _ASK_EVERY == 0 and self._stop_agreed():
+                    return None
                 index = turn * degree + mine
                 real = index < self.evaluation.num_batches
                 batch = self.evaluation.batch(index if real else 0)
@@ -128,6 +138,19 @@ class Trainer:
         self._sum_over_data_ranks(totals)
         loss_sum, tokens = totals.tolist()
         return float(loss_sum / tokens)
+
+    def _evaluate_into(self, record: Record) -> bool:
+        """Add the validation loss to a step's metrics. False where a stop came first: the next life makes up for it."""
+        loss = self.evaluate()
+        if loss is not None:
+            record["val/loss"] = loss
+        return loss is not None
+
+    def _stop_agreed(self) -> bool:
+        """Whether any rank was asked to stop: the same answer on all of them."""
+        asked = torch.tensor([float(self.stop_requested())], dtype=torch.float64, device=self.place.device)
+        self._sum_over_data_ranks(asked)
+        return bool(asked.item() > 0)
 
     def _loss(self, batch: Microbatch, step: int) -> Tensor:
         inputs, targets, samples = (
@@ -157,12 +180,6 @@ class Trainer:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return norm
 
-    def _evaluates(self, step: int, steps_to: int, stopped: bool) -> bool:
-        if self.evaluation is None or stopped:
-            return False
-        every = self.config.train.eval_every
-        return step == steps_to or (every > 0 and step % every == 0)
-
     def _record(self, step: int, result: StepResult, seconds: float) -> Record:
         train, world = self.config.train, self.place.layout.world
         rate = train.global_batch * train.seq_len / seconds
@@ -174,6 +191,7 @@ class Trainer:
             "train/tokens": step * train.global_batch * train.seq_len,
             "throughput/tokens_per_sec": rate,
             "throughput/tokens_per_sec_per_device": rate / world,
+            "time/unix": time.time(),
             "time/step_s": seconds,
             "time/data_s": result.data_s,
             "time/checkpoint_s": 0.0,

@@ -15,6 +15,11 @@ def peak_rate(train: TrainConfig) -> float:
     return train.lr * (ratio if train.lr_scaling == "linear" else sqrt(ratio))
 
 
+def evaluates(train: TrainConfig, step: int, last: int) -> bool:
+    """Whether an evaluation follows committed step `step` of a training that ends at step `last`."""
+    return step == last or (train.eval_every > 0 and step % train.eval_every == 0)
+
+
 def learning_rate(train: TrainConfig, step: int) -> float:
     """Learning rate of optimizer step `step` (0-based).
 

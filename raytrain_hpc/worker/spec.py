@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.plan.layout import Batching, Layout
@@ -33,3 +33,4 @@ class WorkerSpec:
     generation: int
     resume_step: int | None  # the published checkpoint to start from; None: start from the first weights
     steps_to: int  # train until this many steps are committed
+    unevaluated: dict[str, Any] | None = None  # the metrics of `resume_step`, where its evaluation was cut short

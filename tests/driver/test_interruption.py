@@ -71,6 +71,45 @@ def test_sigterm_at_any_step_then_the_same_command_again(lives: Lives, undisturb
     assert joined(run) == undisturbed
 
 
+def signal_in_evaluation(batch: int) -> str:
+    """A patch: SIGTERM comes before this batch of all that the life evaluates."""
+    return f"""
+import itertools, os, signal
+from raytrain_hpc.data.evaluation import EvaluationSet
+real, calls = EvaluationSet.batch, itertools.count(1)
+def batch(self, index):
+    if next(calls) == {batch}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self, index)
+EvaluationSet.batch = batch
+"""
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+
+
+def test_an_evaluation_gives_way_to_a_stop_and_is_made_up_for(lives: Lives, undisturbed, tmp_path) -> None:
+    words = ["train.eval_every=6", "train.eval_samples=40"]  # 20 batches, four times
+    whole, run, out = tmp_path / "whole", tmp_path / "run", tmp_path / "out"
+    assert lives.run(out, *command(whole, *words))[0] == 0
+    assert sorted(evaluations(whole)) == [6, 12, 18, 24]
+    # In the evaluation of step 12, then in the last one: the next life begins with 12's.
+    for batch, step in ((20 + 13, 12), (20 + 20 + 5, 24)):
+        assert lives.run(out, *command(run, *words), patch=signal_in_evaluation(batch))[0] == 3
+        assert json.loads((run / "result.json").read_text())["steps"] == step
+        assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+        assert step not in evaluations(run)
+    assert lives.run(out, *command(run, *words))[0] == 0
+    assert evaluations(run) == evaluations(whole) and joined(run) == undisturbed
+    result = json.loads((run / "result.json").read_text())
+    assert result["val/loss"] == evaluations(run)[24] and result["checkpoint"].endswith("step-00000024")
+    code, said = lives.run(out, *command(run, *words))
+    assert code == 0 and "already trained" in said
+    assert count(run) == 26, "the lines of steps 12 and 24 came again with their evaluation, and nothing else"
+
+
 def test_sigkill_of_the_driver_goes_on_from_the_last_checkpoint(lives: Lives, undisturbed, tmp_path) -> None:
     run = tmp_path / "run"
     patch = signal_after(10, signal.SIGKILL, 0.01)
