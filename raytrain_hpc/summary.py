@@ -31,7 +31,7 @@ def sample_lines(config: Config, result: Result) -> Iterator[str]:
 def closing_lines(config: Config, result: Result) -> Iterator[str]:
     """Figures, paths, and what to type next."""
     if result.outcome == "stopped":
-        yield f"stopped at step {result.steps} of {config.train.steps}; saved in {result.checkpoint}"
+        yield f"stopped at step {result.steps} of {config.train.steps}; saved in {_shown(config, result)}"
         yield "next: the same command goes on from there"
         return
     losses = [f"train loss {result.train_loss:.4f}" if result.train_loss is not None else ""]
@@ -45,6 +45,13 @@ def closing_lines(config: Config, result: Result) -> Iterator[str]:
     if config.observe.tensorboard:
         yield f"  tensorboard  tensorboard --logdir {run_dir}/tb"
     if result.checkpoint:
-        yield f"  checkpoint   {result.checkpoint}"
+        yield f"  checkpoint   {_shown(config, result)}"
     prompt = ' --prompt "def "' if config.data.path == STDLIB and not config.data.sources else ""
     yield f"next: raytrain-hpc generate {run_dir}{prompt}"
+
+
+def _shown(config: Config, result: Result) -> Path | None:
+    """The checkpoint's path as the user gave it."""
+    if result.checkpoint is None:
+        return None
+    return Path(config.run.dir) / "checkpoints" / Path(result.checkpoint).name

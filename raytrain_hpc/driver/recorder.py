@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
@@ -170,7 +171,8 @@ class RunRecorder:
             return
         self.tally.checkpoint, self.tally.save_error = str(path), None
         self.tally.at_risk = [(s, seconds) for s, seconds in self.tally.at_risk if s > step]
-        self._console.line(f"checkpoint {path} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
+        shown = Path(self._config.run.dir) / "checkpoints" / path.name  # as the user gave it
+        self._console.line(f"checkpoint {shown} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
         try:
             self._store.prune(self._config.checkpoint.keep)
         except CheckpointError as error:
