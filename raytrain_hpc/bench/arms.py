@@ -15,6 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from raytrain_hpc.bench import plain_loop
+from raytrain_hpc.bench.cases import plain_job
+from raytrain_hpc.bench.plain_loop import Job
+from raytrain_hpc.bench.turns import Contestant, contestant
+from raytrain_hpc.config import Config
 from raytrain_hpc.errors import RunFailed
 
 TIMEOUT_S = 1800
@@ -51,15 +55,55 @@ def run_platform(words: Sequence[str]) -> PlatformRun:
         return PlatformRun(launched, metrics, json.loads((run_dir / "result.json").read_text()))
 
 
-def run_plain(job: plain_loop.Job, processes: int) -> plain_loop.Report:
-    """The plain loop: one Python process, or several under torchrun."""
+@contextmanager
+def platform(words: Sequence[str]) -> Iterator[Contestant]:
+    """The platform as a contestant, by the command line that a user types; it needs a Ray that runs already."""
     with scratch() as directory:
-        described, report = directory / "job.json", directory / "report.json"
-        described.write_text(json.dumps(job.to_json()))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else [])]
-        run_process([*command, plain_loop.__file__, str(described), str(report)], {"OMP_NUM_THREADS": str(job.threads)})
-        return plain_loop.Report(**json.loads(report.read_text()))
+        run_dir = directory / "run"
+        with contestant(
+            "the platform",
+            [sys.executable, "-m", "raytrain_hpc", "train", *words, f"run.dir={run_dir}"],
+            {},
+            directory / "output",
+            lambda: [line["time/unix"] for line in read_lines(run_dir / "metrics.jsonl")],
+            lambda: _pids_of(run_dir / "workers.json"),
+        ) as one:
+            yield one
+
+
+@contextmanager
+def plain(config: Config, processes: int) -> Iterator[Contestant]:
+    """The plain loop as a contestant: one Python process, or several under torchrun."""
+    with scratch() as directory:
+        job = plain_job(config, processes, directory)
+        steps = directory / "steps.jsonl"
+        with contestant(
+            "the plain loop",
+            plain_command(job, processes, directory, steps),
+            {"OMP_NUM_THREADS": str(job.threads)},
+            directory / "output",
+            lambda: [line["unix"] for line in read_lines(steps)],
+            lambda: [int(path.read_text() or 0) for path in sorted(directory.glob("*.pid"))],
+        ) as one:
+            yield one
+
+
+def plain_command(job: Job, processes: int, directory: Path, steps: Path) -> list[str]:
+    """The command of the plain loop, its job described in `directory`."""
+    described = directory / "job.json"
+    described.write_text(json.dumps(job.to_json()))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [sys.executable, *(launcher if processes > 1 else []), plain_loop.__file__, str(described), str(steps)]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file that are written to their end so far."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _pids_of(workers: Path) -> list[int]:
+    return [worker["pid"] for worker in json.loads(workers.read_text())["workers"]] if workers.exists() else []
 
 
 def say(text: str) -> None:

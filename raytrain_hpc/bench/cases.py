@@ -17,7 +17,7 @@ from raytrain_hpc.shape import resolve_shape
 # The end of a run (evaluation, sample) is never part of a figure; a constant rate lets both arms take the same steps.
 COMMON = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")
 
-# 25.0 M parameters, 1,024 tokens a step in two microbatches.
+# 25.0 M parameters; 1,024 tokens a step in two microbatches.
 MEDIUM = (
     *COMMON,
     "data.path=synthetic",
@@ -35,6 +35,9 @@ MEDIUM = (
 SMALL = COMMON
 
 
+TOKEN_STEPS = 50  # of tokens written for the plain loop, which then begins again: a rate does not depend on them
+
+
 def plain_job(config: Config, workers: int, directory: Path) -> Job:
     """The job that trains the same weights on the same tokens in the same order; writes the tokens to `directory`."""
     train = config.train
@@ -48,7 +51,7 @@ def plain_job(config: Config, workers: int, directory: Path) -> Job:
         global_batch=train.global_batch,
         micro_batch=train.global_batch,
     )
-    steps = [stream.microbatch(step, 0) for step in range(train.steps)]
+    steps = [stream.microbatch(step, 0) for step in range(min(train.steps, TOKEN_STEPS))]
     windows = [np.concatenate((step.inputs, step.targets[:, -1:]), axis=1) for step in steps]
     np.save(directory / "tokens.npy", np.concatenate(windows))
     return Job(

@@ -1,14 +1,15 @@
 """The peer of `bench step`: the same model trained by a plain PyTorch loop, as one would write it, with no Ray.
 
-python plain_loop.py JOB.json REPORT.json
-torchrun --nproc-per-node=2 plain_loop.py JOB.json REPORT.json
+python plain_loop.py JOB.json STEPS.jsonl
+torchrun --nproc-per-node=2 plain_loop.py JOB.json STEPS.jsonl
+
+Rank 0 writes a line a step: when it was done (Unix time), and its own loss. Every rank leaves its pid in RANK.pid.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +32,8 @@ from raytrain_hpc.shape import ModelShape
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. `tokens` names a .npy file of windows int64 [steps * global_batch, seq_len + 1] in order."""
+    """What is trained. `tokens` names a .npy file of windows int64 [n * global_batch, seq_len + 1]: n steps, again and
+    again."""
 
     shape: ModelShape
     tokens: str
@@ -54,15 +56,6 @@ class Job:
     def from_json(cls, data: dict[str, Any]) -> Job:
         """The inverse of `to_json`."""
         return cls(**{**data, "shape": ModelShape(**data["shape"]), "betas": tuple(data["betas"])})
-
-
-@dataclass(frozen=True)
-class Report:
-    """What rank 0 saw: when each step was done, its own loss, and the peak resident memory of its process."""
-
-    unix: list[float]
-    losses: list[float]
-    peak_mib: float
 
 
 def build_model(job: Job) -> Decoder:
@@ -104,8 +97,8 @@ def gradients_pile_up(model: nn.Module) -> AbstractContextManager[None]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
-def main(job: Job) -> Report | None:
-    """Train. Returns the report on rank 0."""
+def main(job: Job, report: Path) -> None:
+    """Train, and report every step."""
     torch.set_num_threads(job.threads)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model: nn.Module = build_model(job)
@@ -115,18 +108,15 @@ def main(job: Job) -> Report | None:
     optimizer = build_optimizer(model, job)
     tokens = np.load(job.tokens, mmap_mode="r")
     share = job.global_batch // world
-    unix, losses = [], []
-    for step in range(job.steps):
-        first = step * job.global_batch + rank * share
-        losses.append(train_step(model, optimizer, np.array(tokens[first : first + share]), job))
-        unix.append(time.time())
+    report.with_name(f"{rank}.pid").write_text(str(os.getpid()))
+    with report.open("a") if rank == 0 else open(os.devnull, "w") as file:
+        for step in range(job.steps):
+            first = (step * job.global_batch) % len(tokens) + rank * share
+            loss = train_step(model, optimizer, np.array(tokens[first : first + share]), job)
+            print(json.dumps({"unix": time.time(), "loss": loss}), file=file, flush=True)
     if world > 1:
         dist.destroy_process_group()
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return Report(unix, losses, peak_mib) if rank == 0 else None
 
 
 if __name__ == "__main__":
-    report = main(Job.from_json(json.loads(Path(sys.argv[1]).read_text())))
-    if report is not None:
-        Path(sys.argv[2]).write_text(json.dumps(asdict(report)))
+    main(Job.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))

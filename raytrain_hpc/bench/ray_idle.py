@@ -14,14 +14,17 @@ def idle_ray(cpus: int) -> Iterator[str]:
     """A Ray with this many CPU slots; its address."""
     import ray
 
+    from raytrain_hpc.driver.cluster import auth_notice_hidden
+
     with scratch() as directory:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-            _temp_dir=str(directory),
-        )
+        with auth_notice_hidden():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+                _temp_dir=str(directory),
+            )
         try:
             yield ray.get_runtime_context().gcs_address
         finally:

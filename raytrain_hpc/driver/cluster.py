@@ -51,7 +51,7 @@ def _connect(config: Config, workers_wanted: int) -> bool:
     address = _address(config)
     if address is not None:
         try:
-            with _auth_notice_hidden():
+            with auth_notice_hidden():
                 ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, RayError) as error:
             raise ClusterError(f"cluster.address={address}: Ray did not answer: {_first_line(error)}") from error
@@ -62,7 +62,7 @@ def _connect(config: Config, workers_wanted: int) -> bool:
     # starve Ray Data.
     cpus = max(os.cpu_count() or 1, workers_wanted + 1)
     try:
-        with _auth_notice_hidden():
+        with auth_notice_hidden():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, OSError, RayError) as error:
         raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}; see /tmp/ray") from error
@@ -70,7 +70,7 @@ def _connect(config: Config, workers_wanted: int) -> bool:
 
 
 @contextmanager
-def _auth_notice_hidden() -> Iterator[None]:
+def auth_notice_hidden() -> Iterator[None]:
     """Ray uses a token where it starts or finds a cluster by itself, as it should, and says so with a warning."""
     logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
     before = logger.level

@@ -27,7 +27,8 @@ from raytrain_hpc.worker.spec import WorkerSpec
 if TYPE_CHECKING:
     from raytrain_hpc.driver.rendezvous import RendezvousStore
 
-_LISTEN_S = 0.5  # between two fetches of records: often enough to read along, seldom enough to cost nothing
+_LISTEN_S = 1.0  # between two fetches of records: often enough to read along, seldom enough to cost nothing
+_LOOK_S = 0.25  # between two looks at whether a stop was asked for; the end of a worker is heard at once
 _HURRY_S = 0.05  # while stopping
 _ANSWER_S = 10.0
 _SETTLE_S = 1.0  # after a failure, wait this long for others to fail too: the first to be heard is not always guilty
@@ -115,7 +116,7 @@ class RayWorkers:
         left, told, fetched = list(runs), False, 0.0
         self._seen = [time.time()] * len(runs)
         while left:
-            ready, left = ray.wait(left, num_returns=len(left), timeout=_HURRY_S if told else 0.1)
+            ready, left = ray.wait(left, num_returns=len(left), timeout=_HURRY_S if told else _LOOK_S)
             if any(self._failure(runs.index(run), run) is not None for run in ready):
                 raise self._guilty(runs, handle, time.time())
             if stop.is_set() and not told:

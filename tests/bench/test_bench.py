@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from raytrain_hpc.bench.arms import run_plain
+from raytrain_hpc.bench.arms import plain_command, read_lines, run_process
 from raytrain_hpc.bench.cases import plain_job
+from raytrain_hpc.bench.checkpoint import windows
 from raytrain_hpc.bench.formats import adamw_state
 from raytrain_hpc.bench.table import Table
 from tests.pool import small, steps_of
@@ -39,13 +40,23 @@ def test_plain_loop_takes_the_steps_of_the_platform(pool, tmp_path):
     config = small(
         tmp_path / "run", "train.steps=3", "train.schedule=constant", "train.warmup=0", "train.micro_batch=6"
     )
-    report = run_plain(plain_job(config, 1, tmp_path), processes=1)
+    steps = tmp_path / "steps.jsonl"
+    run_process(plain_command(plain_job(config, 1, tmp_path), 1, tmp_path, steps), {"OMP_NUM_THREADS": "1"})
+    theirs = [line["loss"] for line in read_lines(steps)]
     ours = [step["train/loss"] for step in steps_of(pool.train(config)[0])]
-    assert report.losses[0] == pytest.approx(ours[0], abs=1e-6)
-    assert report.losses == pytest.approx(ours, abs=1e-4)
-    assert report.peak_mib > 0 and len(report.unix) == 3
+    assert theirs[0] == pytest.approx(ours[0], abs=1e-6)
+    assert theirs == pytest.approx(ours, abs=1e-4)
 
 
 def test_medium_case_has_25_million_parameters():
     weights = [tensor for name, tensor in adamw_state().items() if name.startswith("model.")]
     assert sum(tensor.numel() for tensor in weights) == pytest.approx(25e6, rel=0.01)
+
+
+def test_windows_of_a_run_that_checkpoints_every_other_window():
+    """Steps take 1 s, and the one after a checkpoint (of steps 20, 40, 60, 80) takes 2 s."""
+    unix = [0.0]
+    for step in range(2, 83):
+        unix.append(unix[-1] + (2.0 if step % 20 == 1 else 1.0))
+    paying, free = windows(unix)
+    assert paying == [11.0, 11.0] and free == [10.0, 10.0, 10.0]
