@@ -56,6 +56,10 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(x), self.embedding.weight)
         return logits
 
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return [block for block in self.layers if isinstance(block, Block)]
+
 
 class Head(nn.Module):
     """Logits: one product, with a matrix of its own or, tied, with the table of the embedding."""
@@ -107,7 +111,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.qkv = nn.Linear(shape.hidden_size, shape.hidden_size + 2 * shape.kv_size, bias=shape.bias)
         self.out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
-        self.mix = CausalAttention()
+        self.mix: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """What attention adds to the residual stream, [b, t, hidden_size]."""
@@ -126,7 +130,12 @@ class CausalAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim]."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return causal_attention(q, k, v)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scaled dot-product attention of each position to those up to it; shapes as in `CausalAttention`."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class GELU(nn.Module):

@@ -69,7 +69,7 @@ class Parallel:
         gradients = [self.parameters[name].grad for name in self.tensor.partial]
         slices = [local(gradient) for gradient in gradients if gradient is not None]
         summed = axis.sum(torch.cat([piece.reshape(-1) for piece in slices]))
-        parts = summed.split([piece.numel() for piece in slices])
+        parts = torch.split(summed, [piece.numel() for piece in slices])
         torch._foreach_copy_(slices, [part.view_as(piece) for part, piece in zip(parts, slices, strict=True)])
 
 

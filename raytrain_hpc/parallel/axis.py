@@ -58,19 +58,32 @@ class Axis:
         """Shares can be one apart and collectives want them alike: the shorter ones travel with one row of nothing."""
         sizes = [len(self.share(total, rank)) for rank in range(self.size)]
         sent = _padded(x, dim, max(sizes))
-        received = sent.new_empty((self.size, *sent.shape))
+        received = [torch.empty_like(sent) for _ in sizes]
         self.traffic.elements += (self.size - 1) * sent.numel()
-        dist.all_gather_into_tensor(received, sent, group=self.group)
+        dist.all_gather(received, sent, group=self.group)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)], dim)
 
     def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         shares = [self.share(x.shape[dim], rank) for rank in range(self.size)]
+        parts = [x.narrow(dim, share.start, len(share)) for share in shares]
+        if x.device.type == "cpu":
+            return self._exchange_and_sum(parts)
         longest = max(len(share) for share in shares)
-        sent = torch.stack([_padded(x.narrow(dim, share.start, len(share)), dim, longest) for share in shares])
+        sent = [_padded(part, dim, longest) for part in parts]
         received = torch.empty_like(sent[0])
         self.traffic.elements += (self.size - 1) * received.numel()
-        dist.reduce_scatter_tensor(received, sent, group=self.group)
+        dist.reduce_scatter(received, sent, group=self.group)
         return received.narrow(dim, 0, len(shares[self.rank])).contiguous()
+
+    def _exchange_and_sum(self, parts: list[Tensor]) -> Tensor:
+        """Reduce-scatter on gloo, whose own takes two to six times as long as an all-to-all and a sum."""
+        mine = parts[self.rank]
+        outgoing = [part.numel() for part in parts]
+        received = mine.new_empty((self.size, *mine.shape))
+        self.traffic.elements += sum(outgoing) - mine.numel()
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_to_all_single(received.view(-1), flat, [mine.numel()] * self.size, outgoing, group=self.group)
+        return received.sum(dim=0)
 
 
 class _Gather(torch.autograd.Function):

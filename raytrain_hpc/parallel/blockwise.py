@@ -67,4 +67,4 @@ def _expanded(x: Tensor, heads: int) -> Tensor:
 
 def _summed(x: Tensor, kv_heads: int) -> Tensor:
     """The gradient of a key-value head from those of the query heads that share it."""
-    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(dim=2)
+    return x if x.shape[1] == kv_heads else x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(dim=2)

@@ -7,16 +7,15 @@ each, so that causal work is even (zigzag order). Ulysses exchanges positions fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.blockwise import attend, attend_backward, combine
 
@@ -88,7 +87,8 @@ class RingAttention(torch.autograd.Function):
         """[b, heads, t, d]."""
         me, held = ring.axis.rank, [k, v]
         out, lse = attend(q, k, v, causal=True)
-        total = out if out.dtype == torch.float64 else out.float()  # many blocks are added up
+        # Added up in fp32 at least, and in copies: selective recompute keeps what the attention op gave.
+        total, lse = out.to(torch.promote_types(out.dtype, torch.float32), copy=True), lse.clone()
         holder = me
         for _ in range(ring.axis.size - 1):
             held, holder = ring.turn(held, holder)
@@ -151,20 +151,20 @@ class Exchange:
         """The way back: [b, total_heads, positions of this rank, d]; what several ranks have of a head is summed."""
         length = self.lengths[self.axis.rank]
         shapes = [(x.shape[0], len(heads), length, x.shape[3]) for heads in self.heads]
-        received = self._all_to_all(list(x.split(list(self.lengths), dim=2)), shapes)
+        received = self._all_to_all(list(torch.split(x, list(self.lengths), dim=2)), shapes)
         whole = x.new_zeros((x.shape[0], total_heads, length, x.shape[3]))
         for heads, part in zip(self.heads, received, strict=True):
             whole.index_add_(1, torch.tensor(heads, device=x.device), part)
         return whole
 
-    def _all_to_all(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    def _all_to_all(self, sent: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         outgoing = [part.numel() for part in sent]
         incoming = [torch.Size(shape).numel() for shape in shapes]
         received = sent[0].new_empty(sum(incoming))
         flat = torch.cat([part.reshape(-1) for part in sent])
         self.axis.traffic.elements += sum(outgoing) - outgoing[self.axis.rank]
         dist.all_to_all_single(received, flat, incoming, outgoing, group=self.axis.group)
-        return [part.view(shape) for part, shape in zip(received.split(incoming), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(received, incoming), shapes, strict=True)]
 
 
 class HeadsForPositions(torch.autograd.Function):
@@ -233,13 +233,12 @@ class ContextAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._ring is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return causal_attention(q, k, v)
         mixed: Tensor = RingAttention.apply(q, k, v, self._ring)  # type: ignore[no-untyped-call]
         return mixed
 
 
 def spread(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> None:
     """Make the attention of a decoder reach positions on other ranks; after tensor parallelism shared out its heads."""
-    for block in decoder.layers:
-        attention = block.attention
+    for attention in (module for module in decoder.modules() if isinstance(module, Attention)):
         attention.mix = ContextAttention(attention.heads, attention.kv_heads, seq_len, axes)

@@ -44,7 +44,7 @@ def share_out(decoder: Decoder, axis: Axis, seq_len: int) -> TensorParallel:
     made.cuts["embedding.weight"] = Cut.along("embedding.weight", table, 0, rows)
     if decoder.positions is not None:
         decoder.positions = _OwnPositions(decoder.positions, axis)  # type: ignore[assignment]
-    for number, block in enumerate(decoder.layers):
+    for number, block in enumerate(decoder.blocks()):
         prefix = f"layers.{number}."
         made.cuts |= dict(_attention(block.attention, prefix + "attention.", axis))
         made.cuts |= dict(_feed_forward(block.mlp, prefix + "mlp.", axis))
@@ -120,13 +120,12 @@ class HeadsOfRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, t, (heads + 2 kv_heads) * head_dim] of x [b, t, hidden_size], as `Attention` splits it."""
-        weight = self.kv.weight.unflatten(0, (2, self._kv_heads, self._dim))[:, self._used].flatten(0, 2)
-        bias = self.kv.bias
-        if bias is not None:
-            bias = bias.unflatten(0, (2, self._kv_heads, self._dim))[:, self._used].flatten()
+        heads = (2, self._kv_heads, self._dim)
+        weight = self.kv.weight.view(*heads, -1)[:, self._used].flatten(0, 2)
+        bias = None if self.kv.bias is None else self.kv.bias.view(heads)[:, self._used].flatten()
         kv = F.linear(x, weight, bias)
         if self._repeat is not None:
-            kv = kv.unflatten(-1, (2, len(self._used), self._dim))[..., self._repeat, :].flatten(-3)
+            kv = kv.view(*kv.shape[:-1], 2, len(self._used), self._dim)[..., self._repeat, :].flatten(-3)
         return torch.cat((self.q(x), kv), dim=-1)
 
 

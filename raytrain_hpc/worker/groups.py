@@ -124,7 +124,8 @@ def _subgroup(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGro
     members: dict[Hashable, list[int]] = {}
     for rank in range(layout.world):
         members.setdefault(key(rank), []).append(rank)
-    mine, _ = dist.new_subgroups_by_enumeration(list(members.values()))
+    groups = list(members.values())
+    mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
     return mine
 
 

@@ -24,16 +24,17 @@ MODELS = {
     "llama, two groups of three": [*LLAMA, "model.hidden_size=48", "model.num_heads=6", "model.num_kv_heads=2"],
     "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
 }
-BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", "train.steps=20", "train.lr=3e-3"]
+STEPS = 8
+BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", f"train.steps={STEPS}", "train.lr=3e-3"]
 
 
 def run(pool: WarmPool, directory: Path, *words: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The metrics of every step, and the whole state after the first one and the last one."""
-    records = pool.train(small(directory, *BASE, "checkpoint.every=1", "checkpoint.keep=0", *words))[0]
-    steps = steps_of(records)
-    return steps, {
-        f"{step} {name}": tensor for step in (1, len(steps)) for name, tensor in whole_state(directory, step).items()
-    }
+    words = (*words, f"checkpoint.every={STEPS - 1}", "checkpoint.keep=0")
+    first = steps_of(pool.train(small(directory, *BASE, *words), steps_to=1)[0])
+    rest = steps_of(pool.train(small(directory, *BASE, *words), resume_step=1)[0])
+    state = {f"{step} {name}": x for step in (1, STEPS) for name, x in whole_state(directory, step).items()}
+    return first + rest, state
 
 
 def whole_state(directory: Path, step: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.errors import LayoutError
-from tests.parallel.numbers import BASE, MODELS, run
+from tests.parallel.numbers import BASE, MODELS, STEPS, run
 from tests.pool import WarmPool, small, steps_of
 
 LAYOUTS = {
@@ -30,14 +30,22 @@ LAYOUTS = {
     "ring-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.tp=2"],
     "ulysses-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.ulysses=2", "parallel.tp=2"],
 }
-SIX = ("gpt2, six heads", "llama, two groups of three")
-CASES = [(model, layout) for model in MODELS for layout in ("tp-2", "ring-2", "ulysses-2")]
-CASES += [(model, layout) for model in SIX for layout in ("tp-3", "ring-3", "ulysses-3", "tp-4", "ulysses-4")]
-CASES += [
-    ("llama, five tokens", "tp-4"),
+CASES = [
+    ("gpt2", "tp-2"),
+    ("gpt2", "ring-2"),
+    ("gpt2", "ulysses-2"),
     ("gpt2", "zero1-2 x tp-2"),
+    ("gpt2, six heads", "tp-4"),
+    ("gpt2, six heads", "ring-3"),
+    ("gpt2, six heads", "ulysses-4"),
+    ("llama", "tp-3"),
+    ("llama", "tp-4"),
     ("llama", "ring-4"),
-    ("gpt2", "ring-2 x ulysses-2"),
+    ("llama", "ulysses-3"),
+    ("llama, two groups of three", "tp-2"),
+    ("llama, two groups of three", "tp-4"),
+    ("llama, two groups of three", "ulysses-4"),
+    ("llama, five tokens", "tp-4"),
 ]
 CASES += [("llama", layout) for layout in LAYOUTS if " x " in layout and "zero1" not in layout]
 
@@ -62,8 +70,7 @@ def test_all_numbers_are_those_of_one_process(pool: WarmPool, alone, tmp_path: P
         assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
         assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
     assert steps[-1]["val/loss"] == pytest.approx(expected[-1]["val/loss"], rel=1e-12)
-    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
-    assert mine.keys() == state.keys()
+    assert mine.keys() == state.keys() and len(steps) == STEPS
     # After one step the first moment is a tenth of the clipped gradient. Adam turns rounding into sign flips where a
     # gradient is all but zero, so the weights have a wider bound.
     for name, tensor in state.items():
@@ -72,34 +79,59 @@ def test_all_numbers_are_those_of_one_process(pool: WarmPool, alone, tmp_path: P
         assert (mine[name] - tensor).abs().max().item() <= bound * scale, name
 
 
-def test_recompute_and_bf16_under_tensor_parallelism(pool: WarmPool, alone, tmp_path: Path) -> None:
-    expected = [step["train/loss"] for step in alone("llama")[0]]
-    for policy in ("selective", "full"):
-        words = [*MODELS["llama"], *LAYOUTS["tp-2"], f"parallel.recompute={policy}"]
-        assert [s["train/loss"] for s in run(pool, tmp_path / policy, *words)[0]] == pytest.approx(expected, rel=1e-12)
-    rounded = steps_of(pool.train(small(None, *BASE, *MODELS["llama"], *LAYOUTS["tp-2"], "train.dtype=bf16"))[0])
-    assert [s["train/loss"] for s in rounded] == pytest.approx(expected, rel=2e-2)
+@pytest.mark.parametrize(
+    ("layout", "policy"), [("tp-2", "selective"), ("ring-2 x tp-2", "full"), ("ring-2 x ulysses-2", "selective")]
+)
+def test_recompute_changes_no_number(pool: WarmPool, alone, layout: str, policy: str) -> None:
+    words = [*BASE, *MODELS["llama"], *LAYOUTS[layout], f"parallel.recompute={policy}"]
+    assert losses(pool, *words) == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["tp-2", "ring-2", "ulysses-2 x tp-2"])
+def test_bf16_stays_near(pool: WarmPool, alone, layout: str) -> None:
+    rounded = losses(pool, *BASE, *MODELS["llama"], *LAYOUTS[layout], "train.dtype=bf16")
+    assert rounded == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=5e-3)
+
+
+def losses(pool: WarmPool, *words: str) -> list[float]:
+    return [step["train/loss"] for step in steps_of(pool.train(small(None, *words))[0])]
 
 
 def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, alone, tmp_path: Path) -> None:
     expected = [step["train/loss"] for step in alone("llama")[0]]
-    words, first, last = [*BASE, *MODELS["llama"], "checkpoint.every=5"], 0, 5
-    for layout in ("tp-4", "zero3-2 x tp-2", "tp-3", "dp-2 x tp-2"):
+    words, first = [*BASE, *MODELS["llama"]], 0
+    for layout in ("tp-4", "ring-2 x ulysses-2", "zero3-2 x tp-2", "ring-3"):
         config = small(tmp_path, *words, *LAYOUTS[layout])
-        steps = steps_of(pool.train(config, resume_step=first or None, steps_to=last)[0])
-        assert [s["train/loss"] for s in steps] == pytest.approx(expected[first:last], rel=1e-12)
-        first, last = last, last + 5
+        steps = steps_of(pool.train(config, resume_step=first or None, steps_to=first + 2)[0])
+        assert [s["train/loss"] for s in steps] == pytest.approx(expected[first : first + 2], rel=1e-12)
+        first += 2
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "key", "said"),
     [
-        (["model.num_heads=2"], "4 (command line): the model has 2 attention heads, and every rank needs one"),
-        (["train.seq_len=3"], "the model has 3 positions in a sequence"),
-        (["cluster.workers=6"], "must divide the 6 workers"),
+        (
+            ["parallel.tp=4", "model.num_heads=2"],
+            "tp=4",
+            "2 attention heads, and this layout needs at least 4",
+        ),
+        (["parallel.tp=4", "train.seq_len=3"], "tp=4", "there are 3 positions in a sequence"),
+        (["parallel.tp=3"], "tp=3", "must divide the 4 workers"),
+        (
+            ["parallel.cp=4", "train.seq_len=7"],
+            "cp=4",
+            "7 positions in a sequence, and this layout needs at least 8",
+        ),
+        (["parallel.cp=4", "parallel.ulysses=3"], "ulysses=3", "must divide cp=4"),
+        (
+            ["parallel.cp=4", "parallel.ulysses=4", "model.num_heads=2"],
+            "ulysses=4",
+            "there are 2 attention heads on each of 1 tensor-parallel ranks",
+        ),
+        (["parallel.tp=2", "parallel.cp=4"], "cp=4", "must divide the 2 workers that tp=2 leaves"),
     ],
 )
-def test_a_rank_without_a_part_of_the_model_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_a_rank_without_a_part_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
     with pytest.raises(LayoutError) as refused:
-        prepare_run(small(tmp_path, *LAYOUTS["tp-4"], *words), None, print)
-    assert said in str(refused.value) and "parallel.tp" in str(refused.value)
+        prepare_run(small(tmp_path, "cluster.workers=4", *words), None, print)
+    assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
