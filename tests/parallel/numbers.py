@@ -24,7 +24,7 @@ MODELS = {
     "llama, two groups of three": [*LLAMA, "model.hidden_size=48", "model.num_heads=6", "model.num_kv_heads=2"],
     "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
 }
-STEPS = 8
+STEPS = 4
 BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", f"train.steps={STEPS}", "train.lr=3e-3"]
 
 
