@@ -100,8 +100,8 @@ class Run:
 def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     """Layout, microbatches, bytes and FLOPs a worker, from the settings alone. Loads neither torch nor Ray."""
     from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
-    from raytrain_hpc.plan.layout import least_world, resolve_batching, resolve_layout
-    from raytrain_hpc.plan.memory import state_bytes
+    from raytrain_hpc.plan.layout import check_shape, least_world, resolve_batching, resolve_layout
+    from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
     from raytrain_hpc.shape import resolve_shape
 
     world = workers or least_world(config)
@@ -109,14 +109,15 @@ def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     batching = resolve_batching(config, layout)
     vocab = 256 if config.model.vocab_size == "auto" else None
     shape = resolve_shape(config.model, vocab_size=vocab, seq_len=config.train.seq_len)
-    parameters = shape.num_parameters()
+    check_shape(config, shape)
+    own = parameters_of_rank(shape, layout.tp)
     return {
         "workers": world,
         "layout": asdict(layout),
         "microbatches": asdict(batching),
         "microbatches_per_rank": [len(share) for share in batching.shares(layout.data_parallel)],
-        "parameters": parameters,
-        "state_bytes_per_rank": state_bytes(parameters, layout, config.train.dtype, config.train.optimizer),
+        "parameters": shape.num_parameters(),
+        "state_bytes_per_rank": state_bytes(own, layout, config.train.dtype, config.train.optimizer),
         "flops_per_token": flops_per_token(shape, config.train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
     }

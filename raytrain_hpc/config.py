@@ -130,8 +130,11 @@ class ParallelConfig:
     )
     dp_replicate: int | str = key(AUTO, "Data-parallel replicas of the state.", minimum=1)
     dp_shard: int | str = key(AUTO, "Ranks that the state is sharded over; both above 1 is HSDP.", minimum=1)
-    tp: int = key(1, "Tensor-parallel ranks.", minimum=1)
-    cp: int = key(1, "Context-parallel ranks.", minimum=1)
+    tp: int = key(1, "Tensor-parallel ranks: each has some heads, channels and tokens, and some positions.", minimum=1)
+    cp: int = key(1, "Context-parallel ranks: each has some positions of every sequence.", minimum=1)
+    ulysses: int = key(
+        1, "Ranks of cp that exchange positions for heads; the rest of cp is a ring that passes keys around.", minimum=1
+    )
     pp: int = key(1, "Pipeline stages.", minimum=1)
     ep: int = key(1, "Expert-parallel ranks.", minimum=1)
     recompute: Literal["none", "selective", "full"] = key(

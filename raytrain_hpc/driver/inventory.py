@@ -31,10 +31,12 @@ def topology(config: Config) -> Topology:
 
 
 def world_size(config: Config, cluster: Topology) -> int:
-    """How many workers to start: what the settings fix, else every GPU, else two on CPU."""
+    """How many workers to start: what the settings fix, else every GPU, else two on CPU, in whole groups of tp x cp."""
     fixed = fixed_world(config)
     if fixed is not None:
         return fixed
     if config.cluster.workers != AUTO:
         return int(config.cluster.workers)
-    return cluster.slots if cluster.device == "cuda" else min(CPU_WORKERS_BY_DEFAULT, cluster.slots)
+    slots = cluster.slots if cluster.device == "cuda" else min(CPU_WORKERS_BY_DEFAULT, cluster.slots)
+    together = config.parallel.tp * config.parallel.cp
+    return max(1, slots // together) * together

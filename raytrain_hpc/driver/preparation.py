@@ -15,9 +15,17 @@ from raytrain_hpc.config import Config
 from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
-from raytrain_hpc.errors import CheckpointError, RunDirectoryError
+from raytrain_hpc.errors import CheckpointError, LayoutError, RunDirectoryError
 from raytrain_hpc.observe.profiling import check_profiler
-from raytrain_hpc.plan.layout import Batching, Layout, check_axes, fixed_world, resolve_batching, resolve_layout
+from raytrain_hpc.plan.layout import (
+    Batching,
+    Layout,
+    check_axes,
+    check_shape,
+    fixed_world,
+    resolve_batching,
+    resolve_layout,
+)
 from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel
 
@@ -80,6 +88,10 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
     wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
     shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    if custom is None:
+        check_shape(config, shape)
+    else:
+        _only_data_parallel(config)
     stream = open_stream(
         dataset,
         order=config.data.order,
@@ -102,6 +114,13 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
     if world is not None:
         prepared.layout(world)
     return prepared
+
+
+def _only_data_parallel(config: Config) -> None:
+    for axis in ("tp", "cp"):
+        key, size = f"parallel.{axis}", getattr(config.parallel, axis)
+        if size > 1:
+            raise LayoutError(key, size, config.origin(key), "a model of your own trains data-parallel; set it to 1")
 
 
 def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:

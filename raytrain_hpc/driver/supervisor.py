@@ -20,7 +20,7 @@ from raytrain_hpc.observe.console import Console, short_count
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.memory import state_bytes
+from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
 from raytrain_hpc.worker.schedule import evaluates
 from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
 
@@ -168,7 +168,8 @@ class Supervisor:
 
     def _announce(self, prepared: PreparedRun, layout: Layout, batching: Batching) -> None:
         config, shape, train = self._config, prepared.shape, self._config.train
-        state = None if self._custom else state_bytes(shape.num_parameters(), layout, train.dtype, train.optimizer)
+        own = parameters_of_rank(shape, layout.tp)
+        state = None if self._custom else state_bytes(own, layout, train.dtype, train.optimizer)
         plan = {
             "layout": asdict(layout),
             "workers": layout.world,

@@ -53,10 +53,11 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     """Connect to Ray, or start it, and count the slots."""
     # The store needs torch, whose import takes as long as Ray's start and can pass while that is waited for.
     threading.Thread(target=import_module, args=("raytrain_hpc.driver.rendezvous",), daemon=True).start()
-    with connected(config, fixed_world(config) or CPU_WORKERS_BY_DEFAULT):
+    with connected(config, fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, config.parallel.tp * config.parallel.cp)):
         cluster = topology(config)
         world = world_size(config, cluster)
-        node_shares(world, cluster)  # refuses a world that the cluster is too small for, before anything is written
+        # Refuses a world that the cluster is too small for, before anything is written.
+        node_shares(world, cluster, config.parallel.tp)
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         from raytrain_hpc.driver.rendezvous import RendezvousStore
 
@@ -69,7 +70,7 @@ class RayWorkers:
 
     def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore):
         self._config, self._cluster, self._store = config, cluster, store
-        self._group = self._reserve(node_shares(world, cluster))
+        self._group = self._reserve(node_shares(world, cluster, config.parallel.tp))
         self._actors: list[Any] = []
         self._seen: list[float] = []  # when each rank last answered
         self.infos: list[Info] = []

@@ -29,18 +29,20 @@ class Decoder(nn.Module):
         self.positions = _embedding(shape.max_positions, shape.hidden_size) if shape.positions == "learned" else None
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape)
-        self.head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.head = Head(shape)
 
-    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b] from `state.rng.sample_keys`.
+    def forward(self, tokens: Tensor, keys: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b, t] from `state.rng.position_keys`.
 
-        Raises ModelError where t exceeds the learned positions.
+        positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. Raises ModelError where t
+        exceeds the learned positions.
         """
         if not self.training:
             keys = None
         x = self.embedding(tokens)
         rotary = None
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         if self.positions is None:
             rotary = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta, x.dtype)
         else:
@@ -51,8 +53,25 @@ class Decoder(nn.Module):
             x = keyed_dropout(x, self.shape.dropout, keys)
         for number, block in enumerate(self.layers, start=1):
             x = block(x, rotary, None if keys is None else fold(keys, number))
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x), weight)
+        logits: Tensor = self.head(self.norm(x), self.embedding.weight)
+        return logits
+
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return [block for block in self.layers if isinstance(block, Block)]
+
+
+class Head(nn.Module):
+    """Logits: one product, with a matrix of its own or, tied, with the table of the embedding."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        own = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
+        self.weight = own
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Logits [b, t, vocab_size] of normalised x [b, t, hidden_size]; table is the embedding's weight."""
+        return F.linear(x, table if self.weight is None else self.weight)
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
@@ -72,7 +91,7 @@ class Block(nn.Module):
         self.mlp: nn.Module = SwiGLU(shape) if shape.activation == "swiglu" else GELU(shape)
 
     def forward(self, x: Tensor, rotary: Rotary | None, keys: Tensor | None) -> Tensor:
-        """The residual stream [b, t, hidden_size] after this layer; keys int64 [b] are this layer's own."""
+        """The residual stream [b, t, hidden_size] after this layer; keys int64 [b, t] are this layer's own."""
         x = x + self._drop(self.attention(self.attention_norm(x), rotary), keys, 0)
         return x + self._drop(self.mlp(self.mlp_norm(x)), keys, 1)
 
@@ -92,6 +111,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.qkv = nn.Linear(shape.hidden_size, shape.hidden_size + 2 * shape.kv_size, bias=shape.bias)
         self.out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.mix: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """What attention adds to the residual stream, [b, t, hidden_size]."""
@@ -100,15 +120,22 @@ class Attention(nn.Module):
         if rotary is not None:
             qk = rotate(qk, rotary)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.heads != self.kv_heads,
-        )
+        mixed = self.mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+class CausalAttention(nn.Module):
+    """What each position takes from those up to it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim]."""
+        return causal_attention(q, k, v)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scaled dot-product attention of each position to those up to it; shapes as in `CausalAttention`."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class GELU(nn.Module):

@@ -7,6 +7,7 @@ from math import prod
 
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.shape import ModelShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: the last axis has neighbouring ranks
 
@@ -21,6 +22,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     zero: int = 0
+    ulysses: int = 1  # ranks of cp that exchange positions for heads; the rest of cp is a ring
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -36,6 +38,16 @@ class Layout:
     def data_parallel(self) -> int:
         """Ranks that read different microbatches."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same part of the state: replicas, and context-parallel peers."""
+        return self.dp_replicate * self.cp
+
+    def copy(self, rank: int) -> int:
+        """Which of the `copies` a rank belongs to."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.cp + at["cp"]
 
     @property
     def lockstep(self) -> bool:
@@ -101,32 +113,63 @@ def least_world(config: Config) -> int:
 def check_axes(config: Config) -> None:
     """Raise LayoutError for an axis that no number of ranks can make fit."""
     p = config.parallel
-    for axis in ("tp", "cp", "pp", "ep"):
+    for axis in ("pp", "ep"):
         if getattr(p, axis) > 1:
-            remedy = "this version trains data-parallel layouts; set it to 1"
+            remedy = "this version has data, tensor and context parallelism; set it to 1"
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
+    if p.cp % p.ulysses:
+        raise LayoutError("parallel.ulysses", p.ulysses, config.origin("parallel.ulysses"), f"must divide cp={p.cp}")
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
         remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
         raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
+
+
+def check_shape(config: Config, shape: ModelShape) -> None:
+    """Raise LayoutError where a rank would be left without a part of the model or of the sequence."""
+    p, length = config.parallel, config.train.seq_len
+    tensor = {
+        "attention heads": shape.num_heads,
+        "feed-forward channels": shape.ffn_size,
+        "tokens in the vocabulary": shape.vocab_size,
+    }
+    needs = [("tp", p.tp, what, count) for what, count in tensor.items()]
+    heads = f"attention heads on each of {p.tp} tensor-parallel ranks"
+    needs.append(("ulysses", p.ulysses, heads, shape.num_heads // p.tp))
+    # The members of a ring hold two chunks each; every chunk and every share of one needs a position.
+    parts = 2 * p.cp * p.tp if p.cp > 1 else p.tp
+    needs.append(("cp" if p.cp > 1 else "tp", parts, "positions in a sequence", length))
+    for axis, count, what, there in needs:
+        if count > there:
+            value = getattr(p, axis)
+            remedy = f"there are {there} {what}, and this layout needs at least {count}; use a smaller one"
+            raise LayoutError(f"parallel.{axis}", value, config.origin(f"parallel.{axis}"), remedy)
 
 
 def resolve_layout(config: Config, world: int) -> Layout:
     """Fill the `auto` data axes for `world` ranks. Raises LayoutError naming the axis that does not fit."""
     check_axes(config)
     p = config.parallel
+    data = world
+    for axis in ("tp", "cp"):
+        size = getattr(p, axis)
+        if data % size:
+            remedy = f"must divide the {data} workers" + ("" if axis == "tp" else f" that tp={p.tp} leaves")
+            raise LayoutError(f"parallel.{axis}", size, config.origin(f"parallel.{axis}"), remedy)
+        data //= size
     if p.zero == 0:
-        replicate, shard = world if p.dp_replicate == AUTO else int(p.dp_replicate), 1
+        replicate, shard = data if p.dp_replicate == AUTO else int(p.dp_replicate), 1
     else:
         replicate = 1 if p.dp_replicate == AUTO else int(p.dp_replicate)
-        if p.dp_shard == AUTO and p.dp_replicate != AUTO and world % replicate:
-            remedy = f"must divide the {world} workers"
+        if p.dp_shard == AUTO and p.dp_replicate != AUTO and data % replicate:
+            remedy = f"must divide the {data} data-parallel ranks"
             raise LayoutError("parallel.dp_replicate", replicate, config.origin("parallel.dp_replicate"), remedy)
-        shard = world // replicate if p.dp_shard == AUTO else int(p.dp_shard)
-        if p.dp_replicate == AUTO and world % shard == 0:
-            replicate = world // shard
-    layout = Layout(dp_replicate=replicate, dp_shard=shard, zero=p.zero)
+        shard = data // replicate if p.dp_shard == AUTO else int(p.dp_shard)
+        if p.dp_replicate == AUTO and data % shard == 0:
+            replicate = data // shard
+    layout = Layout(dp_replicate=replicate, dp_shard=shard, cp=p.cp, tp=p.tp, zero=p.zero, ulysses=p.ulysses)
     if layout.world != world:
         axes = f"dp_replicate={replicate} x dp_shard={shard}"
+        axes += "".join(f" x {axis}={getattr(p, axis)}" for axis in ("cp", "tp") if getattr(p, axis) > 1)
         remedy = (
             f"{axes} makes {layout.world} ranks, not {world}; set cluster.workers={layout.world} or leave an axis auto"
         )

@@ -245,6 +245,21 @@ def compare(a: StateIndex, b: StateIndex) -> str | None:
     return None
 
 
+def first_held(indexes: Sequence[StateIndex], rank: int, names: Iterable[str]) -> dict[str, list[tuple[int, Box]]]:
+    """Of these names, what rank `rank` holds and no lower rank does: (box number, region) pairs in global coordinates.
+
+    Over all ranks the regions tile what is held. Within one rank the earlier box counts.
+    """
+    regions: dict[str, list[tuple[int, Box]]] = {}
+    for name in names:
+        taken = [box for lower in indexes[:rank] if name in lower for box in lower[name].boxes]
+        mine = regions.setdefault(name, [])
+        for number, box in enumerate(indexes[rank][name].boxes if name in indexes[rank] else ()):
+            mine += [(number, region) for region in _cover(box, taken)[1]]
+            taken.append(box)
+    return regions
+
+
 def assign_writers(indexes: Sequence[StateIndex]) -> list[list[tuple[str, int]]]:
     """Who writes what: for each rank the (name, box number) it writes, each distinct box by exactly one holder.
 

@@ -2,12 +2,12 @@
 
 No generator state exists, so nothing depends on ranks, on the order of calls or on how a batch is split, and dropout
 replays by itself when activations are recomputed. Keys are int64 tensors [b], one a sample, refined from step to layer
-by mixing in a number at a time; the masks are hashed from a key and the index of each element within its sample.
+by mixing in a number at a time, or [b, t], one a position of a sample, so that a rank with a part of the sequence
+takes its part of them. The masks are hashed from a key and the index of each element within what the key stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -33,39 +33,33 @@ def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
 
 
 def fold(keys: Tensor, number: int) -> Tensor:
-    """Keys int64 [b] of a part of what `keys` int64 [b] stand for: a layer of a step, a site of a layer.
+    """Keys of a part of what `keys` stand for, int64 of the same shape: a layer of a step, a site of a layer.
 
     A stack of blocks folds the layer in outside of each block, so that one compiled block serves all layers.
     """
     return _mix(keys + _signed(_mix_int(number)))
 
 
-def keyed_dropout(x: Tensor, p: float, keys: Tensor, site: int = 0, *, index: Tensor | None = None) -> Tensor:
-    """Zero each element of x [b, ...] with probability p and scale the others by 1 / (1 - p).
+def position_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys int64 [b, t] of the positions int64 [t] of samples with keys int64 [b]."""
+    return _mix(keys[:, None] + _mix(positions + _signed(_INCREMENT)))
 
-    keys: int64 [b], one a sample; `site` tells apart the calls that share keys. index: int64, broadcastable to
-    x.shape[1:], the index of each element within its whole sample, for a rank that holds a slice of it
-    (`slice_index`); by default x holds whole samples. The mask does not depend on x's type.
+
+def keyed_dropout(x: Tensor, p: float, keys: Tensor, site: int = 0) -> Tensor:
+    """Zero each element of x with probability p and scale the others by 1 / (1 - p).
+
+    keys: int64 of the shape of x's first dimensions, [b] or [b, t]; a key's elements are the rest of the dimensions.
+    `site` tells apart the calls that share keys. The mask does not depend on x's type.
     """
     if p == 0.0:
         return x
-    if index is None:
-        index = torch.arange(x.shape[1:].numel(), device=x.device).view(x.shape[1:])
-    words = fold(keys, site).view(-1, *[1] * (x.dim() - 1))
-    bits = _hash(index.to(torch.int32), words.to(torch.int32), (words >> 32).to(torch.int32))
+    rest = x.shape[keys.dim() :]
+    index = torch.arange(rest.numel(), dtype=torch.int32, device=x.device).view(rest)
+    words = fold(keys, site).view(*keys.shape, *[1] * len(rest))
+    bits = _hash(index, words.to(torch.int32), (words >> 32).to(torch.int32))
     # Compared as signed numbers, hence the shift by half of the range.
     dropped_below = min(round(p * 2**32), 2**32 - 1) - 2**31
     return (x * (bits >= dropped_below)).mul_(1.0 / (1.0 - p))
-
-
-def slice_index(
-    size: Sequence[int], start: Sequence[int], length: Sequence[int], device: torch.device | str | None = None
-) -> Tensor:
-    """Indices int64 [*length], within a whole sample of shape `size`, of the block at `start` of shape `length`."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for whole, first, count in zip(size, start, length, strict=True):
-        index = index.unsqueeze(-1) * whole + torch.arange(first, first + count, device=device)
-    return index
 
 
 def _hash(index: Tensor, word_1: Tensor, word_2: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +19,16 @@ from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.errors import CheckpointError, RunFailed
+from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
-from raytrain_hpc.parallel.apply import Parallel, compute_type, parallelise
+from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise
+from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
-from raytrain_hpc.state.index import StateIndex, compare, merge
+from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.worker.norm import GradientNorm, Region
 from raytrain_hpc.worker.optim import Optimizer
 from raytrain_hpc.worker.saving import Saver, gather_indexes
 from raytrain_hpc.worker.spec import WorkerSpec
@@ -39,7 +44,7 @@ def build_trainer(
     _set_kernels(config, device)
     place = join(meeting, rank, spec.layout, device)
     marks["groups"] = time.time()
-    task = _task(spec)
+    task = _task(spec, place)
     module, parallel = _model(task, config, place)
     optimizer = Optimizer(parallel.parameters, config.train)
     holding = state_of(module, parallel, optimizer)
@@ -60,6 +65,7 @@ def build_trainer(
         task=task,
         parallel=parallel,
         optimizer=optimizer,
+        norm=_norm(parallel, indexes, place),
         stream=stream,
         evaluation=evaluation,
         saver=Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit),
@@ -73,18 +79,57 @@ def build_trainer(
 
 def state_of(module: nn.Module, parallel: Parallel, optimizer: Optimizer) -> Holding:
     """What this rank holds of the training state: weights, persistent buffers, optimizer moments."""
-    held = [Held.of(f"model.{name}", parameter.detach()) for name, parameter in parallel.parameters.items()]
-    weights = {one.name: one for one in held}
+    weights = [_Slice(parallel, name) for name in parallel.parameters]
+    held = [one for weight in weights for one in weight.held("model", weight.tensor)]
     buffers = dict(module.named_buffers())
     for name in module.state_dict():
         if name in buffers:  # the persistent ones; a second name of a tied weight is no buffer
             held.append(Held.of(f"model.{name}", buffers[name]))
     for kind, moments in optimizer.moments.items():
-        for name, moment in moments.items():
-            weight = weights[f"model.{name}"]
-            dtype = dtype_name(moment.dtype)
-            held.append(Held(f"optimizer.{kind}.{name}", weight.shape, dtype, weight.box, moment))
+        held += [one for weight in weights for one in weight.held(f"optimizer.{kind}", moments[weight.name])]
     return Holding(held)
+
+
+class _Slice:
+    """What a rank stores of one parameter, and which parts of the global tensor that is."""
+
+    def __init__(self, parallel: Parallel, name: str):
+        _, box, self.tensor = slice_of(parallel.parameters[name].detach())
+        self.name, self.cut = name, parallel.cut(name)
+        self.parts = self.cut.within(box)
+
+    def held(self, kind: str, tensor: torch.Tensor) -> list[Held]:
+        """The parts of a tensor laid out like this one, as state: the parameter itself, or a moment of it."""
+        everything = Box.whole(tensor.shape)
+        return [
+            Held(
+                f"{kind}.{self.cut.name}",
+                self.cut.shape,
+                dtype_name(tensor.dtype),
+                part.whole,
+                tensor[part.own.slices_in(everything)],
+            )
+            for part in self.parts
+        ]
+
+
+def _norm(parallel: Parallel, indexes: list[StateIndex], place: Place) -> GradientNorm:
+    """Of what several ranks of a replica hold, the first one's counts."""
+    ranks = place.state_ranks()
+    slices = [_Slice(parallel, name) for name in parallel.parameters]
+    names = {f"model.{one.cut.name}" for one in slices}
+    counted = first_held([indexes[rank] for rank in ranks], ranks.index(place.rank), names)
+    regions: dict[str, list[Region]] = {}
+    numbers: Counter[str] = Counter()
+    for one in slices:
+        name = f"model.{one.cut.name}"
+        for part in one.parts:
+            for box in (box for number, box in counted[name] if number == numbers[name]):
+                start = [o + b - w for o, b, w in zip(part.own.offsets, box.offsets, part.whole.offsets, strict=True)]
+                region = Box(tuple(start), box.sizes).slices_in(Box.whole(one.tensor.shape))
+                regions.setdefault(one.name, []).append(None if box.numel == one.tensor.numel() else region)
+            numbers[name] += 1
+    return GradientNorm(regions, place.state_group, place.device)
 
 
 def _discard(record: Record) -> None:
@@ -101,10 +146,17 @@ def _set_kernels(config: Config, device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _task(spec: WorkerSpec) -> Task:
+def _task(spec: WorkerSpec, place: Place) -> Task:
     if spec.custom is not None:
         return CustomTask(spec.custom.factory, spec.custom.loss, spec.config)
-    return DecoderTask(spec.shape, spec.config.run.seed, spec.config.train.compile)
+    shape, config, axis = spec.shape, spec.config, place.axes.get("tp")
+    positions = own_positions(config.train.seq_len, place.axes)
+    if axis is None:
+        whole = torch.compile(loss_sum) if config.train.compile else loss_sum
+        return DecoderTask(shape, config.run.seed, positions, positions, whole)
+    share = axis.share(len(positions))
+    loss = partial(vocabulary_loss_sum, axis=axis, rows=shape.vocab_size)
+    return DecoderTask(shape, config.run.seed, positions, positions[share.start : share.stop], loss)
 
 
 def _model(task: Task, config: Config, place: Place) -> tuple[nn.Module, Parallel]:
@@ -112,15 +164,20 @@ def _model(task: Task, config: Config, place: Place) -> tuple[nn.Module, Paralle
     if place.mesh is not None:
         _broadcast_given_weights(module)
     parallel = parallelise(
-        module, config, place.layout, place.mesh, place.device, keyed_randomness=task.keyed_randomness
+        module,
+        config,
+        place.layout,
+        place.mesh,
+        place.device,
+        place.axes,
+        keyed_randomness=task.keyed_randomness,
     )
-    with torch.no_grad():
-        for name, parameter in parallel.parameters.items():
-            shape, box, part = slice_of(parameter.detach())
-            whole = task.initial(name, torch.Size(shape))
-            if whole is not None:
-                window = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                part.copy_(whole[window])
+    for name in parallel.parameters:
+        one = _Slice(parallel, name)
+        whole = task.initial(one.cut.name, torch.Size(one.cut.shape))
+        if whole is not None:
+            for held in one.held("model", one.tensor):
+                held.tensor.copy_(whole[held.box.slices_in(Box.whole(held.shape))])
     return module, parallel
 
 
@@ -139,7 +196,7 @@ def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -
 
 
 def _check_replicas(holding: Holding, place: Place) -> None:
-    group = place.axis_group("dp_replicate")
+    group = place.copies_group
     if group is not None and (strangers := replicas_that_differ(holding, group, place.device)):
         raise RunFailed(f"after the load replicas {strangers} hold other weights than the majority; restart the run")
 

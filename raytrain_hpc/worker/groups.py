@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from raytrain_hpc.plan.layout import AXES, Layout
+from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.plan.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -26,38 +28,105 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank stands: its number, its device, and the mesh of the axes that have more than one rank."""
+    """Where one rank stands: its number, its device, and its groups.
+
+    `mesh` has the axes tp, copies and dp_shard, as far as they have more than one rank; "copies" are the ranks that
+    hold the same part of the state. `axes` are those that a model is cut along: tp, and cp's ring and ulysses.
+    """
 
     rank: int
     layout: Layout
     device: torch.device
-    mesh: DeviceMesh | None  # None: one rank alone
+    mesh: DeviceMesh | None = None  # None: one rank alone
+    axes: dict[str, Axis] = field(default_factory=dict)
+    state_group: dist.ProcessGroup | None = None  # the ranks that hold one whole state together
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """All ranks that read different data (with no model axes: all ranks)."""
+    def world_group(self) -> dist.ProcessGroup | None:
+        """All ranks, None where there is one."""
         return None if self.mesh is None else dist.group.WORLD
 
-    def axis_group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group along one axis, None where the axis has one rank."""
-        if self.mesh is None or getattr(self.layout, axis) == 1:
-            return None
-        return self.mesh[axis].get_group()
+    @property
+    def copies_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold what this one holds, None where there is no other."""
+        return None if self.mesh is None or self.layout.copies == 1 else self.mesh["copies"].get_group()
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss counts: tensor-parallel peers compute the same one."""
+        return self.layout.coordinates(self.rank)["tp"] == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's tokens count: tensor- and context-parallel peers read the same microbatch."""
+        return self.counts_loss and self.layout.coordinates(self.rank)["cp"] == 0
+
+    def state_ranks(self) -> list[int]:
+        """The ranks that hold one whole state together, this one among them."""
+        mine = self.layout.copy(self.rank)
+        return [rank for rank in range(self.layout.world) if self.layout.copy(rank) == mine]
 
 
 def join(meeting: Rendezvous | None, rank: int, layout: Layout, device: torch.device) -> Place:
     """Form the groups of this generation. One rank alone, or no meeting place, forms none."""
     if meeting is None or layout.world == 1:
-        return Place(rank, layout, device, None)
+        return Place(rank, layout, device)
     timeout = timedelta(seconds=meeting.timeout_s)
     store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
     prefixed = PrefixStore(f"generation-{meeting.generation}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=layout.world, timeout=timeout)
-    # Axes of one rank need no group: leaving them out makes a plain data-parallel mesh cost no group of its own.
-    axes = tuple(axis for axis in AXES if getattr(layout, axis) > 1)
-    mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in axes), mesh_dim_names=axes)
-    return Place(rank, layout, device, mesh)
+    mesh = _mesh(layout, device)
+    return Place(rank, layout, device, mesh, _axes(rank, layout, mesh), _state_group(layout, mesh))
+
+
+def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Axes of one rank need no group: leaving them out makes a plain data-parallel mesh cost no group of its own."""
+    ranks = torch.arange(layout.world).view(layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+    sizes = {"tp": layout.tp, "copies": layout.copies, "dp_shard": layout.dp_shard}
+    kept = {name: size for name, size in sizes.items() if size > 1}
+    grid = ranks.permute(3, 0, 2, 1).reshape(*kept.values())
+    return DeviceMesh(device.type, grid, mesh_dim_names=tuple(kept))
+
+
+def _axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
+    axes = {}
+    at = layout.coordinates(rank)
+    if layout.tp > 1:
+        axes["tp"] = Axis("tp", mesh["tp"].get_group(), at["tp"], layout.tp)
+    exchanging, ring = layout.ulysses, layout.cp // layout.ulysses
+    if exchanging > 1:  # neighbouring ranks: this is all to all; the ring goes further
+        group = _subgroup(layout, lambda other: _beside_cp(layout, other, lambda cp: cp // exchanging))
+        axes["ulysses"] = Axis("ulysses", group, at["cp"] % exchanging, exchanging)
+    if ring > 1:
+        group = _subgroup(layout, lambda other: _beside_cp(layout, other, lambda cp: cp % exchanging))
+        axes["ring"] = Axis("ring", group, at["cp"] // exchanging, ring)
+    return axes
+
+
+def _beside_cp(layout: Layout, rank: int, part: Callable[[int], int]) -> Hashable:
+    at = layout.coordinates(rank)
+    cp = part(at.pop("cp"))
+    return (*at.values(), cp)
+
+
+def _state_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    sharing = [name for name, size in (("tp", layout.tp), ("dp_shard", layout.dp_shard)) if size > 1]
+    if not sharing:
+        return None
+    if layout.copies == 1:
+        return dist.group.WORLD
+    return mesh[sharing[0]].get_group() if len(sharing) == 1 else _subgroup(layout, layout.copy)
+
+
+def _subgroup(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGroup:
+    """This rank's group of those that share a key. Every rank of the world makes all of them, in one order."""
+    members: dict[Hashable, list[int]] = {}
+    for rank in range(layout.world):
+        members.setdefault(key(rank), []).append(rank)
+    groups = list(members.values())
+    mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
+    return mine
 
 
 def leave() -> None:

@@ -20,7 +20,8 @@ from raytrain_hpc.parallel.apply import Parallel, autocast
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.groups import Place
-from raytrain_hpc.worker.optim import Optimizer, global_norm
+from raytrain_hpc.worker.norm import GradientNorm
+from raytrain_hpc.worker.optim import Optimizer
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
 from raytrain_hpc.worker.task import Task
@@ -48,6 +49,7 @@ class Trainer:
     task: Task
     parallel: Parallel
     optimizer: Optimizer
+    norm: GradientNorm
     stream: LocalStream
     evaluation: EvaluationSet | None
     saver: Saver
@@ -99,10 +101,10 @@ class Trainer:
                 loss = self._loss(batch, step)
                 (loss if real else loss * 0.0).backward()  # type: ignore[no-untyped-call]
             if real:
-                totals[0] += loss.detach()
-                totals[1] += batch.valid_tokens
+                totals[0] += loss.detach() * self.place.counts_loss
+                totals[1] += batch.valid_tokens * self.place.counts_tokens
         totals[2] = float(self.stop_requested())
-        self._sum_over_data_ranks(totals)
+        self._sum_over_ranks(totals)
         norm = self._clip(totals[1])
         self.optimizer.step(learning_rate(self.config.train, step))
         self._share_buffers()
@@ -133,9 +135,9 @@ class Trainer:
                 batch = self.evaluation.batch(index if real else 0)
                 loss = self._loss(batch, 0)
                 if real:
-                    totals[0] += loss
-                    totals[1] += batch.valid_tokens
-        self._sum_over_data_ranks(totals)
+                    totals[0] += loss * self.place.counts_loss
+                    totals[1] += batch.valid_tokens * self.place.counts_tokens
+        self._sum_over_ranks(totals)
         loss_sum, tokens = totals.tolist()
         return float(loss_sum / tokens)
 
@@ -149,7 +151,7 @@ class Trainer:
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: the same answer on all of them."""
         asked = torch.tensor([float(self.stop_requested())], dtype=torch.float64, device=self.place.device)
-        self._sum_over_data_ranks(asked)
+        self._sum_over_ranks(asked)
         return bool(asked.item() > 0)
 
     def _loss(self, batch: Microbatch, step: int) -> Tensor:
@@ -162,22 +164,23 @@ class Trainer:
 
     def _share_buffers(self) -> None:
         """Running statistics depend on the data that a rank saw: after a step all ranks hold those of the first."""
-        if self.place.data_group is not None:
+        if self.place.world_group is not None:
             for buffer in self.parallel.forward.buffers():
-                dist.broadcast(buffer, group=self.place.data_group, group_src=0)
+                dist.broadcast(buffer, group=self.place.world_group, group_src=0)
 
-    def _sum_over_data_ranks(self, totals: Tensor) -> None:
-        if self.place.data_group is not None:
-            dist.all_reduce(totals, group=self.place.data_group)
+    def _sum_over_ranks(self, totals: Tensor) -> None:
+        if self.place.world_group is not None:
+            dist.all_reduce(totals, group=self.place.world_group)
 
     def _clip(self, tokens: Tensor) -> Tensor:
         """Turn summed gradients into those of the mean loss, clipped. Returns the norm before clipping."""
         gradients = self.optimizer.gradients()
-        norm = global_norm(gradients, self.place.axis_group("dp_shard"), self.place.device) / tokens
+        norm = self.norm(gradients) / tokens
         limit = self.config.train.grad_clip
         scale = (limit / (norm + 1e-6)).clamp(max=1.0) / tokens if limit else 1.0 / tokens
         if gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            slices = list(gradients.values())
+            torch._foreach_mul_(slices, scale.to(slices[0].dtype))
         return norm
 
     def _record(self, step: int, result: StepResult, seconds: float) -> Record:

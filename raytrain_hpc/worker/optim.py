@@ -1,20 +1,14 @@
-"""The optimizer over what this rank holds, and the global gradient norm."""
+"""The optimizer over what this rank holds."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from raytrain_hpc.config import TrainConfig
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank stores, without a copy."""
-    to_local = getattr(tensor, "to_local", None)  # a DTensor's; importing the class would cost 40 MiB
-    return tensor if to_local is None else to_local()
+from raytrain_hpc.state.holding import local
 
 
 class Optimizer:
@@ -38,13 +32,17 @@ class Optimizer:
             name: torch.tensor(float(steps), dtype=torch.float32, device=s.device) for name, s in self._slices.items()
         }
 
-    def gradients(self) -> list[Tensor]:
-        """This rank's slices of all gradients. A parameter that the loss did not reach has none."""
-        return list(self._gradients().values())
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's slice of every gradient. A parameter that the loss did not reach has none."""
+        return {  # a rank can hold no row of a small tensor
+            name: local(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and self._slices[name].numel()
+        }
 
     def step(self, rate: float) -> None:
         """Step every slice with the gradients now on the parameters, then drop the gradients."""
-        gradients = self._gradients()
+        gradients = self.gradients()
         for decayed in (True, False):
             names = [name for name in gradients if (self._parameters[name].ndim >= 2) is decayed]
             if names:
@@ -87,25 +85,3 @@ class Optimizer:
             eps=train.eps,
             maximize=False,
         )
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Slice by name; a rank can hold no row of a small tensor."""
-        return {
-            name: local(parameter.grad)
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._slices[name].numel()
-        }
-
-
-def global_norm(gradients: list[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-    """Euclidean norm over all gradients; `group` holds the other slices of the same gradients. fp64 scalar.
-
-    Squares are added in fp64 across tensors and ranks, so that the norm depends on the sharding by rounding only.
-    """
-    if gradients:
-        total = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()

@@ -65,7 +65,7 @@ class Saver:
 def gather_indexes(holding: Holding, place: Place) -> list[StateIndex]:
     """What every rank holds, by rank. Collective, once a generation."""
     index = holding.index()
-    if place.data_group is None:
+    if place.world_group is None:
         return [index]
     gathered: list[dict[str, object]] = [{}] * place.layout.world
     dist.all_gather_object(gathered, index.to_json())

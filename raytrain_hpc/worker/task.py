@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.initial import initial_tensor
 from raytrain_hpc.shape import ModelShape
-from raytrain_hpc.state.rng import sample_keys, seed_for
+from raytrain_hpc.state.rng import position_keys, sample_keys, seed_for
 
 ModelFactory = Callable[[Config], nn.Module]
 LossFunction = Callable[[Any, Tensor], Tensor]
@@ -41,12 +41,10 @@ class DecoderTask:
 
     shape: ModelShape
     seed: int
-    compile: bool = False
+    positions: list[int]  # of a sequence, that this rank reads
+    rows: list[int]  # of its positions, that it holds between the products
+    loss_function: Callable[[Tensor, Tensor], Tensor] = loss_sum
     keyed_randomness: bool = True
-    _loss: Callable[[Tensor, Tensor], Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._loss = torch.compile(loss_sum) if self.compile else loss_sum
 
     def build(self) -> nn.Module:
         """The decoder without storage; its weights are a function of seed and name."""
@@ -60,8 +58,14 @@ class DecoderTask:
     def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
         """Cross-entropy summed over the targets; dropout bits come from (seed, step, sample)."""
         dropping = forward.training and self.shape.dropout > 0
-        keys = sample_keys(self.seed, step, samples) if dropping else None
-        return self._loss(forward(inputs, keys), targets)
+        keys = None
+        if dropping:
+            rows = torch.tensor(self.rows, device=inputs.device)
+            keys = position_keys(sample_keys(self.seed, step, samples), rows)
+        if len(self.positions) == inputs.shape[1]:
+            return self.loss_function(forward(inputs, keys), targets)
+        mine = torch.tensor(self.positions, device=inputs.device)
+        return self.loss_function(forward(inputs[:, mine], keys, mine), targets[:, mine])
 
 
 @dataclass

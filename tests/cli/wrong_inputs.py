@@ -64,7 +64,9 @@ WRONG = [
     train("circular base", "{dir}/egg.yaml", "base=", "break the circle"),
     train("batch that does not divide", "train.micro_batch=5", "train.micro_batch=5", "4 would"),
     train("heads that do not divide", "model.num_heads=5", "model.num_heads=5", "must divide model.hidden_size=32"),
-    train("axis not offered", "parallel.tp=2 cluster.workers=auto", "parallel.tp=2", "set it to 1"),
+    train("axis not offered", "parallel.pp=2 cluster.workers=auto", "parallel.pp=2", "set it to 1"),
+    train("more ranks than heads", "parallel.tp=8 cluster.workers=8", "parallel.tp=8", "4 attention heads"),
+    train("sequence too short", "parallel.cp=4 cluster.workers=4 train.seq_len=7", "parallel.cp=4", "at least 8"),
     train("shards of nothing", "parallel.dp_shard=2 cluster.workers=2", "parallel.dp_shard=2", "set parallel.zero to"),
     train("no such ZeRO stage", "parallel.zero=5", "parallel.zero=5", "stages 0, 1, 2 and 3"),
     train(

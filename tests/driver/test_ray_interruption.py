@@ -64,15 +64,15 @@ def reached(run: Path) -> int:
     return json.loads((run / "result.json").read_text())["steps"]
 
 
-@pytest.mark.timeout(600)  # three cold starts of Ray, which a busy machine makes slow
+@pytest.mark.timeout(600)
 def test_interrupted_again_and_again(ray_cluster: None, pool: WarmPool, tmp_path: Path, ray_tmpdir: str) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    with life(run, ray_tmpdir, "cluster.address=local") as process:
+    shared = f"cluster.address={ray.get_runtime_context().gcs_address}"
+    with life(run, ray_tmpdir, shared) as process:
         until(lambda: any((run / "checkpoints").glob("step-*")), out)
         workers = pids(run)
         process.kill()
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
-        # Two agents of the Ray that died with the driver take a minute to notice; they hold nothing of the run.
         until(lambda: all(gone(pid) for pid in workers), out, timeout_s=30)
 
     with life(run, ray_tmpdir, "cluster.address=local") as process:  # takes the lease over at once
@@ -85,7 +85,7 @@ def test_interrupted_again_and_again(ray_cluster: None, pool: WarmPool, tmp_path
     first = reached(run)
     assert f"resumed from {run}/checkpoints/step-" in out.read_text()
 
-    with life(run, ray_tmpdir, f"cluster.address={ray.get_runtime_context().gcs_address}") as process:
+    with life(run, ray_tmpdir, shared) as process:
         until(lambda: generation(run) == 3, out)
         before = count(run)
         until(lambda: count(run) > before, out)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import ray
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -33,8 +34,9 @@ def test_quickstart_follows_its_run(tmp_path: Path) -> None:
     assert f"validation loss {result['val/loss']:.3f}" in output
 
 
-def test_custom_module_trains(tmp_path: Path) -> None:
+def test_custom_module_trains(ray_cluster: None, tmp_path: Path) -> None:
     words = [*FEW, "model.num_heads=1", "train.steps=10", "data.path=synthetic", "train.micro_batch=2"]
+    words.append(f"cluster.address={ray.get_runtime_context().gcs_address}")
     output = run(tmp_path, sys.executable, str(EXAMPLES / "custom_module.py"), *words)
     assert "model   given by the caller" in output
     assert "done: 10 steps" in output

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "data": "errors config",
     "checkpoint": "errors config state",
     "observe": "errors config",
-    "parallel": "errors config plan state",
+    "parallel": "errors config plan state model",
     "worker": "errors config plan state model data checkpoint observe parallel",
     "driver": "errors config plan state data checkpoint observe worker",
     "api": "errors config plan state model data checkpoint observe worker driver",

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from raytrain_hpc.state.rng import fold, keyed_dropout, sample_keys, seed_for, slice_index
+from raytrain_hpc.state.rng import fold, keyed_dropout, position_keys, sample_keys, seed_for
 
 MASK = (1 << 64) - 1
 
@@ -20,11 +20,14 @@ def finalise(z: int) -> int:
     return splitmix(z - 0x9E3779B97F4A7C15)
 
 
+WIDTH = 64  # elements of a position
+
+
 def masks(p: float, n: int, *, seed: int = 0, step: int = 0, layer: int = 0, site: int = 0, samples: int = 16):
     """Kept elements, standardised: float64 [samples, n] of mean 0 and variance 1 if the rate is right."""
-    keys = fold(sample_keys(seed, step, torch.arange(samples)), layer)
-    kept = (keyed_dropout(torch.ones(samples, n), p, keys, site) != 0).double()
-    return (kept - (1 - p)) / math.sqrt(p * (1 - p))
+    keys = position_keys(sample_keys(seed, step, torch.arange(samples)), torch.arange(n // WIDTH))
+    kept = (keyed_dropout(torch.ones(samples, n // WIDTH, WIDTH), p, fold(keys, layer), site) != 0).double()
+    return (kept.view(samples, n) - (1 - p)) / math.sqrt(p * (1 - p))
 
 
 def test_keys_are_splitmix64_of_seed_step_and_sample():
@@ -61,13 +64,18 @@ def test_any_split_of_the_batch_has_the_same_masks():
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_a_rank_with_a_slice_of_each_sample_has_its_part_of_the_masks():
-    x, keys = torch.randn(3, 6, 8), sample_keys(0, 3, torch.arange(3))
-    whole = keyed_dropout(x, 0.4, keys)
-    rows = slice_index((6, 8), (2, 0), (3, 8))
-    columns = slice_index((6, 8), (0, 4), (6, 4))
-    assert torch.equal(keyed_dropout(x[:, 2:5], 0.4, keys, index=rows), whole[:, 2:5])
-    assert torch.equal(keyed_dropout(x[..., 4:], 0.4, keys, index=columns), whole[..., 4:])
+def test_a_rank_with_a_part_of_the_sequence_has_its_part_of_the_masks():
+    x, keys, positions = torch.randn(3, 6, 8), sample_keys(0, 3, torch.arange(3)), torch.arange(6)
+    whole = keyed_dropout(x, 0.4, position_keys(keys, positions))
+    for part in (positions[2:5], positions[[0, 5]], positions[:0]):
+        assert torch.equal(keyed_dropout(x[:, part], 0.4, position_keys(keys, part)), whole[:, part])
+
+
+def test_position_keys_are_splitmix64_of_sample_and_position():
+    keys = sample_keys(1, 2, torch.arange(3))
+    expected = [[finalise((key + splitmix(t)) & MASK) for t in (0, 1, 4095)] for key in keys.tolist()]
+    found = position_keys(keys, torch.tensor([0, 1, 4095])).tolist()
+    assert [[key & MASK for key in row] for row in found] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -21,11 +21,11 @@ NORM_BOUND = {dtype: 10 * bound for dtype, bound in LOSS_BOUND.items()}
 Curve = tuple[list[float], list[float]]
 
 
-def curve(pool: WarmPool, *words: str) -> Curve:
-    """Losses and gradient norms of every step of a run with these settings on top of BASE."""
-    steps = steps_of(pool.train(small(None, *BASE, *words))[0])
-    if len(steps) != STEPS:
-        raise RuntimeError(f"{len(steps)} steps, not {STEPS}")
+def curve(pool: WarmPool, *words: str, first: int = STEPS) -> Curve:
+    """Losses and gradient norms of the first steps of a run with these settings on top of BASE."""
+    steps = steps_of(pool.train(small(None, *BASE, *words), steps_to=first)[0])
+    if len(steps) != first:
+        raise RuntimeError(f"{len(steps)} steps, not {first}")
     return [s["train/loss"] for s in steps], [s["train/grad_norm"] for s in steps]
 
 

@@ -1,0 +1,70 @@
+"""Attention of some queries to some keys with its log-sum-exp, so that blocks can be put together exactly.
+
+The outputs of two blocks of keys combine by their log-sum-exps (Dao et al. 2022, arXiv 2205.14135); given the combined
+output and log-sum-exp, the backward pass of each block stands alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [b, heads, t, head_dim] and log-sum-exp [b, heads, t] of q [b, heads, t, d] over k, v [b, kv_heads, s, d].
+
+    `causal` takes t = s and lets position i see positions 0..i.
+    """
+    k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+    if q.dtype in (torch.float16, torch.bfloat16):
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse[..., : q.shape[2]]
+
+
+def attend_backward(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output. `out` and `lse` are those over all keys, not this block's."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    wide_k, wide_v = _expanded(k, heads), _expanded(v, heads)
+    if q.device.type == "cpu":
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            slope, q, wide_k, wide_v, out, lse, 0.0, causal
+        )
+    elif q.dtype in (torch.float16, torch.bfloat16):
+        nothing = torch.empty(0, dtype=torch.int64, device=q.device)
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            slope, q, wide_k, wide_v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
+        )
+    else:
+        nothing = torch.empty(0, dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            slope, q, wide_k, wide_v, None, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal
+        )
+    return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
+
+
+def combine(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of two blocks. Weights that are zero leave no NaN."""
+    both = torch.logaddexp(lse, more_lse)
+    mine, other = (lse - both).exp().unsqueeze(-1), (more_lse - both).exp().unsqueeze(-1)
+    return out * mine + more * other, both
+
+
+def _expanded(x: Tensor, heads: int) -> Tensor:
+    """A key-value head for every query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _summed(x: Tensor, kv_heads: int) -> Tensor:
+    """The gradient of a key-value head from those of the query heads that share it."""
+    return x if x.shape[1] == kv_heads else x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(dim=2)

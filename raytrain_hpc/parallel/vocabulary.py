@@ -1,0 +1,58 @@
+"""Tables and losses whose vocabulary is shared out over a tensor axis: no rank ever holds all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain_hpc.model.decoder import IGNORED
+from raytrain_hpc.parallel.axis import Axis
+
+
+class VocabularyEmbedding(nn.Module):
+    """This rank's rows of a table of `rows`. Gives its share of the positions, summed over the ranks' rows."""
+
+    def __init__(self, rows: int, width: int, axis: Axis):
+        super().__init__()
+        self._axis, self._mine = axis, axis.share(rows)
+        self.weight = nn.Parameter(torch.empty(len(self._mine), width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Vectors [b, share of t, width] of tokens int64 [b, t]."""
+        mine = (tokens >= self._mine.start) & (tokens < self._mine.stop)
+        found = F.embedding((tokens - self._mine.start) * mine, self.weight)
+        return self._axis.scatter_sum(found * mine.unsqueeze(-1), dim=1)
+
+
+def vocabulary_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, rows: int) -> Tensor:
+    """`model.decoder.loss_sum` of logits [b, t, share of rows], the same scalar on every rank.
+
+    Raises nothing and holds nothing of the size of the whole vocabulary (Shoeybi et al. 2019, arXiv 1909.08053).
+    """
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    loss: Tensor = _CrossEntropy.apply(exact, targets, axis, axis.share(rows))  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, mine: range) -> Tensor:
+        highest = axis.max(logits.amax(dim=-1))
+        exponentials = (logits - highest.unsqueeze(-1)).exp_()
+        here = (targets >= mine.start) & (targets < mine.stop)
+        column = ((targets - mine.start) * here).unsqueeze(-1)
+        of_target = logits.gather(-1, column).squeeze(-1) * here
+        # One collective for both sums.
+        total, of_target = axis.sum(torch.stack((exponentials.sum(dim=-1), of_target))).unbind()
+        counted = targets != IGNORED
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, here, counted)
+        return ((total.log() + highest - of_target) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, column, here, counted = ctx.saved_tensors
+        slope = probabilities.scatter_add(-1, column, -here.to(probabilities.dtype).unsqueeze(-1))
+        return slope.mul_((gradients[0] * counted).unsqueeze(-1)), None, None, None

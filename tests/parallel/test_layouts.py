@@ -1,0 +1,136 @@
+"""A layout is no numerical choice: losses, norms, gradients and weights are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.errors import LayoutError
+from tests.parallel.numbers import BASE, MODELS, STEPS, run
+from tests.pool import WarmPool, small, steps_of
+
+LAYOUTS = {
+    "tp-2": ["cluster.workers=2", "parallel.tp=2"],
+    "tp-3": ["cluster.workers=3", "parallel.tp=3"],
+    "tp-4": ["cluster.workers=4", "parallel.tp=4"],
+    "dp-2 x tp-2": ["cluster.workers=4", "parallel.tp=2"],
+    "zero1-2 x tp-2": ["cluster.workers=4", "parallel.tp=2", "parallel.zero=1"],
+    "zero3-2 x tp-2": ["cluster.workers=4", "parallel.tp=2", "parallel.zero=3"],
+    "ring-2": ["cluster.workers=2", "parallel.cp=2"],
+    "ring-3": ["cluster.workers=3", "parallel.cp=3"],
+    "ring-4": ["cluster.workers=4", "parallel.cp=4"],
+    "ulysses-2": ["cluster.workers=2", "parallel.cp=2", "parallel.ulysses=2"],
+    "ulysses-3": ["cluster.workers=3", "parallel.cp=3", "parallel.ulysses=3"],
+    "ulysses-4": ["cluster.workers=4", "parallel.cp=4", "parallel.ulysses=4"],
+    "ring-2 x ulysses-2": ["cluster.workers=4", "parallel.cp=4", "parallel.ulysses=2"],
+    "dp-2 x ring-2": ["cluster.workers=4", "parallel.cp=2"],
+    "zero3-2 x ring-2": ["cluster.workers=4", "parallel.cp=2", "parallel.zero=3"],
+    "ring-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.tp=2"],
+    "ulysses-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.ulysses=2", "parallel.tp=2"],
+}
+CASES = [
+    ("gpt2", "tp-2"),
+    ("gpt2", "ring-2"),
+    ("gpt2", "ulysses-2"),
+    ("gpt2", "zero1-2 x tp-2"),
+    ("gpt2, six heads", "tp-4"),
+    ("gpt2, six heads", "ring-3"),
+    ("gpt2, six heads", "ulysses-4"),
+    ("llama", "tp-3"),
+    ("llama", "tp-4"),
+    ("llama", "ring-4"),
+    ("llama", "ulysses-3"),
+    ("llama, two groups of three", "tp-2"),
+    ("llama, two groups of three", "tp-4"),
+    ("llama, two groups of three", "ulysses-4"),
+    ("llama, five tokens", "tp-4"),
+]
+CASES += [("llama", layout) for layout in LAYOUTS if " x " in layout and "zero1" not in layout]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
+    made = {}
+
+    def of(model: str):
+        if model not in made:
+            made[model] = run(pool, tmp_path_factory.mktemp("alone"), *MODELS[model])
+        return made[model]
+
+    return of
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_all_numbers_are_those_of_one_process(pool: WarmPool, alone, tmp_path: Path, model: str, layout: str) -> None:
+    expected, state = alone(model)
+    steps, mine = run(pool, tmp_path, *MODELS[model], *LAYOUTS[layout])
+    for here, there in zip(steps, expected, strict=True):
+        assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
+        assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
+    assert steps[-1]["val/loss"] == pytest.approx(expected[-1]["val/loss"], rel=1e-12)
+    assert mine.keys() == state.keys() and len(steps) == STEPS
+    # After one step the first moment is a tenth of the clipped gradient. Adam turns rounding into sign flips where a
+    # gradient is all but zero, so the weights have a wider bound.
+    for name, tensor in state.items():
+        bound = 1e-11 if name.startswith("1 optimizer.exp_avg.") else 1e-7
+        scale = max(tensor.abs().max().item(), 1e-6)
+        assert (mine[name] - tensor).abs().max().item() <= bound * scale, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"), [("tp-2", "selective"), ("ring-2 x tp-2", "full"), ("ring-2 x ulysses-2", "selective")]
+)
+def test_recompute_changes_no_number(pool: WarmPool, alone, layout: str, policy: str) -> None:
+    words = [*BASE, *MODELS["llama"], *LAYOUTS[layout], f"parallel.recompute={policy}"]
+    assert losses(pool, *words) == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["tp-2", "ring-2", "ulysses-2 x tp-2"])
+def test_bf16_stays_near(pool: WarmPool, alone, layout: str) -> None:
+    rounded = losses(pool, *BASE, *MODELS["llama"], *LAYOUTS[layout], "train.dtype=bf16")
+    assert rounded == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=5e-3)
+
+
+def losses(pool: WarmPool, *words: str) -> list[float]:
+    return [step["train/loss"] for step in steps_of(pool.train(small(None, *words))[0])]
+
+
+def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, alone, tmp_path: Path) -> None:
+    expected = [step["train/loss"] for step in alone("llama")[0]]
+    words = [*BASE, *MODELS["llama"]]
+    for first, layout in enumerate(("tp-4", "ring-2 x ulysses-2", "zero3-2 x tp-2", "ring-3")):
+        config = small(tmp_path, *words, *LAYOUTS[layout])
+        steps = steps_of(pool.train(config, resume_step=first or None, steps_to=first + 1)[0])
+        assert [s["train/loss"] for s in steps] == pytest.approx(expected[first : first + 1], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (
+            ["parallel.tp=4", "model.num_heads=2"],
+            "tp=4",
+            "2 attention heads, and this layout needs at least 4",
+        ),
+        (["parallel.tp=4", "train.seq_len=3"], "tp=4", "there are 3 positions in a sequence"),
+        (["parallel.tp=3"], "tp=3", "must divide the 4 workers"),
+        (
+            ["parallel.cp=4", "train.seq_len=7"],
+            "cp=4",
+            "7 positions in a sequence, and this layout needs at least 8",
+        ),
+        (["parallel.cp=4", "parallel.ulysses=3"], "ulysses=3", "must divide cp=4"),
+        (
+            ["parallel.cp=4", "parallel.ulysses=4", "model.num_heads=2"],
+            "ulysses=4",
+            "there are 2 attention heads on each of 1 tensor-parallel ranks",
+        ),
+        (["parallel.tp=2", "parallel.cp=4"], "cp=4", "must divide the 2 workers that tp=2 leaves"),
+    ],
+)
+def test_a_rank_without_a_part_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        prepare_run(small(tmp_path, "cluster.workers=4", *words), None, print)
+    assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
