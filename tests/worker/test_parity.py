@@ -8,7 +8,7 @@ from tests.pool import WarmPool
 from tests.worker.parity import LAYOUTS, LOSS_BOUND, NORM_BOUND, Curve, curve, distance
 
 # Every degree and every way to shard; `python -m tests.worker.parity` runs all layouts in both types, and 50 steps.
-FIRST = 20
+FIRST = 10
 CASES = [
     ("fp64", name) for name in ("ddp-2", "ddp-3", "zero1-5", "zero2-3", "zero2-4", "zero3-5", "hsdp1-2x2", "hsdp2-2x2")
 ]
