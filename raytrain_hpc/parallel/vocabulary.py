@@ -30,7 +30,7 @@ class VocabularyEmbedding(nn.Module):
 def vocabulary_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, rows: int) -> Tensor:
     """`model.decoder.loss_sum` of logits [b, t, share of rows], the same scalar on every rank.
 
-    Raises nothing and holds nothing of the size of the whole vocabulary (Shoeybi et al. 2019, arXiv 1909.08053).
+    Holds nothing of the size of the whole vocabulary (Shoeybi et al. 2019, arXiv 1909.08053).
     """
     exact = logits if logits.dtype == torch.float64 else logits.float()
     loss: Tensor = _CrossEntropy.apply(exact, targets, axis, axis.share(rows))  # type: ignore[no-untyped-call]

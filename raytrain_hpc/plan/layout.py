@@ -117,6 +117,10 @@ def check_axes(config: Config) -> None:
         if getattr(p, axis) > 1:
             remedy = "this version has data, tensor and context parallelism; set it to 1"
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
+    for axis in ("tp", "cp"):
+        if config.train.compile and getattr(p, axis) > 1:
+            remedy = "train.compile is not proven together with it yet; set train.compile=false"
+            raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
     if p.cp % p.ulysses:
         raise LayoutError("parallel.ulysses", p.ulysses, config.origin("parallel.ulysses"), f"must divide cp={p.cp}")
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):

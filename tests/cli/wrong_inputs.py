@@ -66,6 +66,7 @@ WRONG = [
     train("heads that do not divide", "model.num_heads=5", "model.num_heads=5", "must divide model.hidden_size=32"),
     train("axis not offered", "parallel.pp=2 cluster.workers=auto", "parallel.pp=2", "set it to 1"),
     train("more ranks than heads", "parallel.tp=8 cluster.workers=8", "parallel.tp=8", "4 attention heads"),
+    train("compiler and a cut model", "parallel.tp=2 train.compile=true", "parallel.tp=2", "set train.compile=false"),
     train("sequence too short", "parallel.cp=4 cluster.workers=4 train.seq_len=7", "parallel.cp=4", "at least 8"),
     train("shards of nothing", "parallel.dp_shard=2 cluster.workers=2", "parallel.dp_shard=2", "set parallel.zero to"),
     train("no such ZeRO stage", "parallel.zero=5", "parallel.zero=5", "stages 0, 1, 2 and 3"),
