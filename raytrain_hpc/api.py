@@ -110,7 +110,7 @@ def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     vocab = 256 if config.model.vocab_size == "auto" else None
     shape = resolve_shape(config.model, vocab_size=vocab, seq_len=config.train.seq_len)
     check_shape(config, shape)
-    own = parameters_of_rank(shape, layout.tp)
+    own = parameters_of_rank(shape, layout, config.train.seq_len)
     return {
         "workers": world,
         "layout": asdict(layout),

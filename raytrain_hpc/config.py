@@ -135,7 +135,13 @@ class ParallelConfig:
     ulysses: int = key(
         1, "Ranks of cp that exchange positions for heads; the rest of cp is a ring that passes keys around.", minimum=1
     )
-    pp: int = key(1, "Pipeline stages.", minimum=1)
+    pp: int = key(1, "Pipeline ranks: each has some of the layers.", minimum=1)
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = key(
+        "1f1b",
+        "Order of the pipeline's passes: all forwards, then all backwards; one of each in turn; the same with several "
+        "stages a rank; gradients of weights in the gaps; two stages a rank, there and back, with hardly a gap.",
+    )
+    virtual_stages: int | str = key(AUTO, "Stages a pipeline rank; auto: 2 where a schedule knows several.", minimum=1)
     ep: int = key(1, "Expert-parallel ranks.", minimum=1)
     recompute: Literal["none", "selective", "full"] = key(
         "none", "Activations kept for backward: all; matrix products and attention only; each block's input only."

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,6 @@ class WarmPool:
     def train(self, config: Config, *, custom: Any = None, resume_step: int | None = None, steps_to: int | None = None):
         """Run `config` on cluster.workers ranks. Returns each rank's records; publishes the checkpoints they write."""
         from raytrain_hpc.driver.preparation import prepare_run
-        from raytrain_hpc.worker.groups import Rendezvous
         from raytrain_hpc.worker.spec import WorkerSpec
 
         world = int(config.cluster.workers)
@@ -50,10 +51,21 @@ class WarmPool:
             resume_step=resume_step,
             steps_to=config.train.steps if steps_to is None else steps_to,
         )
-        meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
-        records = self._call([(spec, rank, meeting) for rank in range(world)])
+        records = self._everywhere(_train, world, spec)
         self._publish(prepared, batching, records)
         return records
+
+    def call(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+        """Run `function(rank, meeting, *arguments)` on ranks 0..world-1. Returns what each returned."""
+        self._ensure(world)
+        self._generation += 1
+        return self._everywhere(function, world, *arguments)
+
+    def _everywhere(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+        from raytrain_hpc.worker.groups import Rendezvous
+
+        meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
+        return self._call([partial(function, rank, meeting, *arguments) for rank in range(world)])
 
     def close(self) -> None:
         for process, connection in self._members:
@@ -103,26 +115,31 @@ def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon may have no children
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch
-
-    from raytrain_hpc.worker.build import build_trainer
-    from raytrain_hpc.worker.control import Control
     from raytrain_hpc.worker.groups import leave
 
     while True:
         try:
-            spec, rank, meeting = connection.recv()
+            job = connection.recv()
         except EOFError:
             return
-        control = Control()
         try:
-            trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control)
-            trainer.run(spec.resume_step or 0, spec.steps_to)
-            connection.send(control.drain())
+            connection.send(job())
         except Exception:
             connection.send(traceback.format_exc())
         finally:
             leave()
+
+
+def _train(rank: int, meeting: Any, spec: Any) -> list[dict[str, Any]]:
+    import torch
+
+    from raytrain_hpc.worker.build import build_trainer
+    from raytrain_hpc.worker.control import Control
+
+    control = Control()
+    trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control)
+    trainer.run(spec.resume_step or 0, spec.steps_to)
+    return control.drain()
 
 
 SMALL = [

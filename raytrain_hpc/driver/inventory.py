@@ -6,7 +6,7 @@ import ray
 
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.layout import fixed_world
+from raytrain_hpc.plan.layout import fixed_world, model_ranks
 from raytrain_hpc.plan.topology import Node, Topology
 
 CPU_WORKERS_BY_DEFAULT = 2
@@ -31,12 +31,12 @@ def topology(config: Config) -> Topology:
 
 
 def world_size(config: Config, cluster: Topology) -> int:
-    """How many workers to start: what the settings fix, else every GPU, else two on CPU, in whole groups of tp x cp."""
+    """How many workers to start: what the settings fix, else every GPU, else two on CPU, in whole models."""
     fixed = fixed_world(config)
     if fixed is not None:
         return fixed
     if config.cluster.workers != AUTO:
         return int(config.cluster.workers)
     slots = cluster.slots if cluster.device == "cuda" else min(CPU_WORKERS_BY_DEFAULT, cluster.slots)
-    together = config.parallel.tp * config.parallel.cp
+    together = model_ranks(config)
     return max(1, slots // together) * together

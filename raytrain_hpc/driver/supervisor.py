@@ -168,7 +168,7 @@ class Supervisor:
 
     def _announce(self, prepared: PreparedRun, layout: Layout, batching: Batching) -> None:
         config, shape, train = self._config, prepared.shape, self._config.train
-        own = parameters_of_rank(shape, layout.tp)
+        own = parameters_of_rank(shape, layout, train.seq_len)
         state = None if self._custom else state_bytes(own, layout, train.dtype, train.optimizer)
         plan = {
             "layout": asdict(layout),

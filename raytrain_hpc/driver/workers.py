@@ -18,7 +18,7 @@ from raytrain_hpc.config import Config
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
 from raytrain_hpc.errors import ClusterError, RaytrainError, WorkerFailed
-from raytrain_hpc.plan.layout import fixed_world
+from raytrain_hpc.plan.layout import fixed_world, model_ranks
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.topology import Topology
 from raytrain_hpc.worker.actor import WorkerActor
@@ -53,7 +53,7 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     """Connect to Ray, or start it, and count the slots."""
     # The store needs torch, whose import takes as long as Ray's start and can pass while that is waited for.
     threading.Thread(target=import_module, args=("raytrain_hpc.driver.rendezvous",), daemon=True).start()
-    with connected(config, fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, config.parallel.tp * config.parallel.cp)):
+    with connected(config, fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, model_ranks(config))):
         cluster = topology(config)
         world = world_size(config, cluster)
         # Refuses a world that the cluster is too small for, before anything is written.

@@ -6,6 +6,8 @@ compiled, recomputed, sharded or built on the meta device one by one, and a chec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,58 +22,71 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2]
 
 
 class Decoder(nn.Module):
-    """Tokens to logits. Dropout happens in training mode and where keys are given, and nowhere else."""
+    """Tokens to logits, or a run of the layers on the way. Dropout happens in training mode, where keys are given."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, layers: range | None = None):
+        """`layers`: those that it has, by default all; the first comes with the embedding, the last with the head."""
         super().__init__()
         self.shape = shape
-        self.embedding = _embedding(shape.vocab_size, shape.hidden_size)
-        self.positions = _embedding(shape.max_positions, shape.hidden_size) if shape.positions == "learned" else None
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = Norm(shape)
-        self.head = Head(shape)
+        layers = range(shape.num_layers) if layers is None else layers
+        first, last = layers.start == 0, layers.stop == shape.num_layers
+        learned = first and shape.positions == "learned"
+        self.embedding = _embedding(shape.vocab_size, shape.hidden_size) if first else None
+        self.positions = _embedding(shape.max_positions, shape.hidden_size) if learned else None
+        self.layers = nn.ModuleDict({str(number): Block(shape) for number in layers})
+        self.norm = Norm(shape) if last else None
+        self.head = Head(shape, tied=first and shape.tie_embeddings) if last else None
 
-    def forward(self, tokens: Tensor, keys: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b, t] from `state.rng.position_keys`.
 
+        Without the first layer x is the residual stream [b, t, hidden_size], without the last layer the result is.
         positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. Raises ModelError where t
         exceeds the learned positions.
         """
         if not self.training:
             keys = None
-        x = self.embedding(tokens)
-        rotary = None
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        if self.positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        if self.embedding is not None:
+            x = self._embed(self.embedding, x, keys, positions)
+        rotary = None
+        if self.shape.positions == "rotary":
             rotary = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta, x.dtype)
-        else:
+        for number, block in self.blocks().items():
+            x = block(x, rotary, None if keys is None else fold(keys, number + 1))
+        if self.norm is None or self.head is None:
+            return x
+        logits: Tensor = self.head(self.norm(x), None if self.embedding is None else self.embedding.weight)
+        return logits
+
+    def _embed(self, embedding: nn.Module, tokens: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
+        x: Tensor = embedding(tokens)
+        if self.positions is not None:
             if tokens.shape[1] > self.shape.max_positions:
                 raise ModelError(f"{tokens.shape[1]} tokens: the model has {self.shape.max_positions} positions")
             x = x + self.positions(positions)
-        if keys is not None:
-            x = keyed_dropout(x, self.shape.dropout, keys)
-        for number, block in enumerate(self.layers, start=1):
-            x = block(x, rotary, None if keys is None else fold(keys, number))
-        logits: Tensor = self.head(self.norm(x), self.embedding.weight)
-        return logits
+        return x if keys is None else keyed_dropout(x, self.shape.dropout, keys)
 
-    def blocks(self) -> list[Block]:
-        """The layers in order."""
-        return [block for block in self.layers if isinstance(block, Block)]
+    def blocks(self) -> dict[int, Block]:
+        """The layers by number, in order."""
+        return {int(number): block for number, block in self.layers.items() if isinstance(block, Block)}
 
 
 class Head(nn.Module):
-    """Logits: one product, with a matrix of its own or, tied, with the table of the embedding."""
+    """Logits: one product, with a matrix of its own or, tied, with the table of the embedding beside it."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, *, tied: bool):
         super().__init__()
-        own = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
-        self.weight = own
+        self.weight = None if tied else nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Logits [b, t, vocab_size] of normalised x [b, t, hidden_size]; table is the embedding's weight."""
-        return F.linear(x, table if self.weight is None else self.weight)
+        weight = table if self.weight is None else self.weight
+        if weight is None:
+            raise ModelError("a tied head without its embedding has no table")
+        return self.product(x, weight)
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:

@@ -1,9 +1,12 @@
-"""The one place that fixes the order in which dimensions wrap a model: tensor, context, recompute, compile, data."""
+"""The one place that fixes the order in which dimensions wrap a model.
+
+Stages of the pipeline are built apart; then each goes through tensor, context, recompute, deferral, compile, data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,61 +19,59 @@ from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.blocks import blocks_of
 from raytrain_hpc.parallel.context import held_positions, spread
+from raytrain_hpc.parallel.deferred import Deferral
 from raytrain_hpc.parallel.recompute import recompute
 from raytrain_hpc.parallel.replicate import Alone, Replicated
-from raytrain_hpc.parallel.tensor import TensorParallel, share_out
+from raytrain_hpc.parallel.sums import sum_over_ranks, sum_two_copies
+from raytrain_hpc.parallel.tensor import TensorParallel, head_name, share_out
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.state.cut import Cut
-from raytrain_hpc.state.holding import local
 
 
 class DataParallel(Protocol):
-    """A model under one way of data parallelism."""
+    """What keeps the gradients of data-parallel ranks together."""
 
-    forward: nn.Module  # called for a forward pass
-    parameters: dict[str, nn.Parameter]  # name -> what this rank holds of it (DTensor where sharded)
+    def backward(self, stage: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
+        """The context in which one backward pass of a stage runs; `last` of the step, `split`: weights come later."""
 
-    def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
-        """The context in which one microbatch's forward and backward pass run."""
+    def weights_done(self, stage: int, *, last: bool) -> None:
+        """Called once the weights of a split backward pass have their gradients."""
+
+    def finish(self) -> None:
+        """Called after the last backward pass of a step: all gradients are complete when it returns."""
 
 
 @dataclass
 class Parallel:
-    """A model made ready for a layout."""
+    """The parts of a model that a rank has, made ready for a layout. Without a pipeline stage 0 is all of it."""
 
+    modules: dict[int, nn.Module]  # by stage
     data: DataParallel
     tensor: TensorParallel = field(default_factory=TensorParallel)
-    tensor_axis: Axis | None = None
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    deferral: Deferral = field(default_factory=Deferral)
 
-    @property
-    def forward(self) -> nn.Module:
-        """What is called for a forward pass."""
-        return self.data.forward
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """By this rank's own names."""
-        return self.data.parameters
+    def __post_init__(self) -> None:
+        named = [pair for module in self.modules.values() for pair in module.named_parameters()]
+        self.parameters: dict[str, nn.Parameter] = dict(named)  # by this rank's own names; DTensors where sharded
+        if len(named) != len(self.parameters):
+            raise ValueError("two stages of a rank have a parameter of the same name")
 
     def cut(self, name: str) -> Cut:
         """What of the global tensor the parameter `name` is, before data parallelism shards it."""
         return self.tensor.cuts.get(name) or Cut.whole(name, self.parameters[name].shape)
 
-    @contextmanager
-    def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """The context in which one microbatch's forward and backward pass run; after the last one of a step all
-        gradients are complete."""
-        with self.data.microbatch(first=first, last=last):
-            yield
-        if last and self.tensor_axis is not None:
-            self._complete(self.tensor_axis)
-
-    def _complete(self, axis: Axis) -> None:
-        gradients = [self.parameters[name].grad for name in self.tensor.partial]
-        slices = [local(gradient) for gradient in gradients if gradient is not None]
-        summed = axis.sum(torch.cat([piece.reshape(-1) for piece in slices]))
-        parts = torch.split(summed, [piece.numel() for piece in slices])
-        torch._foreach_copy_(slices, [part.view_as(piece) for part, piece in zip(parts, slices, strict=True)])
+    def finish(self) -> None:
+        """After the last backward pass of a step: make all gradients complete."""
+        self.data.finish()
+        if "tp" in self.axes:
+            sum_over_ranks([self.parameters[name] for name in self.tensor.partial], self.axes["tp"])
+        # The table of the embedding, which the last stage of a pipeline can have a copy of.
+        copies = [p for name, p in self.parameters.items() if self.cut(name).name == "embedding.weight"]
+        if len(copies) == 2:
+            sum_two_copies(*copies)
+        elif "tied" in self.axes:
+            sum_over_ranks(copies, self.axes["tied"])
 
 
 def own_positions(seq_len: int, axes: Mapping[str, Axis]) -> list[int]:
@@ -82,7 +83,7 @@ def own_positions(seq_len: int, axes: Mapping[str, Axis]) -> list[int]:
 
 
 def parallelise(
-    module: nn.Module,
+    modules: dict[int, nn.Module],
     config: Config,
     layout: Layout,
     mesh: DeviceMesh | None,
@@ -91,29 +92,40 @@ def parallelise(
     *,
     keyed_randomness: bool,
 ) -> Parallel:
-    """Wrap `module` for this layout and allocate it on `device`.
+    """Wrap the modules of this rank's stages for this layout and allocate them on `device`.
 
     Parameters on the meta device are left uninitialised: their values come afterwards, each rank filling what it
-    holds, so that a model larger than a device is never whole anywhere. Axes that cut a model take a Decoder there.
+    holds, so that a model larger than a device is never whole anywhere. Axes that cut a model take Decoders there.
     """
-    tensor, seq_len = TensorParallel(), config.train.seq_len
-    if isinstance(module, Decoder):
-        if "tp" in axes:
-            with torch.device("meta"):
-                tensor = share_out(module, axes["tp"], len(own_positions(seq_len, axes)))
-        if "ring" in axes or "ulysses" in axes:
-            spread(module, axes, seq_len)
-    blocks = blocks_of(module)
-    recompute(blocks or [module], config.parallel.recompute, keyed_randomness=keyed_randomness)
-    if config.train.compile:
-        for block in blocks or [module]:
-            block.compile()
-    return Parallel(_data_parallel(module, blocks, config, layout, mesh, device), tensor, axes.get("tp"))
+    tensor, deferral = TensorParallel(), Deferral()
+    blocks: dict[int, list[nn.Module]] = {}
+    for stage, module in modules.items():
+        if isinstance(module, Decoder):
+            _cut(module, axes, config.train.seq_len, tensor)
+        blocks[stage] = list(module.blocks().values()) if isinstance(module, Decoder) else blocks_of(module)
+        recompute(blocks[stage] or [module], config.parallel.recompute, keyed_randomness=keyed_randomness)
+        if layout.pp > 1 and layout.pipeline.splits_backward:
+            deferral.attach(module)
+        if config.train.compile:
+            for block in blocks[stage] or [module]:
+                block.compile()
+    data = _data_parallel(modules, blocks, config, layout, mesh, device)
+    return Parallel(modules, data, tensor, axes, deferral)
+
+
+def _cut(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int, tensor: TensorParallel) -> None:
+    if "tp" in axes:
+        with torch.device("meta"):
+            share_out(decoder, axes["tp"], len(own_positions(seq_len, axes)), tensor)
+    elif decoder.head is not None and decoder.head.weight is not None:
+        tensor.cuts["head.weight"] = Cut.whole(head_name(decoder.shape), decoder.head.weight.shape)
+    if "ring" in axes or "ulysses" in axes:
+        spread(decoder, axes, seq_len)
 
 
 def _data_parallel(
-    module: nn.Module,
-    blocks: list[nn.Module],
+    modules: dict[int, nn.Module],
+    blocks: dict[int, list[nn.Module]],
     config: Config,
     layout: Layout,
     mesh: DeviceMesh | None,
@@ -123,13 +135,16 @@ def _data_parallel(
         from raytrain_hpc.parallel.shard import Sharded  # 40 MiB of FSDP2 that other layouts do not pay
 
         axes = ("copies", "dp_shard") if layout.copies > 1 else ("dp_shard",)
-        sharded = Sharded(module, blocks, mesh[axes], layout.zero, config.train.dtype)
-        module.to_empty(device=device) if _is_meta(module) else module.to(device)
+        sharded = Sharded(modules, blocks, mesh[axes], layout.zero, config.train.dtype)
+        for module in modules.values():
+            module.to_empty(device=device) if _is_meta(module) else module.to(device)
         return sharded
-    _allocate(module, device) if _is_meta(module) else module.to(device)
+    for module in modules.values():
+        _allocate(module, device) if _is_meta(module) else module.to(device)
     if mesh is None or layout.copies == 1:
-        return Alone(module)
-    return Replicated(module, mesh["copies"].get_group(), config.parallel.bucket_mib)
+        return Alone()
+    named = (pair for module in modules.values() for pair in module.named_parameters())
+    return Replicated(dict(named), mesh["copies"].get_group(), config.parallel.bucket_mib)
 
 
 def _is_meta(module: nn.Module) -> bool:
@@ -152,9 +167,14 @@ def compute_type(dtype: str) -> torch.dtype:
     return torch.float64 if dtype == "fp64" else torch.float32
 
 
+def stream_type(dtype: str, layout: Layout) -> torch.dtype:
+    """The dtype of the residual stream between stages: autocast leaves it in fp32, FSDP2 does not."""
+    return torch.bfloat16 if dtype == "bf16" and layout.dp_shard > 1 else compute_type(dtype)
+
+
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:
     """bf16 compute over fp32 weights; nothing for the other types."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bf16")
 
 
-__all__ = ["DataParallel", "Parallel", "autocast", "compute_type", "own_positions", "parallelise"]
+__all__ = ["DataParallel", "Parallel", "autocast", "compute_type", "own_positions", "parallelise", "stream_type"]

@@ -6,7 +6,7 @@ The method of PyTorch's DDP (Li et al. 2020, VLDB 13 (12)), on public hooks. The
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -20,62 +20,75 @@ from raytrain_hpc.errors import ModelError
 class Alone:
     """One rank that holds everything and has nobody to synchronise with."""
 
-    def __init__(self, module: nn.Module):
-        self.forward: nn.Module = module
-        self.parameters = dict(module.named_parameters())
-
-    def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
-        """The context a forward and backward pass runs in."""
+    def backward(self, stage: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
+        """The context a backward pass runs in."""
         return nullcontext()
+
+    def weights_done(self, stage: int, *, last: bool) -> None:
+        """Nothing to synchronise."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
 
 
 class Replicated:
-    """A module whose gradients are summed over one group, once a step.
+    """Parameters whose gradients are summed over one group, once a step.
 
     Summed, not averaged: the loop divides by the tokens of the global batch. A parameter that no rank's loss reached
     keeps no gradient, as on one rank.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_mib: int):
-        self.forward: nn.Module = module
-        self.parameters = dict(module.named_parameters())
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, bucket_mib: int):
+        """`parameters` in the order of the forward pass; those that are frozen stay out of it."""
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._group = group
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         # Backward passes give gradients roughly in this order.
         self._buckets = [_Bucket(part) for part in _partition(trained[::-1], bucket_mib * 2**20)]
         self._launched = 0
         self._work: list[dist.Work] = []
         self._last = False
+        self._reached: set[Tensor] = set()  # by this backward pass
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Gradients pile up locally until the last microbatch of the step, whose backward pass hides the sums."""
-        self._last, self._launched = last, 0
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+    def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
+        """Gradients pile up locally until a stage's last backward pass of the step, which hides the sums.
+
+        Where it is split they wait for `finish`.
+        """
+        self._last = last and not split
+        self._reached.clear()
         yield
-        if last:
-            self._launch(len(self._buckets))
-            for work in self._work:
-                work.wait()
-            self._work.clear()
-            for bucket in self._buckets:
-                bucket.adopt_unreached()
+
+    def weights_done(self, stage: int, *, last: bool) -> None:
+        """The sums wait for `finish`."""
+
+    def finish(self) -> None:
+        """Sum what is left after the last backward pass of a step, and wait for all sums."""
+        self._launch(len(self._buckets))
+        for work in self._work:
+            work.wait()
+        self._work.clear()
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.adopt_unreached()
+            bucket.missing = set(bucket.parameters)
 
     def _accumulated(self, bucket: _Bucket, parameter: Tensor) -> None:
-        if parameter not in bucket.missing:
-            name = next(name for name, known in self.parameters.items() if known is parameter)
+        if parameter in self._reached:
             raise ModelError(
-                f"model: {name} got two gradients in one backward pass, and the first may be on its way already; "
-                "recompute with use_reentrant=False"
+                f"model: {self._names[parameter]} got two gradients in one backward pass, and the first may be on its "
+                "way already; recompute with use_reentrant=False"
             )
-        bucket.missing.discard(parameter)
+        self._reached.add(parameter)
         bucket.keep(parameter)
-        if self._last and not bucket.missing:
-            self._launch(next((i for i, other in enumerate(self._buckets) if other.missing), len(self._buckets)))
+        if self._last:
+            bucket.missing.discard(parameter)
+            if not bucket.missing:
+                self._launch(next((i for i, other in enumerate(self._buckets) if other.missing), len(self._buckets)))
 
     def _launch(self, end: int) -> None:
         """Start summing all buckets before `end`, in one order on every rank, whatever the order they fill in."""
@@ -92,7 +105,7 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
-        self.missing: set[Tensor] = set()  # those without a gradient in this backward pass
+        self.missing: set[Tensor] = set(parameters)  # those that a last backward pass has still to reach
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + len(sizes), requires_grad=False)
         *parts, self._reached = torch.split(self.flat, [*sizes, len(sizes)])
@@ -111,6 +124,7 @@ class _Bucket:
         """Mark what this rank's loss reached; the rest counts as zeros."""
         self._reached.fill_(1.0)
         for place, parameter in enumerate(self.parameters):
+            self.keep(parameter)  # a split backward pass set it where no hook saw it
             if parameter.grad is None:
                 self._views[parameter].zero_()
                 self._reached[place] = 0.0

@@ -11,8 +11,9 @@ The stage only says what is kept between the microbatches of a step:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,36 +22,79 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 class Sharded:
-    """A module under FSDP2. `parameters` are the sharded ones (DTensors), the same objects for its whole life."""
+    """Modules under FSDP2, by pipeline stage. Their parameters are DTensors, the same objects for their whole life."""
 
-    def __init__(self, module: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, zero: int, dtype: str):
-        policy = MixedPrecisionPolicy()
-        if dtype == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for part in (*blocks, module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo
-                # is asked for a pre-multiplied sum, which it does not have.
-                part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)
-        if not isinstance(module, FSDPModule):
-            raise TypeError("fully_shard did not wrap the module")
-        self._zero = zero
-        self._sharded: FSDPModule = module
-        self._replicated = mesh.ndim == 2
-        self.forward: nn.Module = module
-        self.parameters = dict(module.named_parameters())
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        blocks: Mapping[int, Sequence[nn.Module]],
+        mesh: DeviceMesh,
+        zero: int,
+        dtype: str,
+    ):
+        self._zero, self._replicated = zero, mesh.ndim == 2
+        self._sharded = {stage: _shard(module, blocks[stage], mesh, zero, dtype) for stage, module in modules.items()}
 
     @contextmanager
-    def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Set what FSDP2 does around this microbatch's forward and backward pass."""
-        if self._zero == 1:
-            self._sharded.set_requires_gradient_sync(last)
-        elif self._replicated:
-            self._sharded.set_requires_all_reduce(last)
-        if self._zero < 3:
-            self._sharded.set_reshard_after_backward(last)
-        self._sharded.set_is_last_backward(last)
+    def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
+        """Set what FSDP2 does around this backward pass of a stage.
+
+        A split one leaves gradients of weights for later, so nothing is reduced before `weights_done`.
+        """
+        self._set(self._sharded[stage], last=last, reduce=not split and (self._zero > 1 or last))
         yield
+
+    def weights_done(self, stage: int, *, last: bool) -> None:
+        """Reduce the gradients that a split backward pass of a stage has now completed.
+
+        Stock pipeline schedules over FSDP2 reduce once a step and leave out the weights computed after it; this calls
+        what FSDP2 itself calls at the end of a backward pass, as torch's own pipeline runtime does.
+        """
+        if self._zero == 1 and not last:
+            return
+        module = self._sharded[stage]
+        self._set(module, last=last, reduce=True)
+        # Replicas add theirs up each time: FSDP2 keeps partial sums only where every pass reaches the same parameters,
+        # and here norms, whose gradients do not wait, can be a pass ahead of the products.
+        module.set_requires_all_reduce(True)
+        root = fully_shard.state(module)  # type: ignore[attr-defined]
+        for state in root._state_ctx.all_states:
+            for group in _groups(state):
+                group.post_backward()
+        root._root_post_backward_final_callback()
+
+    def finish(self) -> None:
+        """Everything was reduced behind the backward passes."""
+
+    def _set(self, module: FSDPModule, *, last: bool, reduce: bool) -> None:
+        module.set_requires_gradient_sync(reduce)
+        if reduce and self._replicated:
+            module.set_requires_all_reduce(last)
+        module.set_reshard_after_backward(last or self._zero == 3)
+        module.set_is_last_backward(last)
+
+
+def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, zero: int, dtype: str) -> FSDPModule:
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo
+            # is asked for a pre-multiplied sum, which it does not have.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    if not isinstance(module, FSDPModule):
+        raise TypeError("fully_shard did not wrap the module")
+    return module
+
+
+def _groups(state: Any) -> list[Any]:
+    """FSDP2's parameter groups of a module: one in torch 2.11, a list of them in 2.13."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    one = getattr(state, "_fsdp_param_group", None)
+    return [] if one is None else [one]

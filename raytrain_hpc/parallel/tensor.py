@@ -8,7 +8,7 @@ Nothing need divide evenly: heads, channels, rows and positions are shared out i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from raytrain_hpc.model.decoder import Attention, Decoder
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.vocabulary import VocabularyEmbedding
+from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.cut import Cut
 
 _SEQUENCE = 1  # the dimension of positions in [b, t, ...]
@@ -33,30 +34,33 @@ class TensorParallel:
     partial: list[str] = field(default_factory=list)  # parameters whose gradients are sums over this rank's positions
 
 
-def share_out(decoder: Decoder, axis: Axis, seq_len: int) -> TensorParallel:
-    """Leave this rank its part of a decoder on the meta device; every sample has `seq_len` positions."""
-    made = TensorParallel()
-    shape = decoder.shape
+def share_out(decoder: Decoder, axis: Axis, seq_len: int, made: TensorParallel) -> None:
+    """Leave this rank its part of a decoder on the meta device; every sample has `seq_len` positions.
+
+    What that is of which parameter is added to `made`.
+    """
+    shape, dtype = decoder.shape, next(decoder.parameters()).dtype
     gather = partial(_gather_input, axis, seq_len)
-    decoder.embedding = VocabularyEmbedding(shape.vocab_size, shape.hidden_size, axis)  # type: ignore[assignment]
     rows = [axis.share(shape.vocab_size)]
     table = (shape.vocab_size, shape.hidden_size)
-    made.cuts["embedding.weight"] = Cut.along("embedding.weight", table, 0, rows)
+    if decoder.embedding is not None:
+        decoder.embedding = VocabularyEmbedding(shape.vocab_size, shape.hidden_size, axis)  # type: ignore[assignment]
+        made.cuts["embedding.weight"] = Cut.along("embedding.weight", table, 0, rows)
     if decoder.positions is not None:
         decoder.positions = _OwnPositions(decoder.positions, axis)  # type: ignore[assignment]
-    for number, block in enumerate(decoder.blocks()):
+    for number, block in decoder.blocks().items():
         prefix = f"layers.{number}."
         made.cuts |= dict(_attention(block.attention, prefix + "attention.", axis))
         made.cuts |= dict(_feed_forward(block.mlp, prefix + "mlp.", axis))
         block.attention.register_forward_pre_hook(gather)
         block.mlp.register_forward_pre_hook(gather)
-    if decoder.head.weight is not None:
-        decoder.head.weight = nn.Parameter(torch.empty(len(rows[0]), shape.hidden_size))
-        made.cuts["head.weight"] = Cut.along("head.weight", table, 0, rows)
-    decoder.head.register_forward_pre_hook(gather)
-    decoder.to(decoder.norm.weight.dtype)
-    made.partial = [name for name, _ in decoder.named_parameters() if _is_partial(name, made.cuts)]
-    return made
+    if decoder.head is not None:
+        decoder.head.register_forward_pre_hook(gather)
+        if decoder.head.weight is not None:
+            decoder.head.weight = nn.Parameter(torch.empty(len(rows[0]), shape.hidden_size))
+            made.cuts["head.weight"] = Cut.along(head_name(shape), table, 0, rows)
+    decoder.to(dtype)
+    made.partial += [name for name, _ in decoder.named_parameters() if _is_partial(name, made.cuts)]
 
 
 def _is_partial(name: str, cuts: dict[str, Cut]) -> bool:
@@ -87,12 +91,13 @@ class RowLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool, axis: Axis):
         super().__init__()
         self._axis = axis
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, share of t, outputs] of x [b, t, inputs]."""
-        summed = self._axis.scatter_sum(F.linear(x, self.weight), _SEQUENCE)
+        summed = self._axis.scatter_sum(self.product(x, self.weight), _SEQUENCE)
         return summed if self.bias is None else summed + self.bias
 
 
@@ -188,3 +193,8 @@ def _times(span: range, width: int) -> range:
 
 def _shifted(span: range, by: int) -> range:
     return range(span.start + by, span.stop + by)
+
+
+def head_name(shape: ModelShape) -> str:
+    """Whose weight the head of a last stage has: a tied one keeps a copy of the embedding's table."""
+    return "embedding.weight" if shape.tie_embeddings else "head.weight"

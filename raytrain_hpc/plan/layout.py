@@ -7,6 +7,7 @@ from math import prod
 
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.plan.pipeline import Name, Schedule
 from raytrain_hpc.shape import ModelShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: the last axis has neighbouring ranks
@@ -23,6 +24,8 @@ class Layout:
     tp: int = 1
     zero: int = 0
     ulysses: int = 1  # ranks of cp that exchange positions for heads; the rest of cp is a ring
+    schedule: Name = "1f1b"  # of the pipeline
+    virtual_stages: int = 1  # stages a pipeline rank
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,9 +53,14 @@ class Layout:
         return at["dp_replicate"] * self.cp + at["cp"]
 
     @property
+    def pipeline(self) -> Schedule:
+        """The schedule of the pipeline; without one it has one rank and one stage."""
+        return Schedule(self.schedule, self.pp, self.virtual_stages if self.pp > 1 else 1)
+
+    @property
     def lockstep(self) -> bool:
-        """Whether collectives run inside every microbatch, so that all ranks must run the same number of them."""
-        return self.zero >= 2 and self.dp_shard > 1
+        """Whether collectives run between the passes of a step, so that all ranks must run the same number of them."""
+        return self.dp_shard > 1 and (self.zero >= 2 or self.pp > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> coordinate of a rank."""
@@ -92,6 +100,11 @@ class Batching:
         return [range(r * self.count // degree, (r + 1) * self.count // degree) for r in range(degree)]
 
 
+def model_ranks(config: Config) -> int:
+    """Ranks that one microbatch takes: the axes that cut a model or a sequence."""
+    return config.parallel.tp * config.parallel.cp * config.parallel.pp
+
+
 def fixed_world(config: Config) -> int | None:
     """Number of ranks that the settings fix by themselves, None where the cluster decides."""
     if config.cluster.workers != AUTO:
@@ -100,24 +113,26 @@ def fixed_world(config: Config) -> int | None:
     if AUTO in (data_axes[:1] if config.parallel.zero == 0 else data_axes):
         return None
     sizes = [int(axis) for axis in data_axes if axis != AUTO]
-    return prod(sizes) * config.parallel.tp * config.parallel.cp * config.parallel.pp
+    return prod(sizes) * model_ranks(config)
 
 
 def least_world(config: Config) -> int:
     """The fewest ranks that the settings allow: axes left `auto` count as one."""
     p = config.parallel
-    axes = (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp) if p.zero else (p.dp_replicate, p.tp, p.cp, p.pp)
-    return fixed_world(config) or prod(1 if axis == AUTO else int(axis) for axis in axes)
+    axes = (p.dp_replicate, p.dp_shard) if p.zero else (p.dp_replicate,)
+    return fixed_world(config) or model_ranks(config) * prod(1 if axis == AUTO else int(axis) for axis in axes)
 
 
 def check_axes(config: Config) -> None:
     """Raise LayoutError for an axis that no number of ranks can make fit."""
     p = config.parallel
-    for axis in ("pp", "ep"):
-        if getattr(p, axis) > 1:
-            remedy = "this version has data, tensor and context parallelism; set it to 1"
-            raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
-    for axis in ("tp", "cp"):
+    if p.ep > 1:
+        remedy = "this version has data, tensor, context and pipeline parallelism; set it to 1"
+        raise LayoutError("parallel.ep", p.ep, config.origin("parallel.ep"), remedy)
+    if p.virtual_stages != AUTO and not _fits_schedule(p.schedule, int(p.virtual_stages)):
+        remedy = f"{p.schedule} has {'two stages' if p.schedule == 'zbv' else 'one stage'} a rank; leave it auto"
+        raise LayoutError("parallel.virtual_stages", p.virtual_stages, config.origin("parallel.virtual_stages"), remedy)
+    for axis in ("tp", "cp", "pp"):
         if config.train.compile and getattr(p, axis) > 1:
             remedy = "train.compile is not proven together with it yet; set train.compile=false"
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
@@ -126,6 +141,18 @@ def check_axes(config: Config) -> None:
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
         remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
         raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
+
+
+def _fits_schedule(schedule: Name, virtual: int) -> bool:
+    return virtual == 2 if schedule == "zbv" else virtual == 1 or schedule.startswith("interleaved")
+
+
+def virtual_stages(config: Config) -> int:
+    """Stages a pipeline rank: what the settings say, else two for schedules that know more than one."""
+    p = config.parallel
+    if p.virtual_stages != AUTO:
+        return int(p.virtual_stages)
+    return 1 if p.schedule in ("gpipe", "1f1b") else 2
 
 
 def check_shape(config: Config, shape: ModelShape) -> None:
@@ -142,6 +169,8 @@ def check_shape(config: Config, shape: ModelShape) -> None:
     # The members of a ring hold two chunks each; every chunk and every share of one needs a position.
     parts = 2 * p.cp * p.tp if p.cp > 1 else p.tp
     needs.append(("cp" if p.cp > 1 else "tp", parts, "positions in a sequence", length))
+    if p.pp > 1:
+        needs.append(("pp", p.pp * virtual_stages(config), "layers", shape.num_layers))
     for axis, count, what, there in needs:
         if count > there:
             value = getattr(p, axis)
@@ -154,10 +183,11 @@ def resolve_layout(config: Config, world: int) -> Layout:
     check_axes(config)
     p = config.parallel
     data = world
-    for axis in ("tp", "cp"):
+    for number, axis in enumerate(inner := ("tp", "cp", "pp")):
         size = getattr(p, axis)
         if data % size:
-            remedy = f"must divide the {data} workers" + ("" if axis == "tp" else f" that tp={p.tp} leaves")
+            taken = " and ".join(f"{other}={getattr(p, other)}" for other in inner[:number] if getattr(p, other) > 1)
+            remedy = f"must divide the {data} workers" + (f" that {taken} leaves" if taken else "")
             raise LayoutError(f"parallel.{axis}", size, config.origin(f"parallel.{axis}"), remedy)
         data //= size
     if p.zero == 0:
@@ -170,10 +200,20 @@ def resolve_layout(config: Config, world: int) -> Layout:
         shard = data // replicate if p.dp_shard == AUTO else int(p.dp_shard)
         if p.dp_replicate == AUTO and data % shard == 0:
             replicate = data // shard
-    layout = Layout(dp_replicate=replicate, dp_shard=shard, cp=p.cp, tp=p.tp, zero=p.zero, ulysses=p.ulysses)
+    layout = Layout(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        pp=p.pp,
+        cp=p.cp,
+        tp=p.tp,
+        zero=p.zero,
+        ulysses=p.ulysses,
+        schedule=p.schedule,
+        virtual_stages=virtual_stages(config),
+    )
     if layout.world != world:
         axes = f"dp_replicate={replicate} x dp_shard={shard}"
-        axes += "".join(f" x {axis}={getattr(p, axis)}" for axis in ("cp", "tp") if getattr(p, axis) > 1)
+        axes += "".join(f" x {axis}={getattr(p, axis)}" for axis in ("pp", "cp", "tp") if getattr(p, axis) > 1)
         remedy = (
             f"{axes} makes {layout.world} ranks, not {world}; set cluster.workers={layout.world} or leave an axis auto"
         )
@@ -198,11 +238,7 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
             raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
         batching = stored
     elif t.micro_batch == AUTO:
-        counts = [v for v in range(1, t.global_batch + 1) if t.global_batch % v == 0 and v >= degree]
-        if not counts:
-            remedy = f"{degree} data-parallel ranks need at least {degree} sequences a step"
-            raise LayoutError("train.global_batch", t.global_batch, origin("train.global_batch"), remedy)
-        batching = Batching(counts[0], t.global_batch // counts[0])
+        batching = _chosen_batching(config, layout)
     else:
         batching = Batching(t.global_batch // int(t.micro_batch), int(t.micro_batch))
     if batching.count < degree:
@@ -211,4 +247,29 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
             f"for {degree} data-parallel ranks; use at most {batching.count} workers or a smaller micro_batch"
         )
         raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
+    if reason := _refused_by_schedule(batching, layout):
+        remedy = f"{reason}; use another micro_batch, or parallel.schedule=1f1b, which takes any number"
+        raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
     return batching
+
+
+def _chosen_batching(config: Config, layout: Layout) -> Batching:
+    """As few microbatches as give every rank work; in a pipeline, four times as many as it has ranks, if there are."""
+    batch, degree = config.train.global_batch, layout.data_parallel
+    counts = [v for v in range(degree, batch + 1) if batch % v == 0]
+    if not counts:
+        remedy = f"{degree} data-parallel ranks need at least {degree} sequences a step"
+        raise LayoutError("train.global_batch", batch, config.origin("train.global_batch"), remedy)
+    if layout.pp == 1:
+        return Batching(counts[0], batch // counts[0])
+    taken = [v for v in counts if _refused_by_schedule(Batching(v, batch // v), layout) is None] or counts
+    count = next((v for v in taken if v >= 4 * layout.pp * degree), taken[-1])
+    return Batching(count, batch // count)
+
+
+def _refused_by_schedule(batching: Batching, layout: Layout) -> str | None:
+    counts = {len(share) for share in batching.shares(layout.data_parallel)}
+    if layout.lockstep:
+        counts = {max(counts)}
+    refusals = (layout.pipeline.refusal(count) for count in sorted(counts))
+    return next((reason for reason in refusals if reason is not None), None)

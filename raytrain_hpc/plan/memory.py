@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.plan.stages import split_layers
 from raytrain_hpc.shape import ModelShape
 
 
-def parameters_of_rank(shape: ModelShape, tp: int) -> int:
-    """Parameters of the tensor-parallel rank that holds most; with one rank all of them.
+def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> int:
+    """Parameters of the rank that holds most, before ZeRO; with one rank all of them.
 
-    Heads, feed-forward channels and vocabulary rows are shared out; norms, positions, biases of the products that are
-    summed, and key-value heads that the ranks do not divide are held whole.
+    Over tp, heads, feed-forward channels and vocabulary rows are shared out; norms, positions, biases of the products
+    that are summed, and key-value heads that the ranks do not divide are held whole. Over pp, layers are; the last
+    stage of a pipeline has a tied table of its own.
     """
+    tp, pipeline = layout.tp, layout.pipeline
+    stages = split_layers(shape, seq_len, pipeline.stages)
 
-    def held(rank: int) -> int:
+    def held(rank: int, mine: list[int]) -> int:
         heads, channels, rows = (
             (rank + 1) * total // tp - rank * total // tp
             for total in (shape.num_heads, shape.ffn_size, shape.vocab_size)
@@ -24,10 +28,14 @@ def parameters_of_rank(shape: ModelShape, tp: int) -> int:
         layer = (2 * queries + kv + (ups + 1) * channels) * shape.hidden_size + 2 * shape.norm_parameters
         if shape.bias:
             layer += queries + kv + ups * channels + 2 * shape.hidden_size
-        tables = rows * (1 if shape.tie_embeddings else 2) + shape.max_positions
-        return tables * shape.hidden_size + shape.num_layers * layer + shape.norm_parameters
+        first, last = 0 in mine, pipeline.stages - 1 in mine
+        tables = (rows + shape.max_positions) * first
+        tables += rows * (last and (pipeline.stages > 1 or not shape.tie_embeddings))
+        layers = sum(len(stages[stage]) for stage in mine)
+        return tables * shape.hidden_size + layers * layer + shape.norm_parameters * last
 
-    return max(held(rank) for rank in range(tp))
+    ranks = range(pipeline.ranks)
+    return max(held(rank, pipeline.stages_of(pp)) for rank in range(tp) for pp in ranks)
 
 
 def state_bytes(parameters: int, layout: Layout, dtype: str, optimizer: str) -> int:

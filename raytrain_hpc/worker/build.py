@@ -21,8 +21,10 @@ from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
-from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise
+from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
+from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
+from raytrain_hpc.plan.stages import split_layers
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
 from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
 from raytrain_hpc.worker.control import Control, Record
@@ -30,6 +32,8 @@ from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.norm import GradientNorm, Region
 from raytrain_hpc.worker.optim import Optimizer
+from raytrain_hpc.worker.passes import Passes, WholeModel
+from raytrain_hpc.worker.pipelined import Pipelined
 from raytrain_hpc.worker.saving import Saver, gather_indexes
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
@@ -42,12 +46,13 @@ def build_trainer(
     config = spec.config
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
     _set_kernels(config, device)
-    place = join(meeting, rank, spec.layout, device)
+    tied = spec.custom is None and spec.shape.tie_embeddings
+    place = join(meeting, rank, spec.layout, device, tied=tied)
     marks["groups"] = time.time()
     task = _task(spec, place)
-    module, parallel = _model(task, config, place)
+    parallel = _model(task, config, place)
     optimizer = Optimizer(parallel.parameters, config.train)
-    holding = state_of(module, parallel, optimizer)
+    holding = state_of(parallel, optimizer)
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     indexes = gather_indexes(holding, place)
     if spec.resume_step is not None:
@@ -62,8 +67,8 @@ def build_trainer(
         config=config,
         place=place,
         batching=spec.batching,
-        task=task,
         parallel=parallel,
+        passes=_passes(task, parallel, spec, place),
         optimizer=optimizer,
         norm=_norm(parallel, indexes, place),
         stream=stream,
@@ -77,14 +82,15 @@ def build_trainer(
     )
 
 
-def state_of(module: nn.Module, parallel: Parallel, optimizer: Optimizer) -> Holding:
+def state_of(parallel: Parallel, optimizer: Optimizer) -> Holding:
     """What this rank holds of the training state: weights, persistent buffers, optimizer moments."""
     weights = [_Slice(parallel, name) for name in parallel.parameters]
     held = [one for weight in weights for one in weight.held("model", weight.tensor)]
-    buffers = dict(module.named_buffers())
-    for name in module.state_dict():
-        if name in buffers:  # the persistent ones; a second name of a tied weight is no buffer
-            held.append(Held.of(f"model.{name}", buffers[name]))
+    for module in parallel.modules.values():
+        buffers = dict(module.named_buffers())
+        for name in module.state_dict():
+            if name in buffers:  # the persistent ones; a second name of a tied weight is no buffer
+                held.append(Held.of(f"model.{name}", buffers[name]))
     for kind, moments in optimizer.moments.items():
         held += [one for weight in weights for one in weight.held(f"optimizer.{kind}", moments[weight.name])]
     return Holding(held)
@@ -151,20 +157,32 @@ def _task(spec: WorkerSpec, place: Place) -> Task:
         return CustomTask(spec.custom.factory, spec.custom.loss, spec.config)
     shape, config, axis = spec.shape, spec.config, place.axes.get("tp")
     positions = own_positions(config.train.seq_len, place.axes)
+    stages = split_layers(shape, config.train.seq_len, spec.layout.pipeline.stages)
     if axis is None:
         whole = torch.compile(loss_sum) if config.train.compile else loss_sum
-        return DecoderTask(shape, config.run.seed, positions, positions, whole)
+        return DecoderTask(shape, config.run.seed, positions, positions, stages, whole)
     share = axis.share(len(positions))
     loss = partial(vocabulary_loss_sum, axis=axis, rows=shape.vocab_size)
-    return DecoderTask(shape, config.run.seed, positions, positions[share.start : share.stop], loss)
+    return DecoderTask(shape, config.run.seed, positions, positions[share.start : share.stop], stages, loss)
 
 
-def _model(task: Task, config: Config, place: Place) -> tuple[nn.Module, Parallel]:
-    module = task.build().to(compute_type(config.train.dtype))
+def _passes(task: Task, parallel: Parallel, spec: WorkerSpec, place: Place) -> Passes:
+    dtype = spec.config.train.dtype
+    if place.links is None or not isinstance(task, DecoderTask):
+        return WholeModel(task, parallel, dtype, place.device)
+    pipeline = Pipeline(spec.layout.pipeline, place.at["pp"], place.links)
+    width = (len(task.rows), spec.shape.hidden_size)
+    return Pipelined(task, parallel, pipeline, dtype, stream_type(dtype, spec.layout), width, place.device)
+
+
+def _model(task: Task, config: Config, place: Place) -> Parallel:
+    stages = place.layout.pipeline.stages_of(place.at["pp"])
+    modules = {stage: task.build(stage).to(compute_type(config.train.dtype)) for stage in stages}
     if place.mesh is not None:
-        _broadcast_given_weights(module)
+        for module in modules.values():
+            _broadcast_given_weights(module)
     parallel = parallelise(
-        module,
+        modules,
         config,
         place.layout,
         place.mesh,
@@ -178,7 +196,7 @@ def _model(task: Task, config: Config, place: Place) -> tuple[nn.Module, Paralle
         if whole is not None:
             for held in one.held("model", one.tensor):
                 held.tensor.copy_(whole[held.box.slices_in(Box.whole(held.shape))])
-    return module, parallel
+    return parallel
 
 
 def _broadcast_given_weights(module: nn.Module) -> None:

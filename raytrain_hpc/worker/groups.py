@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.parallel.pipeline import Links
 from raytrain_hpc.plan.layout import Layout
 
 
@@ -30,8 +31,9 @@ class Rendezvous:
 class Place:
     """Where one rank stands: its number, its device, and its groups.
 
-    `mesh` has the axes tp, copies and dp_shard, as far as they have more than one rank; "copies" are the ranks that
-    hold the same part of the state. `axes` are those that a model is cut along: tp, and cp's ring and ulysses.
+    `mesh` has the axes tp, pp, copies and dp_shard, as far as they have more than one rank; "copies" are the ranks that
+    hold the same part of the state. `axes` are those that a model is cut along: tp, and cp's ring and ulysses; and
+    "tied", the first and the last stage of a pipeline, where they are on two ranks.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Place:
     device: torch.device
     mesh: DeviceMesh | None = None  # None: one rank alone
     axes: dict[str, Axis] = field(default_factory=dict)
+    links: Links | None = None  # to the other stages of the pipeline
     state_group: dist.ProcessGroup | None = None  # the ranks that hold one whole state together
 
     @property
@@ -52,14 +55,19 @@ class Place:
         return None if self.mesh is None or self.layout.copies == 1 else self.mesh["copies"].get_group()
 
     @property
+    def at(self) -> dict[str, int]:
+        """This rank's coordinate on every axis."""
+        return self.layout.coordinates(self.rank)
+
+    @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss counts: tensor-parallel peers compute the same one."""
-        return self.layout.coordinates(self.rank)["tp"] == 0
+        """Whether the loss that this rank computes counts: tensor-parallel peers compute the same one."""
+        return self.at["tp"] == 0
 
     @property
     def counts_tokens(self) -> bool:
         """Whether this rank's tokens count: tensor- and context-parallel peers read the same microbatch."""
-        return self.counts_loss and self.layout.coordinates(self.rank)["cp"] == 0
+        return self.counts_loss and self.at["cp"] == 0
 
     def state_ranks(self) -> list[int]:
         """The ranks that hold one whole state together, this one among them."""
@@ -67,8 +75,11 @@ class Place:
         return [rank for rank in range(self.layout.world) if self.layout.copy(rank) == mine]
 
 
-def join(meeting: Rendezvous | None, rank: int, layout: Layout, device: torch.device) -> Place:
-    """Form the groups of this generation. One rank alone, or no meeting place, forms none."""
+def join(meeting: Rendezvous | None, rank: int, layout: Layout, device: torch.device, *, tied: bool = False) -> Place:
+    """Form the groups of this generation. One rank alone, or no meeting place, forms none.
+
+    `tied`: the first and the last stage of a pipeline each hold a copy of one table.
+    """
     if meeting is None or layout.world == 1:
         return Place(rank, layout, device)
     timeout = timedelta(seconds=meeting.timeout_s)
@@ -77,15 +88,18 @@ def join(meeting: Rendezvous | None, rank: int, layout: Layout, device: torch.de
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=layout.world, timeout=timeout)
     mesh = _mesh(layout, device)
-    return Place(rank, layout, device, mesh, _axes(rank, layout, mesh), _state_group(layout, mesh))
+    axes, links = _axes(rank, layout, mesh), _links(rank, layout)
+    if tied:
+        axes |= _tied(rank, layout)
+    return Place(rank, layout, device, mesh, axes, links, _state_group(layout, mesh))
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Axes of one rank need no group: leaving them out makes a plain data-parallel mesh cost no group of its own."""
-    ranks = torch.arange(layout.world).view(layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
-    sizes = {"tp": layout.tp, "copies": layout.copies, "dp_shard": layout.dp_shard}
+    ranks = torch.arange(layout.world).view(layout.sizes)
+    sizes = {"tp": layout.tp, "pp": layout.pp, "copies": layout.copies, "dp_shard": layout.dp_shard}
     kept = {name: size for name, size in sizes.items() if size > 1}
-    grid = ranks.permute(3, 0, 2, 1).reshape(*kept.values())
+    grid = ranks.permute(4, 0, 1, 3, 2).reshape(*kept.values())
     return DeviceMesh(device.type, grid, mesh_dim_names=tuple(kept))
 
 
@@ -104,6 +118,41 @@ def _axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
     return axes
 
 
+def _tied(rank: int, layout: Layout) -> dict[str, Axis]:
+    """The axis of the first and the last stage, on their two ranks."""
+    ends = sorted({layout.pipeline.rank_of(0), layout.pipeline.rank_of(layout.pipeline.stages - 1)})
+    if len(ends) == 1:
+        return {}
+    group, at = _between(layout, ends), _stands(layout, rank)
+    return {"tied": Axis("tied", group, ends.index(at), 2)} if at in ends else {}
+
+
+def _links(rank: int, layout: Layout) -> Links | None:
+    if layout.pp == 1:
+        return None
+    groups = {}
+    for edge in layout.pipeline.edges:
+        group = _between(layout, edge)
+        if _stands(layout, rank) in edge:
+            groups[edge] = group
+    at = layout.coordinates(rank)
+    return Links(groups, [layout.rank({**at, "pp": pp}) for pp in range(layout.pp)])
+
+
+def _stands(layout: Layout, rank: int) -> int:
+    return layout.coordinates(rank)["pp"]
+
+
+def _between(layout: Layout, stands: Collection[int]) -> dist.ProcessGroup:
+    """The group of the ranks of one pipeline that stand here; on other ranks it is of no use."""
+
+    def pipeline(rank: int) -> Hashable:
+        at = layout.coordinates(rank)
+        return tuple(at.values())[1:] if at["pp"] in stands else None
+
+    return _subgroup(layout, pipeline)
+
+
 def _beside_cp(layout: Layout, rank: int, part: Callable[[int], int]) -> Hashable:
     at = layout.coordinates(rank)
     cp = part(at.pop("cp"))
@@ -111,7 +160,8 @@ def _beside_cp(layout: Layout, rank: int, part: Callable[[int], int]) -> Hashabl
 
 
 def _state_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    sharing = [name for name, size in (("tp", layout.tp), ("dp_shard", layout.dp_shard)) if size > 1]
+    sizes = (("tp", layout.tp), ("pp", layout.pp), ("dp_shard", layout.dp_shard))
+    sharing = [name for name, size in sizes if size > 1]
     if not sharing:
         return None
     if layout.copies == 1:
@@ -120,11 +170,11 @@ def _state_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _subgroup(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGroup:
-    """This rank's group of those that share a key. Every rank of the world makes all of them, in one order."""
+    """This rank's group of those that share a key, if not None. Every rank of the world makes all, in one order."""
     members: dict[Hashable, list[int]] = {}
     for rank in range(layout.world):
         members.setdefault(key(rank), []).append(rank)
-    groups = list(members.values())
+    groups = [ranks for shared, ranks in members.items() if shared is not None]
     mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
     return mine
 

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,15 @@ from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.stream import LocalStream, Microbatch
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
-from raytrain_hpc.parallel.apply import Parallel, autocast
+from raytrain_hpc.parallel.apply import Parallel
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.norm import GradientNorm
 from raytrain_hpc.worker.optim import Optimizer
+from raytrain_hpc.worker.passes import Batch, Passes
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
-from raytrain_hpc.worker.task import Task
 
 _ASK_EVERY = 8  # evaluation passes between two looks at whether to stop
 
@@ -46,8 +47,8 @@ class Trainer:
     config: Config
     place: Place
     batching: Batching
-    task: Task
     parallel: Parallel
+    passes: Passes
     optimizer: Optimizer
     norm: GradientNorm
     stream: LocalStream
@@ -89,21 +90,18 @@ class Trainer:
         mine = self.batching.shares(self.place.layout.data_parallel)[self.place.layout.data_rank(self.place.rank)]
         # Where collectives run inside a microbatch every rank runs as many; a spare one repeats data at weight zero.
         slots = -(-self.batching.count // self.place.layout.data_parallel) if self.place.layout.lockstep else len(mine)
-        totals = torch.zeros(3, dtype=torch.float64, device=self.place.device)
         data_s = 0.0
-        self.parallel.forward.train()
-        for slot in range(slots):
-            real = slot < len(mine)
+
+        def read(slot: int) -> Batch:
+            nonlocal data_s
             began = time.perf_counter()
-            batch = self.stream.microbatch(step, mine[slot] if real else mine[-1])
+            spare = slot >= len(mine)
+            batch = self.stream.microbatch(step, mine[-1] if spare else mine[slot])
             data_s += time.perf_counter() - began
-            with self.parallel.microbatch(first=slot == 0, last=slot == slots - 1):
-                loss = self._loss(batch, step)
-                (loss if real else loss * 0.0).backward()  # type: ignore[no-untyped-call]
-            if real:
-                totals[0] += loss.detach() * self.place.counts_loss
-                totals[1] += batch.valid_tokens * self.place.counts_tokens
-        totals[2] = float(self.stop_requested())
+            return self._on_device(batch, spare)
+
+        sums = self._counted(self.passes.train(step, slots, read))
+        totals = torch.cat((sums, sums.new_tensor([float(self.stop_requested())])))
         self._sum_over_ranks(totals)
         norm = self._clip(totals[1])
         self.optimizer.step(learning_rate(self.config.train, step))
@@ -121,22 +119,14 @@ class Trainer:
         """Mean loss over the validation windows, shared out over the data-parallel ranks; None if asked to stop."""
         if self.evaluation is None:
             raise RunFailed("evaluation asked for, but the dataset has no validation split")
-        degree = self.place.layout.data_parallel
-        mine = self.place.layout.data_rank(self.place.rank)
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
-        self.parallel.forward.eval()
-        with torch.no_grad():
-            # Every rank runs the same number of passes: forward passes can hold collectives.
-            for turn in range(-(-self.evaluation.num_batches // degree)):
-                if turn % _ASK_EVERY == 0 and self._stop_agreed():
-                    return None
-                index = turn * degree + mine
-                real = index < self.evaluation.num_batches
-                batch = self.evaluation.batch(index if real else 0)
-                loss = self._loss(batch, 0)
-                if real:
-                    totals[0] += loss * self.place.counts_loss
-                    totals[1] += batch.valid_tokens * self.place.counts_tokens
+        # Every rank runs the same number of passes: forward passes can hold collectives.
+        turns = -(-self.evaluation.num_batches // self.place.layout.data_parallel)
+        for first in range(0, turns, _ASK_EVERY):
+            if self._stop_agreed():
+                return None
+            read = partial(self._validation_batch, self.evaluation, first)
+            totals += self._counted(self.passes.evaluate(min(_ASK_EVERY, turns - first), read))
         self._sum_over_ranks(totals)
         loss_sum, tokens = totals.tolist()
         return float(loss_sum / tokens)
@@ -154,18 +144,27 @@ class Trainer:
         self._sum_over_ranks(asked)
         return bool(asked.item() > 0)
 
-    def _loss(self, batch: Microbatch, step: int) -> Tensor:
+    def _validation_batch(self, windows: EvaluationSet, first: int, number: int) -> Batch:
+        layout = self.place.layout
+        index = (first + number) * layout.data_parallel + layout.data_rank(self.place.rank)
+        spare = index >= windows.num_batches
+        return self._on_device(windows.batch(0 if spare else index), spare)
+
+    def _on_device(self, batch: Microbatch, spare: bool) -> Batch:
         inputs, targets, samples = (
             torch.from_numpy(part).to(self.place.device, non_blocking=True)
             for part in (batch.inputs, batch.targets, batch.samples)
         )
-        with autocast(self.config.train.dtype, self.place.device):
-            return self.task.loss(self.parallel.forward, inputs, targets, step, samples)
+        return Batch(inputs, targets, samples, batch.valid_tokens, spare)
+
+    def _counted(self, sums: Tensor) -> Tensor:
+        """What of (sum of losses, valid targets) counts in a sum over all ranks: peers compute or read the same."""
+        return sums * sums.new_tensor([self.place.counts_loss, self.place.counts_tokens])
 
     def _share_buffers(self) -> None:
         """Running statistics depend on the data that a rank saw: after a step all ranks hold those of the first."""
         if self.place.world_group is not None:
-            for buffer in self.parallel.forward.buffers():
+            for buffer in (one for module in self.parallel.modules.values() for one in module.buffers()):
                 dist.broadcast(buffer, group=self.place.world_group, group_src=0)
 
     def _sum_over_ranks(self, totals: Tensor) -> None:

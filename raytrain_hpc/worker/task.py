@@ -25,14 +25,17 @@ class Task(Protocol):
 
     keyed_randomness: bool
 
-    def build(self) -> nn.Module:
-        """The module, on the meta device where `initial` can fill it, else with its first weights."""
+    def build(self, stage: int) -> nn.Module:
+        """A stage of the module, on the meta device where `initial` can fill it, else with its first weights."""
 
     def initial(self, name: str, shape: torch.Size) -> Tensor | None:
         """The whole first value of a parameter, None where `build` already gave it."""
 
-    def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
-        """Sum of the losses over the valid targets of a microbatch (inputs and targets [b, t], samples [b])."""
+    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor) -> Tensor:
+        """What a stage makes of x: tokens int64 [b, t] for the first one, else what the one before made."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses over the valid targets int64 [b, t] of a microbatch, from what the last stage made."""
 
 
 @dataclass
@@ -43,29 +46,37 @@ class DecoderTask:
     seed: int
     positions: list[int]  # of a sequence, that this rank reads
     rows: list[int]  # of its positions, that it holds between the products
+    stages: list[range]  # the layers of each
     loss_function: Callable[[Tensor, Tensor], Tensor] = loss_sum
     keyed_randomness: bool = True
 
-    def build(self) -> nn.Module:
-        """The decoder without storage; its weights are a function of seed and name."""
+    def build(self, stage: int) -> nn.Module:
+        """A stage of the decoder without storage; its weights are a function of seed and name."""
         with torch.device("meta"):
-            return Decoder(self.shape)
+            return Decoder(self.shape, self.stages[stage])
 
     def initial(self, name: str, shape: torch.Size) -> Tensor | None:
         """Whole first value of the parameter `name`."""
         return initial_tensor(self.shape, name, shape, self.seed)
 
-    def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
-        """Cross-entropy summed over the targets; dropout bits come from (seed, step, sample)."""
-        dropping = forward.training and self.shape.dropout > 0
+    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor) -> Tensor:
+        """Logits, or the residual stream between two stages; dropout bits come from (seed, step, sample)."""
         keys = None
-        if dropping:
-            rows = torch.tensor(self.rows, device=inputs.device)
+        if module.training and self.shape.dropout > 0:
+            rows = torch.tensor(self.rows, device=x.device)
             keys = position_keys(sample_keys(self.seed, step, samples), rows)
-        if len(self.positions) == inputs.shape[1]:
-            return self.loss_function(forward(inputs, keys), targets)
-        mine = torch.tensor(self.positions, device=inputs.device)
-        return self.loss_function(forward(inputs[:, mine], keys, mine), targets[:, mine])
+        mine = None  # whole sequences of tokens speak for themselves
+        if x.is_floating_point() or len(self.positions) < x.shape[1]:
+            mine = torch.tensor(self.positions, device=x.device)
+            x = x if x.is_floating_point() else x[:, mine]
+        output: Tensor = module(x, keys, mine)
+        return output
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy summed over the targets."""
+        if len(self.positions) < targets.shape[1]:
+            targets = targets[:, torch.tensor(self.positions, device=targets.device)]
+        return self.loss_function(output, targets)
 
 
 @dataclass
@@ -77,7 +88,7 @@ class CustomTask:
     config: Config
     keyed_randomness: bool = False
 
-    def build(self) -> nn.Module:
+    def build(self, stage: int) -> nn.Module:
         """Call the user's factory under the run's seed. Raises ModelError where it gives no module."""
         torch.manual_seed(seed_for(self.config.run.seed, "model"))
         module = self.factory(self.config)
@@ -93,10 +104,14 @@ class CustomTask:
         """Nothing: the factory gave the weights."""
         return None
 
-    def loss(self, forward: nn.Module, inputs: Tensor, targets: Tensor, step: int, samples: Tensor) -> Tensor:
-        """The user's loss on the module's output. Raises ModelError where it is not a scalar sum."""
+    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor) -> Any:
+        """Whatever the user's module returns."""
         torch.manual_seed(seed_for(self.config.run.seed, step, int(samples[0])))
-        value = self.loss_function(forward(inputs), targets)
+        return module(x)
+
+    def loss(self, output: Any, targets: Tensor) -> Tensor:
+        """The user's loss on the module's output. Raises ModelError where it is not a scalar sum."""
+        value = self.loss_function(output, targets)
         if not isinstance(value, Tensor) or value.ndim != 0:
             raise ModelError("loss: return a scalar tensor, the sum of the losses over the valid targets")
         return value

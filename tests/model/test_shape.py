@@ -40,7 +40,7 @@ def test_counted_parameters_are_those_of_the_module(tiny, family: str, keys: dic
     shape = tiny(family, **keys)
     assert shape.num_parameters() == module_parameters(shape)
     with torch.device("meta"):
-        block = Decoder(shape).layers[0]
+        block = Decoder(shape).layers["0"]
     assert shape.layer_parameters() == sum(parameter.numel() for parameter in block.parameters())
     matrices = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 2)
     assert shape.layer_matrix_weights() == matrices

@@ -107,11 +107,12 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def test_a_parameter_that_no_rank_reached_has_no_gradient(group: dist.ProcessGroup) -> None:
     module = Branches(8)
-    replicated = Replicated(module, group, 1)
+    replicated = Replicated(dict(module.named_parameters()), group, 1)
     for start in (0, 1):  # what an earlier step left in the buckets is gone
         module.zero_grad(set_to_none=True)
-        with replicated.microbatch(first=True, last=True):
+        with replicated.backward(0, last=True):
             module(torch.tensor([[start, 2]])).sum().backward()
+        replicated.finish()
         reached = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
         assert reached == {f"tables.{start}.weight", "head.weight", "head.bias"}
 
@@ -119,8 +120,10 @@ def test_a_parameter_that_no_rank_reached_has_no_gradient(group: dist.ProcessGro
 def test_frozen_parameters_stay_out_of_it(group: dist.ProcessGroup) -> None:
     module = Branches(8)
     module.head.requires_grad_(False)
-    with Replicated(module, group, 1).microbatch(first=True, last=True):
+    replicated = Replicated(dict(module.named_parameters()), group, 1)
+    with replicated.backward(0, last=True):
         module(torch.tensor([[0, 2]])).sum().backward()
+    replicated.finish()
     assert module.head.weight.grad is None
     assert module.tables[0].weight.grad is not None
 
@@ -128,9 +131,9 @@ def test_frozen_parameters_stay_out_of_it(group: dist.ProcessGroup) -> None:
 def test_two_gradients_in_one_pass_are_refused(group: dist.ProcessGroup) -> None:
     """Reentrant recompute of a shared weight hands in its gradient twice: a bucket would be sent too early."""
     layer = nn.Linear(4, 4)
-    replicated = Replicated(layer, group, 1)
+    replicated = Replicated(dict(layer.named_parameters()), group, 1)
     x = torch.ones(2, 4, requires_grad=True)
     refused = pytest.raises(ModelError, match=r"(weight|bias) got two gradients.*use_reentrant=False")
-    with refused, replicated.microbatch(first=True, last=True):
+    with refused, replicated.backward(0, last=True):
         once = checkpoint(layer, x, use_reentrant=True)
         checkpoint(layer, once, use_reentrant=True).sum().backward()

@@ -1,0 +1,78 @@
+"""Products whose weight gradients are computed later than the gradients of their inputs.
+
+Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) fill waiting time with them. The product itself puts its weight
+gradient aside, so one ordinary backward pass runs, with its hooks, recompute and gathered weights; a later gradient
+needs only the product's input and the gradient of its output, no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Later = Callable[[], None]
+
+
+class Deferral:
+    """Collects what backward passes put aside."""
+
+    def __init__(self) -> None:
+        self._aside: list[Later] = []
+
+    def take(self) -> list[Later]:
+        """All that was put aside since the last call; each adds a gradient to its weight."""
+        taken, self._aside = self._aside, []
+        return taken
+
+    def put(self, later: Later) -> None:
+        """Put something aside."""
+        self._aside.append(later)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`, the gradient of a weight that is a parameter put aside."""
+        if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
+            return F.linear(x, weight, bias)
+        product: Tensor = _Product.apply(x, weight, self)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias.to(product.dtype)
+
+    def attach(self, module: nn.Module) -> None:
+        """Make every product of a module such a one: its linear layers, and what names its product `product`."""
+        for part in module.modules():
+            if type(part) is nn.Linear:
+                part.forward = partial(_forward, self, part)  # type: ignore[method-assign]
+            elif hasattr(part, "product"):
+                part.product = self.linear  # type: ignore[assignment]
+
+
+def _forward(deferral: Deferral, layer: nn.Linear, x: Tensor) -> Tensor:
+    return deferral.linear(x, layer.weight, layer.bias)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
+        kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        # The weight is not saved as tensors are: recompute would hand back another one, without its gradient.
+        ctx.kinds, ctx.deferral, ctx.weight = (x.dtype, kind), deferral, weight
+        x = x.to(kind)
+        ctx.save_for_backward(x)
+        return F.linear(x, weight.to(kind))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        outer, kind = ctx.kinds
+        gradient = gradients[0]
+        ctx.deferral.put(partial(_add_gradient, ctx.weight, gradient, x))
+        return (gradient @ ctx.weight.to(kind)).to(outer), None, None
+
+
+@torch.no_grad()
+def _add_gradient(weight: Tensor, gradient: Tensor, x: Tensor) -> None:
+    product = (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+    weight.grad = product if weight.grad is None else weight.grad.add_(product)

@@ -1,0 +1,36 @@
+"""Which layers a pipeline stage has: runs of layers whose slowest stage is as fast as can be."""
+
+from __future__ import annotations
+
+from raytrain_hpc.shape import ModelShape
+
+
+def split_layers(shape: ModelShape, seq_len: int, stages: int) -> list[range]:
+    """The layers of every stage, at least one each; the first also has the embedding, the last the head.
+
+    Costs are multiplications a token: weights of the products, causal attention over the sequence, the head's product,
+    and for the embedding one pass over its vectors. Of all contiguous splits one with the cheapest slowest stage, and
+    among those the most even one. Raises ValueError where there are more stages than layers.
+    """
+    layers = shape.num_layers
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{stages} stages of {layers} layers")
+    layer = shape.layer_matrix_weights() + shape.hidden_size * seq_len
+    first, last = shape.hidden_size, shape.hidden_size * shape.vocab_size
+
+    def cost(start: int, stop: int) -> int:
+        return (stop - start) * layer + first * (start == 0) + last * (stop == layers)
+
+    # best[stop]: (slowest stage, sum of squares, starts of the stages) of the layers before `stop`.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for made in range(1, stages + 1):
+        later = {}
+        for stop in range(made, layers - (stages - made) + 1):
+            later[stop] = min(
+                (max(slowest, cost(start, stop)), squares + cost(start, stop) ** 2, (*starts, start))
+                for start, (slowest, squares, starts) in best.items()
+                if start < stop
+            )
+        best = later
+    bounds = (*best[layers][2], layers)
+    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

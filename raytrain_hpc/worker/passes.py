@@ -1,0 +1,87 @@
+"""The forward and backward passes of a step over this rank's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raytrain_hpc.parallel.apply import Parallel, autocast
+from raytrain_hpc.worker.task import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A microbatch on the device: inputs and targets int64 [b, t], samples int64 [b], and its valid targets.
+
+    A spare one is run because other ranks run one, and counts for nothing.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    samples: Tensor
+    tokens: int
+    spare: bool = False
+
+
+Read = Callable[[int], Batch]  # the n-th microbatch of this rank
+
+
+class Passes(Protocol):
+    """How a rank takes microbatches through the model."""
+
+    def train(self, step: int, count: int, read: Read) -> Tensor:
+        """Leave the summed gradients of `count` microbatches on the parameters. fp64 (sum of losses, valid targets);
+        zeros where this rank does not compute the loss."""
+
+    def evaluate(self, count: int, read: Read) -> Tensor:
+        """(Sum of losses, valid targets) of `count` microbatches, without gradients."""
+
+
+@dataclass
+class WholeModel:
+    """One microbatch after another through a model that is whole on this rank, as far as stages go."""
+
+    task: Task
+    parallel: Parallel
+    dtype: str
+    device: torch.device
+
+    def train(self, step: int, count: int, read: Read) -> Tensor:
+        """As `Passes.train`."""
+        module = self.parallel.modules[0].train()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for number in range(count):
+            batch = read(number)
+            with autocast(self.dtype, self.device):
+                output = self.task.forward(module, batch.inputs, step, batch.samples)
+                loss = self.task.loss(output, batch.targets)
+            with self.parallel.data.backward(0, last=number == count - 1):
+                (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
+            add(totals, loss, batch)
+        self.parallel.finish()
+        return totals
+
+    def evaluate(self, count: int, read: Read) -> Tensor:
+        """As `Passes.evaluate`."""
+        module = self.parallel.modules[0].eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad(), autocast(self.dtype, self.device):
+            for number in range(count):
+                batch = read(number)
+                add(
+                    totals,
+                    self.task.loss(self.task.forward(module, batch.inputs, 0, batch.samples), batch.targets),
+                    batch,
+                )
+        return totals
+
+
+def add(totals: Tensor, loss: Tensor, batch: Batch) -> None:
+    """Add a microbatch to (sum of losses, valid targets), unless it is a spare one."""
+    if not batch.spare:
+        totals[0] += loss.detach()
+        totals[1] += batch.tokens

@@ -1,0 +1,110 @@
+"""The passes of a step through a pipeline: this rank's stages, and what each keeps of a microbatch in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_hpc.parallel.apply import Parallel, autocast
+from raytrain_hpc.parallel.deferred import Later
+from raytrain_hpc.parallel.pipeline import Pipeline
+from raytrain_hpc.plan.timeline import Span
+from raytrain_hpc.worker.passes import Batch, Read, add
+from raytrain_hpc.worker.task import Task
+
+
+@dataclass
+class Pipelined:
+    """Microbatches through the stages of a pipeline in the order of its schedule.
+
+    `width`: (positions, channels) of what stages exchange for each sample; `stream`: its type; `settle`: see
+    `Pipeline.run`. `spans`: what the last training pass did when.
+    """
+
+    task: Task
+    parallel: Parallel
+    pipeline: Pipeline
+    dtype: str
+    stream: torch.dtype
+    width: tuple[int, int]
+    device: torch.device
+    settle: Callable[[], None] | None = None
+    spans: list[Span] = field(default_factory=list)
+
+    def train(self, step: int, count: int, read: Read) -> Tensor:
+        """As `Passes.train`."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        read = cache(read)
+        stages = {stage: _Stage(self, stage, step, count, read, totals) for stage in self.parallel.modules}
+        for module in self.parallel.modules.values():
+            module.train()
+        orders = self.pipeline.schedule.orders(count)
+        self.spans = self.pipeline.run(orders, stages, self._buffer(read), self.settle)
+        self.parallel.finish()
+        return totals
+
+    def evaluate(self, count: int, read: Read) -> Tensor:
+        """As `Passes.evaluate`."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        read = cache(read)
+        stages = {stage: _Stage(self, stage, 0, count, read, totals) for stage in self.parallel.modules}
+        for module in self.parallel.modules.values():
+            module.eval()
+        with torch.no_grad():
+            self.pipeline.run(self.pipeline.schedule.forward_orders(count), stages, self._buffer(read))
+        return totals
+
+    def _buffer(self, read: Read) -> Callable[[], Tensor]:
+        shape = (len(read(0).samples), *self.width)
+        return partial(torch.empty, shape, dtype=self.stream, device=self.device)
+
+
+class _Stage:
+    """One stage of this rank during one step."""
+
+    def __init__(self, passes: Pipelined, stage: int, step: int, count: int, read: Read, totals: Tensor):
+        self._passes, self._number, self._step, self._read, self._totals = passes, stage, step, read, totals
+        self._module: nn.Module = passes.parallel.modules[stage]
+        self._is_last = stage == passes.pipeline.schedule.stages - 1
+        self._unfinished = count  # microbatches whose backward pass is to come
+        self._made: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._aside: dict[int, list[Later]] = {}
+        self._incomplete = count  # microbatches whose gradients of weights are to come
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+        """As `pipeline.Stage.forward`."""
+        batch: Batch = self._read(microbatch)
+        passes = self._passes
+        if x is not None:
+            x.requires_grad_(torch.is_grad_enabled())
+        with autocast(passes.dtype, passes.device):
+            inputs = batch.inputs if x is None else x
+            output = passes.task.forward(self._module, inputs, self._step, batch.samples)
+            if self._is_last:
+                loss = passes.task.loss(output, batch.targets)
+                add(self._totals, loss, batch)
+                output = loss * 0.0 if batch.spare else loss
+        if torch.is_grad_enabled():
+            self._made[microbatch] = (x, output)
+        return None if self._is_last else output.detach().to(passes.stream)
+
+    def backward(self, microbatch: int, gradient: Tensor | None, *, split: bool) -> Tensor | None:
+        """As `pipeline.Stage.backward`."""
+        x, output = self._made.pop(microbatch)
+        self._unfinished -= 1
+        with self._passes.parallel.data.backward(self._number, last=self._unfinished == 0, split=split):
+            torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
+        if split:
+            self._aside[microbatch] = self._passes.parallel.deferral.take()
+        return None if x is None else x.grad
+
+    def weights(self, microbatch: int) -> None:
+        """As `pipeline.Stage.weights`."""
+        for later in self._aside.pop(microbatch):
+            later()
+        self._incomplete -= 1
+        self._passes.parallel.data.weights_done(self._number, last=self._incomplete == 0)

@@ -1,0 +1,12 @@
+"""Model shapes from settings, for tests of what is planned."""
+
+from __future__ import annotations
+
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.shape import ModelShape, resolve_shape
+
+
+def shape_of(*words: str, seq_len: int) -> ModelShape:
+    """The shape that these settings give, on top of a small model of 65 tokens."""
+    config = load_config(None, ["model.vocab_size=65", "model.hidden_size=32", "model.num_heads=4", *words])
+    return resolve_shape(config.model, vocab_size=None, seq_len=seq_len)
