@@ -192,6 +192,9 @@ class ObserveConfig:
     tensorboard: bool = key(True, "Write run.dir/tb.")
     sample_tokens: int = key(200, "Length of the text sampled at the end; 0: none.", minimum=0)
     peak_tflops: float | str = key(AUTO, "Dense peak of a device, for MFU; auto: from its name.", above=0)
+    timeline_every: int = key(
+        0, "Steps between timelines of the pipeline, as JSON and picture in run.dir/timeline; 0: never.", minimum=0
+    )
     profile: Literal["none", "torch", "pyinstrument"] = key("none", "Profiler, into run.dir/profile.")
     profile_ranks: list[int] = key([0], "Ranks that are profiled.")
     profile_steps: list[int] = key([10, 15], "First step profiled, and the step before which it ends.")

@@ -14,6 +14,7 @@ from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.timelines import Timelines
 from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
 from raytrain_hpc.observe.console import Console, step_line
 from raytrain_hpc.observe.metrics import mfu
@@ -64,6 +65,7 @@ class RunRecorder:
         self._jsonl = JsonlSink(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardSink | None = None
         self._shards: dict[int, dict[int, ShardReport | str]] = {}
+        self._timelines = Timelines(directory.timeline)
         self._step = 0
         self.tally = Tally()
         self.ready: dict[int, Record] = {}
@@ -74,6 +76,7 @@ class RunRecorder:
         with self._lock:
             self._generation, self._world, self._facts = generation, world, facts
             self._shards, self._step, self.ready = {}, first_step, {}
+            self._timelines.restart()
             self.tally.step_s -= sum(seconds for step, seconds in self.tally.at_risk if step > first_step)
             self.tally.at_risk.clear()
             if self._tensorboard is not None:
@@ -88,6 +91,8 @@ class RunRecorder:
                 self._take_shard(record)
             elif record["type"] == "ready":
                 self.ready[record["rank"]] = record
+            elif record["type"] == "timeline":
+                self._take_timeline(record)
 
     @property
     def step(self) -> int:
@@ -135,6 +140,15 @@ class RunRecorder:
             left = (steps - self._step) * metrics["time/step_s"]
             self._console.line(step_line(metrics, steps, self._facts.memory_gib, left))
         self._publish_complete()
+
+    def _take_timeline(self, record: Record) -> None:
+        try:
+            written = self._timelines.take(record, self._world)
+        except OSError as error:
+            self._alarm(f"timeline of step {record['step']} not written: {error}; the run goes on")
+            return
+        if written is not None:
+            self._console.line(f"timeline {Path(self._config.run.dir) / 'timeline' / written}")
 
     def _take_shard(self, record: Record) -> None:
         if record["generation"] != self._generation:

@@ -25,6 +25,7 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.tokenizer = path / "tokenizer.json"
         self.tensorboard = path / "tb"
+        self.timeline = path / "timeline"
         self.result = path / "result.json"
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.norm import GradientNorm, Region
 from raytrain_hpc.worker.optim import Optimizer
 from raytrain_hpc.worker.passes import Passes, WholeModel
-from raytrain_hpc.worker.pipelined import Pipelined
+from raytrain_hpc.worker.pipelined import Pipelined, Timeline
 from raytrain_hpc.worker.saving import Saver, gather_indexes
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
@@ -68,7 +69,7 @@ def build_trainer(
         place=place,
         batching=spec.batching,
         parallel=parallel,
-        passes=_passes(task, parallel, spec, place),
+        passes=_passes(task, parallel, spec, place, control.emit),
         optimizer=optimizer,
         norm=_norm(parallel, indexes, place),
         stream=stream,
@@ -166,13 +167,14 @@ def _task(spec: WorkerSpec, place: Place) -> Task:
     return DecoderTask(shape, config.run.seed, positions, positions[share.start : share.stop], stages, loss)
 
 
-def _passes(task: Task, parallel: Parallel, spec: WorkerSpec, place: Place) -> Passes:
+def _passes(task: Task, parallel: Parallel, spec: WorkerSpec, place: Place, emit: Callable[[Record], None]) -> Passes:
     dtype = spec.config.train.dtype
     if place.links is None or not isinstance(task, DecoderTask):
         return WholeModel(task, parallel, dtype, place.device)
     pipeline = Pipeline(spec.layout.pipeline, place.at["pp"], place.links)
     width = (len(task.rows), spec.shape.hidden_size)
-    return Pipelined(task, parallel, pipeline, dtype, stream_type(dtype, spec.layout), width, place.device)
+    timeline = Timeline(place.rank, spec.config.observe.timeline_every, emit)
+    return Pipelined(task, parallel, pipeline, dtype, stream_type(dtype, spec.layout), width, place.device, timeline)
 
 
 def _model(task: Task, config: Config, place: Place) -> Parallel:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -13,16 +14,35 @@ from raytrain_hpc.parallel.apply import Parallel, autocast
 from raytrain_hpc.parallel.deferred import Later
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.plan.timeline import Span
+from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.passes import Batch, Read, add
 from raytrain_hpc.worker.task import Task
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Tells the driver what this rank did when, every so many steps (0: never)."""
+
+    rank: int
+    every: int
+    emit: Callable[[Record], None]
+
+    def due(self, step: int) -> bool:
+        """Whether this step, by the number of steps before it, is reported."""
+        return self.every > 0 and (step + 1) % self.every == 0
+
+    def report(self, step: int, spans: list[Span]) -> None:
+        """Report a step, in unix time."""
+        now = time.time() - time.perf_counter()
+        rows = [[s.action.kind, s.action.stage, s.action.microbatch, now + s.begin, now + s.end] for s in spans]
+        self.emit({"type": "timeline", "rank": self.rank, "step": step + 1, "spans": rows})
 
 
 @dataclass
 class Pipelined:
     """Microbatches through the stages of a pipeline in the order of its schedule.
 
-    `width`: (positions, channels) of what stages exchange for each sample; `stream`: its type; `settle`: see
-    `Pipeline.run`. `spans`: what the last training pass did when.
+    `width`: (positions, channels) of what stages exchange for each sample; `stream`: its type.
     """
 
     task: Task
@@ -32,8 +52,7 @@ class Pipelined:
     stream: torch.dtype
     width: tuple[int, int]
     device: torch.device
-    settle: Callable[[], None] | None = None
-    spans: list[Span] = field(default_factory=list)
+    timeline: Timeline
 
     def train(self, step: int, count: int, read: Read) -> Tensor:
         """As `Passes.train`."""
@@ -43,7 +62,12 @@ class Pipelined:
         for module in self.parallel.modules.values():
             module.train()
         orders = self.pipeline.schedule.orders(count)
-        self.spans = self.pipeline.run(orders, stages, self._buffer(read), self.settle)
+        settle = None
+        if self.timeline.due(step) and self.device.type == "cuda":
+            settle = partial(torch.cuda.synchronize, self.device)
+        spans = self.pipeline.run(orders, stages, self._buffer(read), settle)
+        if self.timeline.due(step):
+            self.timeline.report(step, spans)
         self.parallel.finish()
         return totals
 
