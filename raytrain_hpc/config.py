@@ -54,6 +54,16 @@ class ModelConfig:
     bias: bool = key(False, "Biases in the linear layers and layer norms.")
     dropout: float = key(0.0, "Dropout on the embedding and on both residual branches.", minimum=0)
     init_std: float = key(0.02, "Standard deviation of the initial weights.", above=0)
+    num_experts: int = key(
+        0, "Feed-forwards a layer that positions choose among; 0: one that all go through.", minimum=0
+    )
+    experts_per_token: int = key(2, "Experts that a position goes to, with num_experts.", minimum=1)
+    shared_expert_size: int = key(0, "Width of one more expert that every position goes to; 0: none.", minimum=0)
+    balance: Literal["loss", "bias", "none"] = key(
+        "loss", "How experts are kept busy: a loss over each sequence, a bias on the choice, or not at all."
+    )
+    balance_weight: float = key(0.01, "Weight of the balancing loss.", minimum=0)
+    balance_rate: float = key(0.001, "How much the bias of an expert changes a step.", minimum=0)
 
 
 @dataclass

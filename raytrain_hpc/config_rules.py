@@ -55,6 +55,10 @@ def _model(config: Config) -> None:
         raise _fail(config, "model.num_heads", "rotary positions need an even number of channels a head")
     if m.num_kv_heads != AUTO and m.num_heads % int(m.num_kv_heads):
         raise _fail(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
+    if m.num_experts and m.experts_per_token > m.num_experts:
+        raise _fail(config, "model.experts_per_token", f"must not exceed model.num_experts={m.num_experts}")
+    if m.num_experts and config.train.compile:
+        raise _fail(config, "model.num_experts", "not proven under train.compile yet; set train.compile=false")
     if not m.dropout < 1:
         raise _fail(config, "model.dropout", "needs a probability below 1")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from raytrain_hpc.config import AUTO, ModelConfig
 from raytrain_hpc.errors import ConfigError
@@ -31,6 +31,12 @@ class ModelShape:
     bias: bool
     dropout: float
     init_std: float
+    num_experts: int = 0  # 0: dense feed-forwards
+    experts_per_token: int = 0
+    shared_expert_size: int = 0  # channels of the expert that sees every position; 0: there is none
+    balance: Literal["loss", "bias", "none"] = "none"
+    balance_weight: float = 0.0  # of the balancing loss
+    balance_rate: float = 0.0  # by which the bias changes a step
 
     @property
     def head_dim(self) -> int:
@@ -47,19 +53,36 @@ class ModelShape:
         """Parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layernorm" and self.bias else 1)
 
+    @property
+    def feed_forward_matrices(self) -> int:
+        """Matrices of one feed-forward."""
+        return 3 if self.activation == "swiglu" else 2
+
     def layer_matrix_weights(self) -> int:
-        """Weights of one block's matrix products: queries, keys, values, output, feed-forward; no biases, no norms."""
+        """Weights of one block's matrix products that a position meets; no biases, no norms.
+
+        Queries, keys, values, output and feed-forward, or router, shared expert and as many experts as it goes to.
+        """
         attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
-        matrices = 3 if self.activation == "swiglu" else 2
-        return attention + matrices * self.hidden_size * self.ffn_size
+        if not self.num_experts:
+            return attention + self.feed_forward_matrices * self.hidden_size * self.ffn_size
+        channels = self.experts_per_token * self.ffn_size + self.shared_expert_size
+        return attention + self.hidden_size * (self.feed_forward_matrices * channels + self.num_experts)
+
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one block that are chosen among; 0 where feed-forwards are dense."""
+        return self.num_experts * self.feed_forward_matrices * self.hidden_size * self.ffn_size
 
     def layer_parameters(self) -> int:
         """Parameters of one block, all of them."""
-        biases = 0
+        biases, dense = 0, self.shared_expert_size if self.num_experts else self.ffn_size
         if self.bias:
-            ups = 2 if self.activation == "swiglu" else 1
-            biases = 3 * self.hidden_size + 2 * self.kv_size + ups * self.ffn_size
-        return self.layer_matrix_weights() + biases + 2 * self.norm_parameters
+            biases = 2 * self.hidden_size + 2 * self.kv_size
+            if dense:
+                biases += self.hidden_size + (self.feed_forward_matrices - 1) * dense
+        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
+        feed_forward = self.hidden_size * (self.feed_forward_matrices * dense + self.num_experts)
+        return attention + feed_forward + self.expert_parameters() + biases + 2 * self.norm_parameters
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, exactly; a tied head is counted once."""
@@ -95,7 +118,21 @@ def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -
         bias=model.bias,
         dropout=model.dropout,
         init_std=model.init_std,
+        **_experts(model),
     )
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if not model.num_experts:
+        return {}
+    return {
+        "num_experts": model.num_experts,
+        "experts_per_token": model.experts_per_token,
+        "shared_expert_size": model.shared_expert_size,
+        "balance": model.balance,
+        "balance_weight": model.balance_weight,
+        "balance_rate": model.balance_rate,
+    }
 
 
 def _ffn_size(model: ModelConfig) -> int:

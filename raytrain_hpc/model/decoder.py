@@ -1,7 +1,7 @@
 """The decoder: GPT-2, Llama and anything between the two, as plain math on one rank's tensors.
 
-A block touches only its own parameters and the root's forward only the root's, and there are no buffers: blocks can be
-compiled, recomputed, sharded or built on the meta device one by one, and a checkpoint holds parameters alone.
+A block touches only its own parameters and the root's forward only the root's, and only routers have buffers: blocks
+can be compiled, recomputed, sharded or built on the meta device one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.model.experts import MixtureOfExperts
 from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.rng import fold, keyed_dropout
 
@@ -37,12 +38,14 @@ class Decoder(nn.Module):
         self.norm = Norm(shape) if last else None
         self.head = Head(shape, tied=first and shape.tie_embeddings) if last else None
 
-    def forward(self, x: Tensor, keys: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, keys: Tensor | None = None, positions: Tensor | None = None, counted: float = 1.0
+    ) -> Tensor:
         """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b, t] from `state.rng.position_keys`.
 
         Without the first layer x is the residual stream [b, t, hidden_size], without the last layer the result is.
-        positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. Raises ModelError where t
-        exceeds the learned positions.
+        positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. counted: as in
+        `experts.Router`. Raises ModelError where t exceeds the learned positions.
         """
         if not self.training:
             keys = None
@@ -54,7 +57,7 @@ class Decoder(nn.Module):
         if self.shape.positions == "rotary":
             rotary = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta, x.dtype)
         for number, block in self.blocks().items():
-            x = block(x, rotary, None if keys is None else fold(keys, number + 1))
+            x = block(x, rotary, None if keys is None else fold(keys, number + 1), counted)
         if self.norm is None or self.head is None:
             return x
         logits: Tensor = self.head(self.norm(x), None if self.embedding is None else self.embedding.weight)
@@ -103,12 +106,19 @@ class Block(nn.Module):
         self.attention_norm = Norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = Norm(shape)
-        self.mlp: nn.Module = SwiGLU(shape) if shape.activation == "swiglu" else GELU(shape)
+        feed_forward = SwiGLU if shape.activation == "swiglu" else GELU
+        if shape.num_experts:
+            shared = feed_forward(shape, shape.shared_expert_size) if shape.shared_expert_size else None
+            self.mlp: nn.Module = MixtureOfExperts(shape, shared)
+        else:
+            self.mlp = feed_forward(shape, shape.ffn_size)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, keys: Tensor | None, counted: float = 1.0) -> Tensor:
         """The residual stream [b, t, hidden_size] after this layer; keys int64 [b, t] are this layer's own."""
         x = x + self._drop(self.attention(self.attention_norm(x), rotary), keys, 0)
-        return x + self._drop(self.mlp(self.mlp_norm(x)), keys, 1)
+        normed = self.mlp_norm(x)
+        made = self.mlp(normed, counted) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
+        return x + self._drop(made, keys, 1)
 
     def _drop(self, branch: Tensor, keys: Tensor | None, site: int) -> Tensor:
         return branch if keys is None else keyed_dropout(branch, self.dropout, keys, site)
@@ -156,10 +166,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class GELU(nn.Module):
     """GPT-2's feed-forward: one product, the tanh form of GELU, one product."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, channels: int):
         super().__init__()
-        self.up = nn.Linear(shape.hidden_size, shape.ffn_size, bias=shape.bias)
-        self.down = nn.Linear(shape.ffn_size, shape.hidden_size, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden_size, channels, bias=shape.bias)
+        self.down = nn.Linear(channels, shape.hidden_size, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""
@@ -170,11 +180,11 @@ class GELU(nn.Module):
 class SwiGLU(nn.Module):
     """Llama's feed-forward (Shazeer 2020, arXiv 2002.05202). Gate and up fused measured no faster on CPU."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, channels: int):
         super().__init__()
-        self.gate = nn.Linear(shape.hidden_size, shape.ffn_size, bias=shape.bias)
-        self.up = nn.Linear(shape.hidden_size, shape.ffn_size, bias=shape.bias)
-        self.down = nn.Linear(shape.ffn_size, shape.hidden_size, bias=shape.bias)
+        self.gate = nn.Linear(shape.hidden_size, channels, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden_size, channels, bias=shape.bias)
+        self.down = nn.Linear(channels, shape.hidden_size, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""

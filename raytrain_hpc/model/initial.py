@@ -12,8 +12,9 @@ from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.rng import seed_for
 
-_RESIDUAL = ("attention.out.weight", "mlp.down.weight")
-_NORMAL = ("embedding.weight", "positions.weight", "head.weight", "qkv.weight", "gate.weight", "up.weight")
+_RESIDUAL = ("attention.out.weight", "down.weight", "experts.down")
+_TABLES = ("embedding.weight", "positions.weight", "head.weight")
+_NORMAL = (*_TABLES, "qkv.weight", "gate.weight", "up.weight", "router.weight", "experts.gate", "experts.up")
 
 
 def initial_tensor(shape: ModelShape, name: str, size: Sequence[int], seed: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,29 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.blocks import blocks_of
 from raytrain_hpc.parallel.context import held_positions, spread
+from raytrain_hpc.parallel.data import Alone, DataParallel, Several
 from raytrain_hpc.parallel.deferred import Deferral
+from raytrain_hpc.parallel.experts import expert_parameters, place_experts
 from raytrain_hpc.parallel.recompute import recompute
-from raytrain_hpc.parallel.replicate import Alone, Replicated
+from raytrain_hpc.parallel.replicate import Replicated
 from raytrain_hpc.parallel.sums import sum_over_ranks, sum_two_copies
 from raytrain_hpc.parallel.tensor import TensorParallel, head_name, share_out
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.state.cut import Cut
-
-
-class DataParallel(Protocol):
-    """What keeps the gradients of data-parallel ranks together."""
-
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
-        """The context in which one backward pass of a stage runs; `last` of the step, `split`: weights come later."""
-
-    def weights_done(self, stage: int, *, last: bool) -> None:
-        """Called once the weights of a split backward pass have their gradients."""
-
-    def finish(self) -> None:
-        """Called after the last backward pass of a step: all gradients are complete when it returns."""
 
 
 @dataclass
@@ -89,6 +77,7 @@ def parallelise(
     mesh: DeviceMesh | None,
     device: torch.device,
     axes: Mapping[str, Axis],
+    experts: ExpertMesh | None,
     *,
     keyed_randomness: bool,
 ) -> Parallel:
@@ -109,11 +98,13 @@ def parallelise(
         if config.train.compile:
             for block in blocks[stage] or [module]:
                 block.compile()
-    data = _data_parallel(modules, blocks, config, layout, mesh, device)
+    data = _data_parallel(modules, blocks, config, layout, mesh, device, experts)
     return Parallel(modules, data, tensor, axes, deferral)
 
 
 def _cut(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int, tensor: TensorParallel) -> None:
+    if "ep" in axes or "tp" in axes:
+        place_experts(decoder, axes, tensor.cuts)
     if "tp" in axes:
         with torch.device("meta"):
             share_out(decoder, axes["tp"], len(own_positions(seq_len, axes)), tensor)
@@ -130,21 +121,33 @@ def _data_parallel(
     layout: Layout,
     mesh: DeviceMesh | None,
     device: torch.device,
+    experts: ExpertMesh | None,
 ) -> DataParallel:
+    apart = {} if experts is None else expert_parameters(modules.values())
+    parts: list[DataParallel] = []
     if mesh is not None and layout.dp_shard > 1:
         from raytrain_hpc.parallel.shard import Sharded  # 40 MiB of FSDP2 that other layouts do not pay
 
         axes = ("copies", "dp_shard") if layout.copies > 1 else ("dp_shard",)
-        sharded = Sharded(modules, blocks, mesh[axes], layout.zero, config.train.dtype)
+        of_experts = None if experts is None else experts.mesh
+        parts.append(Sharded(modules, blocks, mesh[axes], layout.zero, config.train.dtype, apart, of_experts))
+        if of_experts is not None:
+            apart = {}
         for module in modules.values():
             module.to_empty(device=device) if _is_meta(module) else module.to(device)
-        return sharded
-    for module in modules.values():
-        _allocate(module, device) if _is_meta(module) else module.to(device)
-    if mesh is None or layout.copies == 1:
-        return Alone()
-    named = (pair for module in modules.values() for pair in module.named_parameters())
-    return Replicated(dict(named), mesh["copies"].get_group(), config.parallel.bucket_mib)
+    else:
+        for module in modules.values():
+            _allocate(module, device) if _is_meta(module) else module.to(device)
+    named = dict(pair for module in modules.values() for pair in module.named_parameters())
+    if mesh is not None and layout.copies > 1 and layout.dp_shard == 1:
+        dense = {name: parameter for name, parameter in named.items() if name not in apart}
+        parts.append(Replicated(dense, mesh["copies"].get_group(), config.parallel.bucket_mib))
+    if apart and experts is not None and experts.copies is not None:
+        copied = {name: named[name] for name in apart}
+        parts.append(Replicated(copied, experts.copies, config.parallel.bucket_mib))
+    if len(parts) > 1:
+        return Several(parts)
+    return parts[0] if parts else Alone()
 
 
 def _is_meta(module: nn.Module) -> bool:
@@ -160,6 +163,10 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
                 storage = torch.empty(meta.shape, dtype=meta.dtype, device=device)
                 made[meta] = nn.Parameter(storage, requires_grad=meta.requires_grad)
             part.register_parameter(name, made[meta])
+        for name, buffer in part.named_buffers(recurse=False):
+            part.register_buffer(
+                name, torch.empty_like(buffer, device=device), name not in part._non_persistent_buffers_set
+            )
 
 
 def compute_type(dtype: str) -> torch.dtype:
@@ -177,4 +184,4 @@ def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bf16")
 
 
-__all__ = ["DataParallel", "Parallel", "autocast", "compute_type", "own_positions", "parallelise", "stream_type"]
+__all__ = ["Parallel", "autocast", "compute_type", "own_positions", "parallelise", "stream_type"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -15,6 +16,14 @@ class Traffic:
     """Elements that this rank has sent along an axis, counted as ring collectives send them."""
 
     elements: int = 0
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """The ranks that have the same experts: those with copies, and the mesh that shards them; None for one rank."""
+
+    copies: dist.ProcessGroup | None
+    mesh: DeviceMesh | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention
+from raytrain_hpc.model.experts import Router
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.blockwise import attend, attend_backward, combine
 
@@ -239,6 +241,18 @@ class ContextAttention(nn.Module):
 
 
 def spread(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> None:
-    """Make the attention of a decoder reach positions on other ranks; after tensor parallelism shared out its heads."""
-    for attention in (module for module in decoder.modules() if isinstance(module, Attention)):
-        attention.mix = ContextAttention(attention.heads, attention.kv_heads, seq_len, axes)
+    """Make a decoder reach positions on other ranks: its attention, after tensor parallelism shared out the heads, and
+    the balance of its experts."""
+    sequence = [axes[name] for name in ("ring", "ulysses") if name in axes]
+    for module in decoder.modules():
+        if isinstance(module, Attention):
+            module.mix = ContextAttention(module.heads, module.kv_heads, seq_len, axes)
+        elif isinstance(module, Router):
+            module.over_sequence = partial(_sum_over, sequence)
+
+
+def _sum_over(axes: list[Axis], x: Tensor) -> Tensor:
+    x = x.clone()
+    for axis in axes:
+        axis.sum(x)
+    return x

@@ -7,13 +7,15 @@ needs only the product's input and the gradient of its output, no weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from raytrain_hpc.model.experts import Experts, grouped_linear
 
 Later = Callable[[], None]
 
@@ -40,6 +42,13 @@ class Deferral:
         product: Tensor = _Product.apply(x, weight, self)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias.to(product.dtype)
 
+    def grouped(self, rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`model.experts.grouped_linear`, the gradient of the weight put aside."""
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return grouped_linear(rows, weight, sizes)
+        product: Tensor = _GroupedProduct.apply(rows, weight, list(sizes), self)  # type: ignore[no-untyped-call]
+        return product
+
     def attach(self, module: nn.Module) -> None:
         """Make every product of a module such a one: its linear layers, and what names its product `product`."""
         for part in module.modules():
@@ -47,6 +56,8 @@ class Deferral:
                 part.forward = partial(_forward, self, part)  # type: ignore[method-assign]
             elif hasattr(part, "product"):
                 part.product = self.linear  # type: ignore[assignment]
+            elif isinstance(part, Experts):
+                part.grouped = self.grouped
 
 
 def _forward(deferral: Deferral, layer: nn.Linear, x: Tensor) -> Tensor:
@@ -72,7 +83,36 @@ class _Product(torch.autograd.Function):
         return (gradient @ ctx.weight.to(kind)).to(outer), None, None
 
 
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], deferral: Deferral) -> Tensor:
+        kind = torch.get_autocast_dtype(rows.device.type) if torch.is_autocast_enabled(rows.device.type) else rows.dtype
+        ctx.kinds, ctx.deferral, ctx.weight, ctx.sizes = (rows.dtype, kind), deferral, weight, sizes
+        rows = rows.to(kind)
+        ctx.save_for_backward(rows)
+        return grouped_linear(rows, weight.to(kind), sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        outer, kind = ctx.kinds
+        gradient = gradients[0]
+        ctx.deferral.put(partial(_add_grouped_gradient, ctx.weight, gradient, rows, ctx.sizes))
+        back = ctx.weight.to(kind).transpose(1, 2)
+        return grouped_linear(gradient, back, ctx.sizes).to(outer), None, None, None
+
+
 @torch.no_grad()
 def _add_gradient(weight: Tensor, gradient: Tensor, x: Tensor) -> None:
-    product = (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+    _add(weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2))
+
+
+@torch.no_grad()
+def _add_grouped_gradient(weight: Tensor, gradient: Tensor, rows: Tensor, sizes: list[int]) -> None:
+    runs = zip(torch.split(gradient, sizes), torch.split(rows, sizes), strict=True)
+    _add(weight, torch.stack([of_output.t() @ of_input for of_output, of_input in runs]))
+
+
+def _add(weight: Tensor, product: Tensor) -> None:
+    product = product.to(weight.dtype)
     weight.grad = product if weight.grad is None else weight.grad.add_(product)

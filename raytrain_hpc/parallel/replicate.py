@@ -7,7 +7,7 @@ The method of PyTorch's DDP (Li et al. 2020, VLDB 13 (12)), on public hooks. The
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -15,20 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
-
-
-class Alone:
-    """One rank that holds everything and has nobody to synchronise with."""
-
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
-        """The context a backward pass runs in."""
-        return nullcontext()
-
-    def weights_done(self, stage: int, *, last: bool) -> None:
-        """Nothing to synchronise."""
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
 
 
 class Replicated:
@@ -146,6 +132,3 @@ def _partition(parameters: list[nn.Parameter], limit_bytes: int) -> Iterator[lis
         run.append(parameter)
     if run:
         yield run
-
-
-__all__ = ["Alone", "Replicated"]

@@ -11,14 +11,17 @@ The stage only says what is kept between the microbatches of a step:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from raytrain_hpc.model.experts import Experts
 
 
 class Sharded:
@@ -31,9 +34,21 @@ class Sharded:
         mesh: DeviceMesh,
         zero: int,
         dtype: str,
+        experts: Mapping[str, nn.Parameter],
+        expert_mesh: DeviceMesh | None,
     ):
+        """`experts`: parameters that are not sharded over `mesh`, but over `expert_mesh` where there is one."""
         self._zero, self._replicated = zero, mesh.ndim == 2
-        self._sharded = {stage: _shard(module, blocks[stage], mesh, zero, dtype) for stage, module in modules.items()}
+        self._ignored = set(experts.values()) if expert_mesh is None else set()
+        policy = MixedPrecisionPolicy()
+        if dtype == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard = partial(fully_shard, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=self._ignored)
+        for module in modules.values():
+            for part in module.modules():
+                if isinstance(part, Experts) and expert_mesh is not None:
+                    shard(part, mesh=expert_mesh)
+        self._sharded = {stage: _shard(module, blocks[stage], mesh, shard) for stage, module in modules.items()}
 
     @contextmanager
     def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
@@ -74,12 +89,9 @@ class Sharded:
         module.set_is_last_backward(last)
 
 
-def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, zero: int, dtype: str) -> FSDPModule:
-    policy = MixedPrecisionPolicy()
-    if dtype == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]) -> FSDPModule:
     for part in (*blocks, module):
-        fully_shard(part, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+        shard(part, mesh=mesh)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo

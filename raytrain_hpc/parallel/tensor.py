@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Attention, Decoder
+from raytrain_hpc.model.experts import MixtureOfExperts
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.vocabulary import VocabularyEmbedding
 from raytrain_hpc.shape import ModelShape
@@ -37,7 +38,7 @@ class TensorParallel:
 def share_out(decoder: Decoder, axis: Axis, seq_len: int, made: TensorParallel) -> None:
     """Leave this rank its part of a decoder on the meta device; every sample has `seq_len` positions.
 
-    What that is of which parameter is added to `made`.
+    What that is of which parameter is added to `made`; experts are placed before, by `parallel.experts`.
     """
     shape, dtype = decoder.shape, next(decoder.parameters()).dtype
     gather = partial(_gather_input, axis, seq_len)
@@ -51,7 +52,10 @@ def share_out(decoder: Decoder, axis: Axis, seq_len: int, made: TensorParallel) 
     for number, block in decoder.blocks().items():
         prefix = f"layers.{number}."
         made.cuts |= dict(_attention(block.attention, prefix + "attention.", axis))
-        made.cuts |= dict(_feed_forward(block.mlp, prefix + "mlp.", axis))
+        if isinstance(block.mlp, MixtureOfExperts):
+            made.cuts |= dict(_mixture(block.mlp, prefix + "mlp.", axis))
+        else:
+            made.cuts |= dict(_feed_forward(block.mlp, prefix + "mlp.", axis))
         block.attention.register_forward_pre_hook(gather)
         block.mlp.register_forward_pre_hook(gather)
     if decoder.head is not None:
@@ -169,6 +173,14 @@ def _feed_forward(mlp: nn.Module, prefix: str, axis: Axis) -> Iterator[tuple[str
             setattr(mlp, name, nn.Linear(column.in_features, len(channels), bias=biased))
             yield from _linear_cuts(prefix + name, prefix + name, size, [channels], biased)
     yield from _replace_by_row(mlp, "down", prefix, channels, axis)
+
+
+def _mixture(mixture: MixtureOfExperts, prefix: str, axis: Axis) -> Iterator[tuple[str, Cut]]:
+    """Every rank routes all positions and has some channels of every expert (`parallel.experts`)."""
+    mixture.router.share = 1 / axis.size
+    mixture.complete = partial(axis.scatter_sum, dim=_SEQUENCE)
+    if mixture.shared is not None:
+        yield from _feed_forward(mixture.shared, prefix + "shared.", axis)
 
 
 def _replace_by_row(parent: nn.Module, name: str, prefix: str, inputs: range, axis: Axis) -> Iterator[tuple[str, Cut]]:

@@ -11,6 +11,7 @@ from raytrain_hpc.plan.pipeline import Name, Schedule
 from raytrain_hpc.shape import ModelShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: the last axis has neighbouring ranks
+FOLDED = ("cp", "dp_shard", "dp_replicate")  # the axes that experts are shared out over, innermost first
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Layout:
     ulysses: int = 1  # ranks of cp that exchange positions for heads; the rest of cp is a ring
     schedule: Name = "1f1b"  # of the pipeline
     virtual_stages: int = 1  # stages a pipeline rank
+    ep: int = 1  # ranks that share out experts, folded out of cp, dp_shard and dp_replicate, innermost first
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -47,10 +49,32 @@ class Layout:
         """Ranks that hold the same part of the state: replicas, and context-parallel peers."""
         return self.dp_replicate * self.cp
 
-    def copy(self, rank: int) -> int:
-        """Which of the `copies` a rank belongs to."""
+    def replica(self, rank: int) -> int:
+        """Which of the replicas of the whole state a rank belongs to; with expert parallelism there is but one."""
         at = self.coordinates(rank)
-        return at["dp_replicate"] * self.cp + at["cp"]
+        return 0 if self.ep > 1 else at["dp_replicate"] * self.cp + at["cp"]
+
+    def place_of_experts(self, rank: int) -> dict[str, int]:
+        """Where a rank stands among those of its pp and tp coordinates, as far as experts go.
+
+        `ep`: which of the experts it has; `dp_shard`: which shard of them; `copies`: which copy of that.
+        """
+        at, left = self.coordinates(rank), self.ep
+        rest = {}
+        for axis in FOLDED:
+            size = getattr(self, axis)
+            taken = min(left, size)
+            left //= taken
+            rest[axis] = at[axis] // taken, size // taken
+        data = self.data_rank(rank) * self.cp + at["cp"]
+        copy = rest["dp_replicate"][0] * rest["cp"][1] + rest["cp"][0]
+        return {"ep": data % self.ep, "dp_shard": rest["dp_shard"][0], "copies": copy}
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """How many of each of `place_of_experts` there are."""
+        last = self.place_of_experts(self.world - 1)
+        return {axis: number + 1 for axis, number in last.items()}
 
     @property
     def pipeline(self) -> Schedule:
@@ -60,7 +84,7 @@ class Layout:
     @property
     def lockstep(self) -> bool:
         """Whether collectives run between the passes of a step, so that all ranks must run the same number of them."""
-        return self.dp_shard > 1 and (self.zero >= 2 or self.pp > 1)
+        return self.ep > self.cp or (self.dp_shard > 1 and (self.zero >= 2 or self.pp > 1))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> coordinate of a rank."""
@@ -84,7 +108,8 @@ class Layout:
 
     def describe(self) -> str:
         """One phrase for the console and for records."""
-        axes = " ".join(f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1)
+        sizes = [*zip(AXES, self.sizes, strict=True), ("ep", self.ep)]
+        axes = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
         return f"{self.world} x {axes or 'one rank'}, zero={self.zero}" if self.world > 1 else "1 rank"
 
 
@@ -126,8 +151,8 @@ def least_world(config: Config) -> int:
 def check_axes(config: Config) -> None:
     """Raise LayoutError for an axis that no number of ranks can make fit."""
     p = config.parallel
-    if p.ep > 1:
-        remedy = "this version has data, tensor, context and pipeline parallelism; set it to 1"
+    if p.ep > 1 and config.model.num_experts < p.ep:
+        remedy = f"there are {config.model.num_experts} experts (model.num_experts); use at most as many ranks"
         raise LayoutError("parallel.ep", p.ep, config.origin("parallel.ep"), remedy)
     if p.virtual_stages != AUTO and not _fits_schedule(p.schedule, int(p.virtual_stages)):
         remedy = f"{p.schedule} has {'two stages' if p.schedule == 'zbv' else 'one stage'} a rank; leave it auto"
@@ -210,6 +235,7 @@ def resolve_layout(config: Config, world: int) -> Layout:
         ulysses=p.ulysses,
         schedule=p.schedule,
         virtual_stages=virtual_stages(config),
+        ep=p.ep,
     )
     if layout.world != world:
         axes = f"dp_replicate={replicate} x dp_shard={shard}"
@@ -218,7 +244,21 @@ def resolve_layout(config: Config, world: int) -> Layout:
             f"{axes} makes {layout.world} ranks, not {world}; set cluster.workers={layout.world} or leave an axis auto"
         )
         raise LayoutError("cluster.workers", config.cluster.workers, config.origin("cluster.workers"), remedy)
+    _check_folding(config, layout)
     return layout
+
+
+def _check_folding(config: Config, layout: Layout) -> None:
+    left = layout.ep
+    for axis in FOLDED:
+        size = getattr(layout, axis)
+        if left % size and size % left:
+            break
+        left //= min(left, size)
+    if left > 1 or layout.data_parallel * layout.cp % layout.ep:
+        axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in FOLDED)
+        remedy = f"experts are shared out over {axes} in this order, and must fill one before the next"
+        raise LayoutError("parallel.ep", layout.ep, config.origin("parallel.ep"), remedy)
 
 
 def resolve_batching(config: Config, layout: Layout, stored: Batching | None = None) -> Batching:

@@ -28,6 +28,7 @@ from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
 from raytrain_hpc.plan.stages import split_layers
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
 from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
+from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
@@ -47,8 +48,9 @@ def build_trainer(
     config = spec.config
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
     _set_kernels(config, device)
-    tied = spec.custom is None and spec.shape.tie_embeddings
-    place = join(meeting, rank, spec.layout, device, tied=tied)
+    ours = spec.custom is None
+    tied, balanced = ours and spec.shape.tie_embeddings, ours and spec.shape.balance == "bias"
+    place = join(meeting, rank, spec.layout, device, tied=tied, balanced=balanced)
     marks["groups"] = time.time()
     task = _task(spec, place)
     parallel = _model(task, config, place)
@@ -68,7 +70,8 @@ def build_trainer(
         config=config,
         place=place,
         batching=spec.batching,
-        parallel=parallel,
+        buffers=_statistics(task, parallel),
+        balance=Balance(parallel.modules.values() if balanced else (), spec.shape.balance_rate, place.batch_group),
         passes=_passes(task, parallel, spec, place, control.emit),
         optimizer=optimizer,
         norm=_norm(parallel, indexes, place),
@@ -190,6 +193,7 @@ def _model(task: Task, config: Config, place: Place) -> Parallel:
         place.mesh,
         place.device,
         place.axes,
+        place.experts,
         keyed_randomness=task.keyed_randomness,
     )
     for name in parallel.parameters:
@@ -198,7 +202,16 @@ def _model(task: Task, config: Config, place: Place) -> Parallel:
         if whole is not None:
             for held in one.held("model", one.tensor):
                 held.tensor.copy_(whole[held.box.slices_in(Box.whole(held.shape))])
+    if isinstance(task, DecoderTask):  # its buffers are counts and biases
+        for buffer in (one for module in modules.values() for one in module.buffers()):
+            buffer.zero_()
     return parallel
+
+
+def _statistics(task: Task, parallel: Parallel) -> list[torch.Tensor]:
+    """Buffers that every rank changes in its own way: a user's module can have them, a decoder has none."""
+    modules = () if isinstance(task, DecoderTask) else parallel.modules.values()
+    return [buffer for module in modules for buffer in module.buffers()]
 
 
 def _broadcast_given_weights(module: nn.Module) -> None:
@@ -216,9 +229,16 @@ def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -
 
 
 def _check_replicas(holding: Holding, place: Place) -> None:
-    group = place.copies_group
-    if group is not None and (strangers := replicas_that_differ(holding, group, place.device)):
-        raise RunFailed(f"after the load replicas {strangers} hold other weights than the majority; restart the run")
+    of_experts = Holding(held for held in holding if ".experts." in held.name)
+    dense = Holding(held for held in holding if ".experts." not in held.name)
+    groups = [(holding, place.copies_group)]
+    if place.experts is not None:
+        groups = [(dense, place.copies_group), (of_experts, place.experts.copies)]
+    for part, group in groups:
+        if group is not None and (strangers := replicas_that_differ(part, group, place.device)):
+            raise RunFailed(
+                f"after the load replicas {strangers} hold other weights than the majority; restart the run"
+            )
 
 
 def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStream, EvaluationSet | None]:

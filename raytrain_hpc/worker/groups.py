@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline import Links
 from raytrain_hpc.plan.layout import Layout
 
@@ -32,7 +32,7 @@ class Place:
     """Where one rank stands: its number, its device, and its groups.
 
     `mesh` has the axes tp, pp, copies and dp_shard, as far as they have more than one rank; "copies" are the ranks that
-    hold the same part of the state. `axes` are those that a model is cut along: tp, and cp's ring and ulysses; and
+    hold the same part of the state. `axes` are those that a model is cut along: tp, ep, and cp's ring and ulysses; and
     "tied", the first and the last stage of a pipeline, where they are on two ranks.
     """
 
@@ -42,6 +42,8 @@ class Place:
     mesh: DeviceMesh | None = None  # None: one rank alone
     axes: dict[str, Axis] = field(default_factory=dict)
     links: Links | None = None  # to the other stages of the pipeline
+    experts: ExpertMesh | None = None  # where experts are shared out
+    batch_group: dist.ProcessGroup | None = None  # the ranks that see a step's batch together, with the same weights
     state_group: dist.ProcessGroup | None = None  # the ranks that hold one whole state together
 
     @property
@@ -71,14 +73,23 @@ class Place:
 
     def state_ranks(self) -> list[int]:
         """The ranks that hold one whole state together, this one among them."""
-        mine = self.layout.copy(self.rank)
-        return [rank for rank in range(self.layout.world) if self.layout.copy(rank) == mine]
+        mine = self.layout.replica(self.rank)
+        return [rank for rank in range(self.layout.world) if self.layout.replica(rank) == mine]
 
 
-def join(meeting: Rendezvous | None, rank: int, layout: Layout, device: torch.device, *, tied: bool = False) -> Place:
+def join(
+    meeting: Rendezvous | None,
+    rank: int,
+    layout: Layout,
+    device: torch.device,
+    *,
+    tied: bool = False,
+    balanced: bool = False,
+) -> Place:
     """Form the groups of this generation. One rank alone, or no meeting place, forms none.
 
-    `tied`: the first and the last stage of a pipeline each hold a copy of one table.
+    `tied`: the first and the last stage of a pipeline each hold a copy of one table. `balanced`: ranks count together
+    what their experts had to do.
     """
     if meeting is None or layout.world == 1:
         return Place(rank, layout, device)
@@ -91,7 +102,9 @@ def join(meeting: Rendezvous | None, rank: int, layout: Layout, device: torch.de
     axes, links = _axes(rank, layout, mesh), _links(rank, layout)
     if tied:
         axes |= _tied(rank, layout)
-    return Place(rank, layout, device, mesh, axes, links, _state_group(layout, mesh))
+    batch = _subgroup(layout, lambda other: _stage_and_part(layout, other)) if balanced else None
+    experts = None if layout.ep == 1 else _expert_mesh(rank, layout, device)
+    return Place(rank, layout, device, mesh, axes, links, experts, batch, _state_group(layout, mesh))
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -106,6 +119,9 @@ def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def _axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
     axes = {}
     at = layout.coordinates(rank)
+    if layout.ep > 1:
+        group = _subgroup(layout, lambda other: _beside_ep(layout, other))
+        axes["ep"] = Axis("ep", group, layout.place_of_experts(rank)["ep"], layout.ep)
     if layout.tp > 1:
         axes["tp"] = Axis("tp", mesh["tp"].get_group(), at["tp"], layout.tp)
     exchanging, ring = layout.ulysses, layout.cp // layout.ulysses
@@ -116,6 +132,40 @@ def _axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
         group = _subgroup(layout, lambda other: _beside_cp(layout, other, lambda cp: cp % exchanging))
         axes["ring"] = Axis("ring", group, at["cp"] // exchanging, ring)
     return axes
+
+
+def _beside_ep(layout: Layout, rank: int) -> Hashable:
+    at = layout.place_of_experts(rank)
+    return (_stage_and_part(layout, rank), at["dp_shard"], at["copies"])
+
+
+def _stage_and_part(layout: Layout, rank: int) -> Hashable:
+    at = layout.coordinates(rank)
+    return at["pp"], at["tp"]
+
+
+def _expert_mesh(rank: int, layout: Layout, device: torch.device) -> ExpertMesh:
+    def beside(*axes: str) -> Callable[[int], Hashable]:
+        def key(other: int) -> Hashable:
+            at = layout.place_of_experts(other)
+            return (_stage_and_part(layout, other), *(at[axis] for axis in axes))
+
+        return key
+
+    sizes = layout.expert_sizes
+    copies = _subgroup(layout, beside("ep", "dp_shard")) if sizes["copies"] > 1 else None
+    if sizes["dp_shard"] == 1:
+        return ExpertMesh(copies)
+    groups = [] if copies is None else [copies]
+    groups.append(_subgroup(layout, beside("ep", "copies")))
+    mine = beside("ep")(rank)
+    ranks = [other for other in range(layout.world) if beside("ep")(other) == mine]
+    ranks.sort(key=lambda other: (layout.place_of_experts(other)["copies"], layout.place_of_experts(other)["dp_shard"]))
+    if copies is None:
+        return ExpertMesh(None, DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=("dp_shard",)))
+    grid = torch.tensor(ranks).view(sizes["copies"], sizes["dp_shard"])
+    names = ("copies", "dp_shard")
+    return ExpertMesh(copies, DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=names))
 
 
 def _tied(rank: int, layout: Layout) -> dict[str, Axis]:
@@ -162,11 +212,11 @@ def _beside_cp(layout: Layout, rank: int, part: Callable[[int], int]) -> Hashabl
 def _state_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
     sizes = (("tp", layout.tp), ("pp", layout.pp), ("dp_shard", layout.dp_shard))
     sharing = [name for name, size in sizes if size > 1]
-    if not sharing:
+    if not sharing and layout.ep == 1:
         return None
-    if layout.copies == 1:
+    if layout.copies == 1 or layout.ep > 1:
         return dist.group.WORLD
-    return mesh[sharing[0]].get_group() if len(sharing) == 1 else _subgroup(layout, layout.copy)
+    return mesh[sharing[0]].get_group() if len(sharing) == 1 else _subgroup(layout, layout.replica)
 
 
 def _subgroup(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGroup:

@@ -17,8 +17,8 @@ from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.stream import LocalStream, Microbatch
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
-from raytrain_hpc.parallel.apply import Parallel
 from raytrain_hpc.plan.layout import Batching
+from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.norm import GradientNorm
@@ -47,8 +47,9 @@ class Trainer:
     config: Config
     place: Place
     batching: Batching
-    parallel: Parallel
     passes: Passes
+    buffers: list[Tensor]  # running statistics, which depend on the data that a rank saw
+    balance: Balance
     optimizer: Optimizer
     norm: GradientNorm
     stream: LocalStream
@@ -105,6 +106,7 @@ class Trainer:
         self._sum_over_ranks(totals)
         norm = self._clip(totals[1])
         self.optimizer.step(learning_rate(self.config.train, step))
+        self.balance.step()
         self._share_buffers()
         loss_sum, tokens, stop = totals.tolist()
         result = StepResult(loss_sum / tokens, float(norm), stop > 0, data_s)
@@ -162,9 +164,9 @@ class Trainer:
         return sums * sums.new_tensor([self.place.counts_loss, self.place.counts_tokens])
 
     def _share_buffers(self) -> None:
-        """Running statistics depend on the data that a rank saw: after a step all ranks hold those of the first."""
+        """After a step all ranks hold the running statistics of the first."""
         if self.place.world_group is not None:
-            for buffer in (one for module in self.parallel.modules.values() for one in module.buffers()):
+            for buffer in self.buffers:
                 dist.broadcast(buffer, group=self.place.world_group, group_src=0)
 
     def _sum_over_ranks(self, totals: Tensor) -> None:

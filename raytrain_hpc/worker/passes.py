@@ -26,6 +26,11 @@ class Batch:
     tokens: int
     spare: bool = False
 
+    @property
+    def counted(self) -> float:
+        """0 for a spare one, else 1."""
+        return 0.0 if self.spare else 1.0
+
 
 Read = Callable[[int], Batch]  # the n-th microbatch of this rank
 
@@ -57,7 +62,7 @@ class WholeModel:
         for number in range(count):
             batch = read(number)
             with autocast(self.dtype, self.device):
-                output = self.task.forward(module, batch.inputs, step, batch.samples)
+                output = self.task.forward(module, batch.inputs, step, batch.samples, batch.counted)
                 loss = self.task.loss(output, batch.targets)
             with self.parallel.data.backward(0, last=number == count - 1):
                 (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
@@ -72,11 +77,8 @@ class WholeModel:
         with torch.no_grad(), autocast(self.dtype, self.device):
             for number in range(count):
                 batch = read(number)
-                add(
-                    totals,
-                    self.task.loss(self.task.forward(module, batch.inputs, 0, batch.samples), batch.targets),
-                    batch,
-                )
+                output = self.task.forward(module, batch.inputs, 0, batch.samples, batch.counted)
+                add(totals, self.task.loss(output, batch.targets), batch)
         return totals
 
 

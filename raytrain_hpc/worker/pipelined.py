@@ -107,7 +107,7 @@ class _Stage:
             x.requires_grad_(torch.is_grad_enabled())
         with autocast(passes.dtype, passes.device):
             inputs = batch.inputs if x is None else x
-            output = passes.task.forward(self._module, inputs, self._step, batch.samples)
+            output = passes.task.forward(self._module, inputs, self._step, batch.samples, batch.counted)
             if self._is_last:
                 loss = passes.task.loss(output, batch.targets)
                 add(self._totals, loss, batch)

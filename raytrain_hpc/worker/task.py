@@ -31,8 +31,11 @@ class Task(Protocol):
     def initial(self, name: str, shape: torch.Size) -> Tensor | None:
         """The whole first value of a parameter, None where `build` already gave it."""
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor) -> Tensor:
-        """What a stage makes of x: tokens int64 [b, t] for the first one, else what the one before made."""
+    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor, counted: float) -> Tensor:
+        """What a stage makes of x: tokens int64 [b, t] for the first one, else what the one before made.
+
+        `counted`: 0 for a microbatch that is run because other ranks run one, else 1.
+        """
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses over the valid targets int64 [b, t] of a microbatch, from what the last stage made."""
@@ -59,7 +62,7 @@ class DecoderTask:
         """Whole first value of the parameter `name`."""
         return initial_tensor(self.shape, name, shape, self.seed)
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor, counted: float) -> Tensor:
         """Logits, or the residual stream between two stages; dropout bits come from (seed, step, sample)."""
         keys = None
         if module.training and self.shape.dropout > 0:
@@ -69,7 +72,7 @@ class DecoderTask:
         if x.is_floating_point() or len(self.positions) < x.shape[1]:
             mine = torch.tensor(self.positions, device=x.device)
             x = x if x.is_floating_point() else x[:, mine]
-        output: Tensor = module(x, keys, mine)
+        output: Tensor = module(x, keys, mine, counted)
         return output
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class CustomTask:
         """Nothing: the factory gave the weights."""
         return None
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor) -> Any:
+    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor, counted: float) -> Any:
         """Whatever the user's module returns."""
         torch.manual_seed(seed_for(self.config.run.seed, step, int(samples[0])))
         return module(x)

@@ -22,6 +22,8 @@ MODELS = {
     "gpt2, six heads": [*GPT2, *ODD, "model.hidden_size=48", "model.num_heads=6", "model.tie_embeddings=false"],
     "llama": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.tie_embeddings=false"],
     "llama, two groups of three": [*LLAMA, "model.hidden_size=48", "model.num_heads=6", "model.num_kv_heads=2"],
+    "moe": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.num_experts=5", "model.shared_expert_size=23"],
+    "moe, bias": [*GPT2, *ODD, "model.num_experts=5", "model.experts_per_token=1", "model.balance=bias"],
     "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
 }
 STEPS = 4
