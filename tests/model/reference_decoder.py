@@ -17,7 +17,8 @@ def reference_logits(shape: ModelShape, weights: Weights, tokens: list[int]) -> 
     for layer in range(shape.num_layers):
         part = {name.removeprefix(f"layers.{layer}."): w for name, w in weights.items()}
         x = x + _attention(shape, part, _norm(shape, part, "attention_norm", x))
-        x = x + _feed_forward(shape, part, _norm(shape, part, "mlp_norm", x))
+        feed_forward = _mixture if shape.num_experts else _feed_forward
+        x = x + feed_forward(shape, part, _norm(shape, part, "mlp_norm", x))
     x = _norm(shape, weights, "norm", x)
     return x @ weights["embedding.weight" if shape.tie_embeddings else "head.weight"].T
 
@@ -64,10 +65,30 @@ def _attention(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray
     return _linear(weights, "attention.out", mixed)
 
 
-def _feed_forward(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
-    up = _linear(weights, "mlp.up", x)
+def _feed_forward(shape: ModelShape, weights: Weights, x: np.ndarray, name: str = "mlp") -> np.ndarray:
+    up = _linear(weights, f"{name}.up", x)
     if shape.activation == "swiglu":
-        gate = _linear(weights, "mlp.gate", x)
-        return _linear(weights, "mlp.down", gate / (1 + np.exp(-gate)) * up)
+        gate = _linear(weights, f"{name}.gate", x)
+        return _linear(weights, f"{name}.down", gate / (1 + np.exp(-gate)) * up)
     gelu = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-    return _linear(weights, "mlp.down", gelu)
+    return _linear(weights, f"{name}.down", gelu)
+
+
+def _mixture(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
+    """Each position asks each of its experts, as if that were a dense feed-forward."""
+    made = np.zeros_like(x)
+    for position in range(len(x)):
+        logits = weights["mlp.router.weight"] @ x[position]
+        likely = np.exp(logits - logits.max())
+        likely /= likely.sum()
+        chosen = np.argsort(-likely)[: shape.experts_per_token]
+        share = likely[chosen].sum() if shape.experts_per_token > 1 else 1.0
+        for expert in chosen:
+            own = {
+                f"one.{m}.weight": weights[f"mlp.experts.{m}"][expert]
+                for m in ("up", "gate", "down")
+                if f"mlp.experts.{m}" in weights
+            }
+            here = _feed_forward(shape, own, x[position : position + 1], "one")[0]
+            made[position] += likely[expert] / share * here
+    return made + _feed_forward(shape, weights, x, "mlp.shared") if shape.shared_expert_size else made

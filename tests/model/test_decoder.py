@@ -9,6 +9,7 @@ from raytrain_hpc.state.rng import keyed_dropout, sample_keys
 from tests.model.reference_decoder import reference_logits
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]]
+EXPERTS = {"num_experts": 5, "experts_per_token": 2, "shared_expert_size": 7}
 MIXED = {"rope_theta": 50.0, "norm": "layernorm", "bias": True, "tie_embeddings": True}
 
 
@@ -19,6 +20,8 @@ MIXED = {"rope_theta": 50.0, "norm": "layernorm", "bias": True, "tie_embeddings"
         ("gpt2", {"bias": False, "num_kv_heads": 1}),
         ("llama", {}),
         ("llama", MIXED),
+        ("llama", EXPERTS),
+        ("gpt2", {**EXPERTS, "experts_per_token": 1, "shared_expert_size": 0}),
     ],
 )
 def test_logits_are_those_of_the_numpy_reference(tiny, random_decoder, family: str, keys: dict):
@@ -41,9 +44,10 @@ def test_a_token_changes_no_earlier_logits(tiny, random_decoder, family: str):
     assert (before[:, 6:] != after[:, 6:]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_gradients_are_those_of_finite_differences(tiny, random_decoder, family: str):
-    decoder = random_decoder(tiny(family, hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12, dropout=0.2))
+@pytest.mark.parametrize("family, keys", [("gpt2", {}), ("llama", {}), ("llama", {**EXPERTS, "balance": "none"})])
+def test_gradients_are_those_of_finite_differences(tiny, random_decoder, family: str, keys: dict):
+    small = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 12, "dropout": 0.2}
+    decoder = random_decoder(tiny(family, **small, **keys))
     tokens, targets = torch.tensor(TOKENS)[:, :-1], torch.tensor(TOKENS)[:, 1:]
     keys = sample_keys(1, 2, torch.arange(2))
     loss_sum(decoder(tokens, keys), targets).backward()
@@ -128,7 +132,7 @@ def test_recomputing_every_block_gives_the_same_gradients(tiny, random_decoder):
     tokens, keys = torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2))
     kept, recomputed = (random_decoder(tiny("llama", dropout=0.3)) for _ in range(2))
     loss_sum(kept(tokens, keys), tokens).backward()
-    for block in recomputed.layers:
+    for block in recomputed.layers.values():
         forward = block.forward
         block.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False)
     loss_sum(recomputed(tokens, keys), tokens).backward()
@@ -147,7 +151,7 @@ def test_one_graph_serves_every_block(tiny, random_decoder):
     tokens, keys = torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2))
     decoder = random_decoder(shape)
     expected = decoder(tokens, keys)
-    for block in decoder.layers:
+    for block in decoder.layers.values():
         block.compile(backend=count, fullgraph=True)
     assert torch.equal(decoder(tokens, keys), expected)
     assert len(graphs) == 1

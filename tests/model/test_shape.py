@@ -34,6 +34,8 @@ def test_presets_have_the_published_number_of_parameters(preset: str, published:
         {"tie_embeddings": False, "num_kv_heads": 1},
         {"activation": "swiglu", "bias": True, "norm": "layernorm"},
         {"activation": "gelu", "norm": "rmsnorm", "positions": "learned", "ffn_size": 40},
+        {"num_experts": 6, "experts_per_token": 2, "bias": True},
+        {"num_experts": 6, "experts_per_token": 3, "shared_expert_size": 9, "bias": True, "activation": "gelu"},
     ],
 )
 def test_counted_parameters_are_those_of_the_module(tiny, family: str, keys: dict):
@@ -43,6 +45,10 @@ def test_counted_parameters_are_those_of_the_module(tiny, family: str, keys: dic
         block = Decoder(shape).layers["0"]
     assert shape.layer_parameters() == sum(parameter.numel() for parameter in block.parameters())
     matrices = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 2)
+    stacked = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 3)
+    assert shape.expert_parameters() == stacked
+    if stacked:
+        matrices += stacked // shape.num_experts * shape.experts_per_token
     assert shape.layer_matrix_weights() == matrices
 
 

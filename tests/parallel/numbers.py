@@ -30,12 +30,14 @@ STEPS = 4
 BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", f"train.steps={STEPS}", "train.lr=3e-3"]
 
 
-def run(pool: WarmPool, directory: Path, *words: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def run(
+    pool: WarmPool, directory: Path, *words: str, steps: int = STEPS
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The metrics of every step, and the whole state after the first one and the last one."""
-    words = (*words, f"checkpoint.every={STEPS - 1}", "checkpoint.keep=0")
-    first = steps_of(pool.train(small(directory, *BASE, *words), steps_to=1)[0])
-    rest = steps_of(pool.train(small(directory, *BASE, *words), resume_step=1)[0])
-    state = {f"{step} {name}": x for step in (1, STEPS) for name, x in whole_state(directory, step).items()}
+    words = (*BASE, *words, f"train.steps={steps}", "checkpoint.keep=0")
+    first = steps_of(pool.train(small(directory, *words), steps_to=1)[0])
+    rest = steps_of(pool.train(small(directory, *words), resume_step=1)[0])
+    state = {f"{step} {name}": x for step in (1, steps) for name, x in whole_state(directory, step).items()}
     return first + rest, state
 
 

@@ -30,6 +30,29 @@ LAYOUTS = {
     "ring-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.tp=2"],
     "ulysses-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.ulysses=2", "parallel.tp=2"],
 }
+LAYOUTS |= {
+    "pp-2": ["cluster.workers=2", "parallel.pp=2"],
+    "pp-4, gpipe": ["cluster.workers=4", "parallel.pp=4", "parallel.schedule=gpipe"],
+    "pp-2 x tp-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.tp=2", "parallel.schedule=zbv"],
+    "zero3-2 x pp-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zbv"],
+    "zero1-2 x pp-2, interleaved": [
+        "cluster.workers=4",
+        "parallel.pp=2",
+        "parallel.zero=1",
+        "parallel.schedule=interleaved_1f1b",
+    ],
+    "ring-2 x pp-2, interleaved zero bubble": [
+        "cluster.workers=4",
+        "parallel.pp=2",
+        "parallel.cp=2",
+        "parallel.schedule=interleaved_zero_bubble",
+    ],
+    "ep-3": ["cluster.workers=3", "parallel.ep=3"],
+    "ep-2 x tp-2": ["cluster.workers=4", "parallel.ep=2", "parallel.tp=2"],
+    "zero3-4, ep-2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=3"],
+    "zero2-2 x pp-2, ep-2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=2", "parallel.pp=2"],
+    "ring-2, ep-2": ["cluster.workers=2", "parallel.cp=2", "parallel.ep=2"],
+}
 CASES = [
     ("gpt2", "tp-2"),
     ("gpt2", "ring-2"),
@@ -47,7 +70,10 @@ CASES = [
     ("llama, two groups of three", "ulysses-4"),
     ("llama, five tokens", "tp-4"),
 ]
-CASES += [("llama", layout) for layout in LAYOUTS if " x " in layout and "zero1" not in layout]
+CASES += [("gpt2", "zero3-2 x pp-2, zbv"), ("gpt2", "pp-4, gpipe")]
+CASES += [("moe", layout) for layout in LAYOUTS if "ep-" in layout]
+CASES += [("moe, bias", layout) for layout in ("ep-3", "ring-2, ep-2", "ep-2 x tp-2")]
+CASES += [("llama", layout) for layout in LAYOUTS if (" x " in layout or "pp-" in layout) and "ep-" not in layout]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,204 @@
+"""Every layout against one process, as a table: `python -m tests.parallel.parity > docs/parity.md`.
+
+With words, only rows whose model or layout contains one of them: `python -m tests.parallel.parity zbv "ep 2"`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from tests.parallel.numbers import GPT2, LLAMA, run
+from tests.pool import WarmPool, small, steps_of
+
+STEPS = 20
+LOSS_BOUND, GRADIENT_BOUND, LOSS_BOUND_FP32 = 1e-12, 1e-11, 1e-6
+# Sizes that 2 and 4 do not divide: 65 tokens, 50 channels, 15 positions, 5 layers, 5 experts. Dropout on; 12 sequences
+# in 6 microbatches of two, of which four data-parallel ranks get 1, 2, 1, 2.
+BASE = [
+    "model.vocab_size=65",
+    "model.ffn_size=50",
+    "model.num_layers=5",
+    "model.dropout=0.1",
+    "train.seq_len=15",
+    "train.micro_batch=2",
+    "train.lr=3e-3",
+    f"train.steps={STEPS}",
+]
+MODELS = {
+    "GPT-2": [*GPT2, "model.tie_embeddings=true"],
+    "Llama": [*LLAMA, "model.num_kv_heads=2", "model.tie_embeddings=false"],
+    "MoE": [*LLAMA, "model.num_kv_heads=1", "model.num_experts=5", "model.shared_expert_size=23"],
+}
+AXES = {
+    "dp_replicate": ["parallel.dp_replicate=2"],
+    "dp_shard": ["parallel.zero=3", "parallel.dp_shard=2"],
+    "tp": ["parallel.tp=2"],
+    "cp": ["parallel.cp=2"],
+    "pp": ["parallel.pp=2"],
+    "ep": ["parallel.ep=2", "parallel.dp_replicate=2"],
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the table for each of its models."""
+
+    name: str
+    words: list[str]
+    models: tuple[str, ...] = tuple(MODELS)
+
+
+def layouts() -> Iterator[Layout]:
+    """What is proven."""
+    yield from (Layout(f"{axis} 2", words, _models(axis)) for axis, words in AXES.items())
+    yield Layout("dp_shard 2, ZeRO-1", ["parallel.zero=1", "parallel.dp_shard=2"])
+    yield Layout("dp_shard 2, ZeRO-2", ["parallel.zero=2", "parallel.dp_shard=2"])
+    yield Layout("cp 2, Ulysses", ["parallel.cp=2", "parallel.ulysses=2"])
+    for axis in ("dp_replicate", "tp", "cp", "pp"):
+        yield Layout(f"{axis} 4", [f"parallel.{axis}=4"])
+    yield Layout("dp_shard 4", ["parallel.zero=3", "parallel.dp_shard=4"])
+    yield Layout("ep 4", ["parallel.ep=4", "parallel.dp_replicate=4"], ("MoE",))
+    yield Layout("cp 4, Ulysses", ["parallel.cp=4", "parallel.ulysses=4"])
+    yield Layout("cp 4, ring 2 x Ulysses 2", ["parallel.cp=4", "parallel.ulysses=2"])
+    for first, second in combinations(AXES, 2):
+        yield Layout(f"{first} 2 x {second} 2", _pair(first, second), _models(second))
+    yield Layout("dp_replicate 2 x tp 2 x pp 2", ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2"])
+    yield Layout("cp 2 x tp 2 x pp 2", ["parallel.cp=2", "parallel.tp=2", "parallel.pp=2"])
+    for schedule in SCHEDULES:
+        pipeline = ["parallel.pp=2", f"parallel.schedule={schedule}"]
+        yield Layout(f"{schedule}, pp 2, ZeRO-0 x 2", [*pipeline, "parallel.dp_replicate=2"])
+        yield Layout(f"{schedule}, pp 2, ZeRO-3 x 2", [*pipeline, "parallel.zero=3", "parallel.dp_shard=2"])
+    yield Layout(
+        "zbv, pp 2, ZeRO-3 x 2, ep 2", [*pipeline, "parallel.zero=3", "parallel.dp_shard=2", "parallel.ep=2"], ("MoE",)
+    )
+
+
+def _models(axis: str) -> tuple[str, ...]:
+    return ("MoE",) if axis == "ep" else tuple(MODELS)
+
+
+def _pair(first: str, second: str) -> list[str]:
+    """Experts are shared out over the ranks of data axes and cp, of which there are then twice as many."""
+    if second != "ep":
+        return [*AXES[first], *AXES[second]]
+    if first in ("dp_replicate", "cp"):
+        return [f"parallel.{first}=4", "parallel.ep=2"]
+    if first == "dp_shard":
+        return ["parallel.zero=3", "parallel.dp_shard=4", "parallel.ep=2"]
+    return [*AXES[first], *AXES["ep"]]
+
+
+def world(words: list[str]) -> int:
+    """Ranks of a layout."""
+    sizes = dict(word.removeprefix("parallel.").split("=") for word in words)
+    product = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        product *= int(sizes.get(axis, 1))
+    return product
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a run gives: metrics of every step in both types, and the fp64 state after the first and the last step."""
+
+    fp64: list[dict[str, float]]
+    state: dict[str, torch.Tensor]
+    fp32: list[dict[str, float]]
+
+
+def numbers(pool: WarmPool, words: list[str]) -> Numbers:
+    """Train on a layout, in fp64 and in fp32."""
+    with tempfile.TemporaryDirectory() as directory:
+        fp64, state = run(pool, Path(directory), *BASE, "train.dtype=fp64", *words, steps=STEPS)
+    fp32 = steps_of(pool.train(small(None, *BASE, *words))[0])
+    return Numbers(fp64, state, fp32)
+
+
+def differences(mine: Numbers, one: Numbers) -> dict[str, float]:
+    """Largest |a - b| / max(|b|, 1e-6 of the global norm), of scalars and of whole tensors."""
+    gradients = _tensors(mine, one, "1 optimizer.exp_avg.")
+    weights = _tensors(mine, one, f"{STEPS} model.")
+    return {
+        "loss": _scalars(mine.fp64, one.fp64, "train/loss"),
+        "gradient": max(gradients.values()),
+        "norm": _scalars(mine.fp64, one.fp64, "train/grad_norm"),
+        "weight": max(weights.values()),
+        "loss fp32": _scalars(mine.fp32, one.fp32, "train/loss"),
+    }
+
+
+def _scalars(mine: list[dict[str, float]], one: list[dict[str, float]], key: str) -> float:
+    if not len(mine) == len(one) == STEPS:
+        raise RuntimeError(f"{len(mine)} and {len(one)} steps, not {STEPS}")
+    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(mine, one, strict=True))
+
+
+def _tensors(mine: Numbers, one: Numbers, prefix: str) -> dict[str, float]:
+    """By name. The first moment after step 1 is a tenth of the clipped gradient."""
+    if mine.state.keys() != one.state.keys():
+        raise RuntimeError("the two runs saved different tensors")
+    chosen = {name: tensor for name, tensor in one.state.items() if name.startswith(prefix)}
+    floor = 1e-6 * sum(tensor.square().sum().item() for tensor in chosen.values()) ** 0.5
+    return {
+        name: ((mine.state[name] - tensor).norm() / max(tensor.norm().item(), floor)).item()
+        for name, tensor in chosen.items()
+    }
+
+
+def within(found: dict[str, float]) -> bool:
+    """Whether a row keeps the bounds."""
+    return (
+        found["loss"] <= LOSS_BOUND
+        and max(found["gradient"], found["norm"]) <= GRADIENT_BOUND
+        and found["loss fp32"] <= LOSS_BOUND_FP32
+    )
+
+
+HEAD = f"""# Every layout against one process
+
+Written by `python -m tests.parallel.parity > docs/parity.md`: torch {version("torch")}, gloo on CPU, a thread a rank.
+
+Each row trains {STEPS} steps and is compared with one process of the same settings: 5 layers of width 32, 4 heads (2
+key-value heads in Llama, 1 in MoE), 50 feed-forward channels, 65 tokens, 15 positions, dropout 0.1, AdamW, clipping, 12
+sequences a step in 6 microbatches of two; GPT-2 and MoE tie their embeddings, MoE has 5 experts, of which two are
+chosen, and a shared one. Nearly nothing divides evenly. Largest differences, as |a - b| / max(|b|, 1e-6 of the global
+norm): of the loss over all steps, of every gradient tensor at step 1 (norms and biases too), of the gradient norm, and
+of every weight tensor at step {STEPS}, in float64; last the loss in fp32. Bounds: losses {LOSS_BOUND:g}, gradients
+{GRADIENT_BOUND:g}, fp32 losses {LOSS_BOUND_FP32:g}. dp_shard is ZeRO-3 and cp a ring where nothing else is said; a
+pipeline without a schedule is 1f1b.
+
+| model | layout | ranks | loss | gradients | norm | weights | loss, fp32 | |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def main(chosen: list[str]) -> int:
+    """Print the table. Returns how many rows break a bound."""
+    pool, alone, broken = WarmPool(), {}, 0
+    print(HEAD, flush=True)
+    for layout in layouts():
+        for model in layout.models:
+            if chosen and not any(word in f"{model}: {layout.name}" for word in chosen):
+                continue
+            if model not in alone:
+                alone[model] = numbers(pool, [*MODELS[model], "cluster.workers=1"])
+            ranks = world(layout.words)
+            made = numbers(pool, [*MODELS[model], *layout.words, f"cluster.workers={ranks}"])
+            found = differences(made, alone[model])
+            broken += not within(found)
+            cells = " | ".join(f"{value:.1e}" for value in found.values())
+            print(f"| {model} | {layout.name} | {ranks} | {cells} | {'' if within(found) else 'FAILS'} |", flush=True)
+    pool.close()
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
