@@ -11,6 +11,12 @@ from raytrain_hpc.errors import LayoutError
 from tests.parallel.numbers import BASE, MODELS, STEPS, run
 from tests.pool import WarmPool, small, steps_of
 
+
+def deep(pp: int) -> list[str]:
+    """A pipeline, and layers for it that its stages do not divide."""
+    return [f"parallel.pp={pp}", "model.num_layers=5"]
+
+
 LAYOUTS = {
     "tp-2": ["cluster.workers=2", "parallel.tp=2"],
     "tp-3": ["cluster.workers=3", "parallel.tp=3"],
@@ -31,26 +37,26 @@ LAYOUTS = {
     "ulysses-2 x tp-2": ["cluster.workers=4", "parallel.cp=2", "parallel.ulysses=2", "parallel.tp=2"],
 }
 LAYOUTS |= {
-    "pp-2": ["cluster.workers=2", "parallel.pp=2"],
-    "pp-4, gpipe": ["cluster.workers=4", "parallel.pp=4", "parallel.schedule=gpipe"],
-    "pp-2 x tp-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.tp=2", "parallel.schedule=zbv"],
-    "zero3-2 x pp-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zbv"],
+    "pp-2": ["cluster.workers=2", *deep(2)],
+    "pp-4, gpipe": ["cluster.workers=4", *deep(4), "parallel.schedule=gpipe"],
+    "pp-2 x tp-2, zbv": ["cluster.workers=4", *deep(2), "parallel.tp=2", "parallel.schedule=zbv"],
+    "zero3-2 x pp-2, zbv": ["cluster.workers=4", *deep(2), "parallel.zero=3", "parallel.schedule=zbv"],
     "zero1-2 x pp-2, interleaved": [
         "cluster.workers=4",
-        "parallel.pp=2",
+        *deep(2),
         "parallel.zero=1",
         "parallel.schedule=interleaved_1f1b",
     ],
     "ring-2 x pp-2, interleaved zero bubble": [
         "cluster.workers=4",
-        "parallel.pp=2",
+        *deep(2),
         "parallel.cp=2",
         "parallel.schedule=interleaved_zero_bubble",
     ],
     "ep-3": ["cluster.workers=3", "parallel.ep=3"],
     "ep-2 x tp-2": ["cluster.workers=4", "parallel.ep=2", "parallel.tp=2"],
     "zero3-4, ep-2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=3"],
-    "zero2-2 x pp-2, ep-2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=2", "parallel.pp=2"],
+    "zero2-2 x pp-2, ep-2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=2", *deep(2)],
     "ring-2, ep-2": ["cluster.workers=2", "parallel.cp=2", "parallel.ep=2"],
 }
 CASES = [
@@ -80,17 +86,18 @@ CASES += [("llama", layout) for layout in LAYOUTS if (" x " in layout or "pp-" i
 def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
     made = {}
 
-    def of(model: str):
-        if model not in made:
-            made[model] = run(pool, tmp_path_factory.mktemp("alone"), *MODELS[model])
-        return made[model]
+    def of(model: str, layout: str = ""):
+        words = (*MODELS[model], *(word for word in LAYOUTS.get(layout, []) if word.startswith("model.")))
+        if words not in made:
+            made[words] = run(pool, tmp_path_factory.mktemp("alone"), *words)
+        return made[words]
 
     return of
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_all_numbers_are_those_of_one_process(pool: WarmPool, alone, tmp_path: Path, model: str, layout: str) -> None:
-    expected, state = alone(model)
+    expected, state = alone(model, layout)
     steps, mine = run(pool, tmp_path, *MODELS[model], *LAYOUTS[layout])
     for here, there in zip(steps, expected, strict=True):
         assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
