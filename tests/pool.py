@@ -34,26 +34,26 @@ class WarmPool:
     def train(self, config: Config, *, custom: Any = None, resume_step: int | None = None, steps_to: int | None = None):
         """Run `config` on cluster.workers ranks. Returns each rank's records; publishes the checkpoints they write."""
         from raytrain_hpc.driver.preparation import prepare_run
-        from raytrain_hpc.worker.spec import WorkerSpec
 
         world = int(config.cluster.workers)
         self._ensure(world)
         self._generation += 1
         prepared = prepare_run(config, custom, lambda line: None)
-        layout, batching = prepared.layout(world)
-        spec = WorkerSpec(
-            config=config,
-            layout=layout,
-            batching=batching,
-            shape=prepared.shape,
-            custom=custom,
-            generation=self._generation,
-            resume_step=resume_step,
-            steps_to=config.train.steps if steps_to is None else steps_to,
-        )
+        spec = _spec(prepared, world, self._generation, resume_step, steps_to)
         records = self._everywhere(_train, world, spec)
-        self._publish(prepared, batching, records)
+        self._publish(prepared, spec.batching, records)
         return records
+
+    def look(self, function: Callable[..., Any], config: Config, *, build: bool = True) -> list[Any]:
+        """Build the trainer of `config` on cluster.workers ranks. Returns what `function(trainer)` gave on each.
+
+        Without `build`, what `function(rank, meeting, spec)` gave.
+        """
+        from raytrain_hpc.driver.preparation import prepare_run
+
+        world = int(config.cluster.workers)
+        spec = _spec(prepare_run(config, None, lambda line: None), world, self._generation + 1, None, None)
+        return self.call(_look, world, spec, function) if build else self.call(function, world, spec)
 
     def call(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
         """Run `function(rank, meeting, *arguments)` on ranks 0..world-1. Returns what each returned."""
@@ -128,6 +128,31 @@ def _serve(connection: Connection) -> None:
             connection.send(traceback.format_exc())
         finally:
             leave()
+
+
+def _spec(prepared: Any, world: int, generation: int, resume_step: int | None, steps_to: int | None) -> Any:
+    from raytrain_hpc.worker.spec import WorkerSpec
+
+    layout, batching = prepared.layout(world)
+    return WorkerSpec(
+        config=prepared.config,
+        layout=layout,
+        batching=batching,
+        shape=prepared.shape,
+        custom=prepared.custom,
+        generation=generation,
+        resume_step=resume_step,
+        steps_to=prepared.config.train.steps if steps_to is None else steps_to,
+    )
+
+
+def _look(rank: int, meeting: Any, spec: Any, function: Callable[..., Any]) -> Any:
+    import torch
+
+    from raytrain_hpc.worker.build import build_trainer
+    from raytrain_hpc.worker.control import Control
+
+    return function(build_trainer(spec, rank, torch.device("cpu"), meeting, Control()))
 
 
 def _train(rank: int, meeting: Any, spec: Any) -> list[dict[str, Any]]:

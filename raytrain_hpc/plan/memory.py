@@ -2,59 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.plan.stages import split_layers
 from raytrain_hpc.shape import ModelShape
 
 
-def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> int:
-    """Parameters of the rank that holds most, before ZeRO; with one rank all of them.
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters that a rank holds before ZeRO shards them: of experts, which can be sharded over fewer ranks, and the
+    rest."""
 
-    Over tp, heads, feed-forward channels and vocabulary rows are shared out; norms, positions, biases of the products
-    that are summed, and key-value heads that the ranks do not divide are held whole. Over pp, layers are; the last
-    stage of a pipeline has a tied table of its own.
+    dense: int
+    experts: int
+
+
+def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> RankParameters:
+    """Of the rank that holds most; with one rank all of them.
+
+    Over tp, heads, feed-forward channels and vocabulary rows are shared out; norms, positions, routers, biases of the
+    products that are summed, and key-value heads that the ranks do not divide are held whole. Over ep, experts are.
+    Over pp, layers are; the last stage of a pipeline has a tied table of its own.
     """
-    tp, pipeline = layout.tp, layout.pipeline
+    pipeline = layout.pipeline
     stages = split_layers(shape, seq_len, pipeline.stages)
-
-    def held(rank: int, mine: list[int]) -> int:
-        heads, channels, rows = (
-            (rank + 1) * total // tp - rank * total // tp
-            for total in (shape.num_heads, shape.ffn_size, shape.vocab_size)
-        )
-        queries = heads * shape.head_dim
-        kv = 2 * shape.kv_size // (1 if shape.num_kv_heads % tp else tp)
-        ups = 2 if shape.activation == "swiglu" else 1
-        layer = (2 * queries + kv + (ups + 1) * channels) * shape.hidden_size + 2 * shape.norm_parameters
-        if shape.bias:
-            layer += queries + kv + ups * channels + 2 * shape.hidden_size
-        first, last = 0 in mine, pipeline.stages - 1 in mine
-        tables = (rows + shape.max_positions) * first
-        tables += rows * (last and (pipeline.stages > 1 or not shape.tie_embeddings))
+    per_layer = max(_layer_of_rank(shape, layout.tp, rank) for rank in range(layout.tp))
+    of_experts = _largest_share(shape.num_experts, layout.ep) * _largest_share(shape.ffn_size, layout.tp)
+    of_experts *= shape.feed_forward_matrices * shape.hidden_size
+    held = []
+    for pp in range(pipeline.ranks):
+        mine = pipeline.stages_of(pp)
         layers = sum(len(stages[stage]) for stage in mine)
-        return tables * shape.hidden_size + layers * layer + shape.norm_parameters * last
+        tables = _tables_of_rank(shape, layout.tp, 0 in mine, pipeline.stages - 1 in mine, pipeline.stages)
+        held.append(RankParameters(layers * per_layer + tables, layers * of_experts))
+    return max(held, key=lambda of_rank: of_rank.dense + of_rank.experts)
 
-    ranks = range(pipeline.ranks)
-    return max(held(rank, pipeline.stages_of(pp)) for rank in range(tp) for pp in ranks)
+
+def _layer_of_rank(shape: ModelShape, tp: int, rank: int) -> int:
+    """Parameters of a layer but for its experts."""
+
+    def share(total: int) -> int:
+        return (rank + 1) * total // tp - rank * total // tp
+
+    queries = share(shape.num_heads) * shape.head_dim
+    channels = share(shape.shared_expert_size if shape.num_experts else shape.ffn_size)
+    kv = 2 * shape.kv_size // (1 if shape.num_kv_heads % tp else tp)
+    matrices = shape.feed_forward_matrices
+    rows = 2 * queries + kv + matrices * channels + shape.num_experts
+    layer = rows * shape.hidden_size + 2 * shape.norm_parameters
+    if shape.bias:
+        layer += queries + kv + shape.hidden_size
+        if shape.shared_expert_size or not shape.num_experts:
+            layer += (matrices - 1) * channels + shape.hidden_size
+    return layer
 
 
-def state_bytes(parameters: int, layout: Layout, dtype: str, optimizer: str) -> int:
-    """Weights, gradients and optimizer state in bytes, of one rank that has this many `parameters` before ZeRO.
+def _tables_of_rank(shape: ModelShape, tp: int, first: bool, last: bool, stages: int) -> int:
+    """Embedding, positions, head and last norm, as far as a rank has the first or the last stage."""
+    rows = _largest_share(shape.vocab_size, tp)
+    tables = (rows + shape.max_positions) * first + rows * (last and (stages > 1 or not shape.tie_embeddings))
+    return tables * shape.hidden_size + shape.norm_parameters * last
+
+
+def _largest_share(total: int, ranks: int) -> int:
+    return -(-total // ranks)
+
+
+def state_bytes(parameters: RankParameters, layout: Layout, dtype: str, optimizer: str) -> int:
+    """Weights, gradients and optimizer state in bytes, of one rank that has these `parameters` before ZeRO.
 
     torch-native mixed precision (weights and gradients kept in fp32, compute copies not counted): 4 + 4 + 8 bytes a
     parameter, of which ZeRO-1 shards the optimizer and keeps full weights beside their shard, ZeRO-2 shards the
-    gradients too and ZeRO-3 everything (Rajbhandari et al. 2020, arXiv 1910.02054).
+    gradients too and ZeRO-3 everything (Rajbhandari et al. 2020, arXiv 1910.02054). In a pipeline ZeRO-1 is the same.
     """
+    expert_shards = layout.expert_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
+    dense = _bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, optimizer)
+    return dense + _bytes(parameters.experts, layout.zero if expert_shards > 1 else 0, expert_shards, dtype, optimizer)
+
+
+def _bytes(parameters: int, zero: int, shards: int, dtype: str, optimizer: str) -> int:
     width = 8 if dtype == "fp64" else 4
-    moments = 2 * width if optimizer == "adamw" else 0
-    shards = layout.dp_shard
-    sharded = moments
+    sharded = 2 * width if optimizer == "adamw" else 0
     full = 0
     for stage in (2, 3):  # gradients, then weights
-        if layout.zero >= stage:
+        if zero >= stage:
             sharded += width
         else:
             full += width
-    if layout.zero in (1, 2) and shards > 1:
+    if zero in (1, 2):
         sharded += width  # the sharded weights that the optimizer steps, beside the gathered ones
     return full * parameters + -(-sharded * parameters // shards)
