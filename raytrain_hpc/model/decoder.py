@@ -7,6 +7,7 @@ can be compiled, recomputed, sharded or built on the meta device one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,16 @@ from raytrain_hpc.state.rng import fold, keyed_dropout
 IGNORED = -100  # a target that is no part of the loss
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a block needs beside the residual stream. Plain to wrappers, which cast the tensors of tuples."""
+
+    rotary: Rotary | None = None
+    keys: Tensor | None = None  # this layer's own, int64 [b, t]
+    documents: Tensor | None = None  # of whole sequences, int64 [b, t]
+    counted: float = 1.0
 
 
 class Decoder(nn.Module):
@@ -39,12 +50,19 @@ class Decoder(nn.Module):
         self.head = Head(shape, tied=first and shape.tie_embeddings) if last else None
 
     def forward(
-        self, x: Tensor, keys: Tensor | None = None, positions: Tensor | None = None, counted: float = 1.0
+        self,
+        x: Tensor,
+        keys: Tensor | None = None,
+        positions: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,
+        counted: float = 1.0,
     ) -> Tensor:
         """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b, t] from `state.rng.position_keys`.
 
         Without the first layer x is the residual stream [b, t, hidden_size], without the last layer the result is.
-        positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. counted: as in
+        positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. documents: int64 [b, t],
+        which one of a packed sequence each position belongs to; attention stays inside, None: of one. counted: as in
         `experts.Router`. Raises ModelError where t exceeds the learned positions.
         """
         if not self.training:
@@ -57,7 +75,8 @@ class Decoder(nn.Module):
         if self.shape.positions == "rotary":
             rotary = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta, x.dtype)
         for number, block in self.blocks().items():
-            x = block(x, rotary, None if keys is None else fold(keys, number + 1), counted)
+            of_layer = None if keys is None else fold(keys, number + 1)
+            x = block(x, Beside(rotary, of_layer, documents, counted))
         if self.norm is None or self.head is None:
             return x
         logits: Tensor = self.head(self.norm(x), None if self.embedding is None else self.embedding.weight)
@@ -113,12 +132,12 @@ class Block(nn.Module):
         else:
             self.mlp = feed_forward(shape, shape.ffn_size)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, keys: Tensor | None, counted: float = 1.0) -> Tensor:
-        """The residual stream [b, t, hidden_size] after this layer; keys int64 [b, t] are this layer's own."""
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary), keys, 0)
+    def forward(self, x: Tensor, beside: Beside) -> Tensor:
+        """The residual stream [b, t, hidden_size] after this layer."""
+        x = x + self._drop(self.attention(self.attention_norm(x), beside), beside.keys, 0)
         normed = self.mlp_norm(x)
-        made = self.mlp(normed, counted) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
-        return x + self._drop(made, keys, 1)
+        made = self.mlp(normed, beside.counted) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
+        return x + self._drop(made, beside.keys, 1)
 
     def _drop(self, branch: Tensor, keys: Tensor | None, site: int) -> Tensor:
         return branch if keys is None else keyed_dropout(branch, self.dropout, keys, site)
@@ -138,14 +157,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
         self.mix: nn.Module = CausalAttention()
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, x: Tensor, beside: Beside) -> Tensor:
         """What attention adds to the residual stream, [b, t, hidden_size]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        if rotary is not None:
-            qk = rotate(qk, rotary)
+        if beside.rotary is not None:
+            qk = rotate(qk, beside.rotary)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
-        mixed = self.mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        mixed = self.mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), beside.documents)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -153,14 +172,23 @@ class Attention(nn.Module):
 class CausalAttention(nn.Module):
     """What each position takes from those up to it."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim]."""
-        return causal_attention(q, k, v)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim]; documents int64 [b, t]."""
+        return causal_attention(q, k, v, documents)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scaled dot-product attention of each position to those up to it; shapes as in `CausalAttention`."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention of each position to those up to it, in its document; as in `CausalAttention`."""
+    grouped = q.shape[1] != k.shape[1]
+    if documents is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    seen = same_document(documents, documents).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+
+
+def same_document(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Which queries share a document with which keys, bool [b, 1, t, s], from documents int64 [b, t] and [b, s]."""
+    return (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2)).unsqueeze(1)
 
 
 class GELU(nn.Module):

@@ -6,41 +6,64 @@ output and log-sum-exp, the backward pass of each block stands alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _aten: Any = torch.ops.aten
+_UNSEEN = -1e30
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [b, heads, t, head_dim] and log-sum-exp [b, heads, t] of q [b, heads, t, d] over k, v [b, kv_heads, s, d].
+@dataclass(frozen=True)
+class Sight:
+    """Which queries see which keys. `causal` takes as many of both and lets position i see positions 0..i.
 
-    `causal` takes t = s and lets position i see positions 0..i.
+    `seen` bool [b, 1, t, s], None: all; a query may see none, and then adds nothing to what is combined.
     """
+
+    causal: bool
+    seen: Tensor | None = None
+
+    def bias(self, q: Tensor) -> Tensor | None:
+        """What is added to the scores. A number that vanishes beside any score: infinity would give NaN."""
+        if self.seen is None:
+            return None
+        seen = self.seen.tril() if self.causal else self.seen
+        # The GPU kernel wants rows that start at multiples of 16 bytes.
+        rows = q.new_zeros((*seen.shape[:-1], -(-seen.shape[-1] // 16) * 16))[..., : seen.shape[-1]]
+        return rows.masked_fill_(~seen, _UNSEEN).expand(-1, q.shape[1], -1, -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    """Output [b, heads, t, d] and log-sum-exp [b, heads, t] of q [b, heads, t, d] over k, v [b, kv_heads, s, d]."""
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
+    bias = sight.bias(q)
+    causal = sight.causal and bias is None
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
         return out, lse
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if bias is None and q.dtype in (torch.float16, torch.bfloat16):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
     return out, lse[..., : q.shape[2]]
 
 
 def attend_backward(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output. `out` and `lse` are those over all keys, not this block's."""
     heads, kv_heads = q.shape[1], k.shape[1]
     wide_k, wide_v = _expanded(k, heads), _expanded(v, heads)
+    bias = sight.bias(q)
+    causal = sight.causal and bias is None
     if q.device.type == "cpu":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            slope, q, wide_k, wide_v, out, lse, 0.0, causal
+            slope, q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=bias
         )
-    elif q.dtype in (torch.float16, torch.bfloat16):
+    elif bias is None and q.dtype in (torch.float16, torch.bfloat16):
         nothing = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             slope, q, wide_k, wide_v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
@@ -48,7 +71,7 @@ def attend_backward(
     else:
         nothing = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            slope, q, wide_k, wide_v, None, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal
+            slope, q, wide_k, wide_v, bias, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal
         )
     return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention
+from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention, same_document
 from raytrain_hpc.model.experts import Router
 from raytrain_hpc.parallel.axis import Axis
-from raytrain_hpc.parallel.blockwise import attend, attend_backward, combine
+from raytrain_hpc.parallel.blockwise import Sight, attend, attend_backward, combine
 
 
 def chunk_positions(total: int, ring: int, member: int) -> list[range]:
@@ -40,12 +40,13 @@ class Ring:
 
     axis: Axis
     chunks: tuple[tuple[int, int], ...]
+    total: int
 
     @classmethod
     def of(cls, axis: Axis, total: int) -> Ring:
         """The ring over an axis for sequences of `total` positions."""
         spans = (chunk_positions(total, axis.size, member) for member in range(axis.size))
-        return cls(axis, tuple((len(early), len(late)) for early, late in spans))
+        return cls(axis, tuple((len(early), len(late)) for early, late in spans), total)
 
     def turn(self, tensors: list[Tensor], holder: int) -> tuple[list[Tensor], int]:
         """Give everything to the next member and take what the one before has; whose chunks these now are."""
@@ -66,52 +67,58 @@ class Ring:
             work.wait()
         return received, source
 
-    def block(self, holder: int) -> tuple[slice, slice, bool]:
-        """Which of this member's queries see which of the holder's keys, and whether causally.
+    def sight(self, holder: int, documents: Tensor | None) -> tuple[slice, slice, Sight]:
+        """Which of this member's queries see which of the holder's keys, as slices of both, and what of each other.
 
         Chunks are in global order inside a member: its own keys are a causal square. Of a member before it, the early
         chunk lies before all its queries and the late one behind them; of a member after it, both chunks lie before its
         late queries and behind its early ones.
         """
         me = self.axis.rank
-        if holder == me:
-            return slice(None), slice(None), True
-        if holder < me:
-            return slice(None), slice(0, self.chunks[holder][0]), False
-        return slice(self.chunks[me][0], None), slice(None), False
+        queries = slice(self.chunks[me][0], None) if holder > me else slice(None)
+        keys = slice(0, self.chunks[holder][0]) if holder < me else slice(None)
+        if documents is None:
+            return queries, keys, Sight(holder == me)
+        mine, theirs = self._documents(documents, me)[:, queries], self._documents(documents, holder)[:, keys]
+        return queries, keys, Sight(holder == me, same_document(mine, theirs))
+
+    def _documents(self, documents: Tensor, member: int) -> Tensor:
+        return torch.cat(
+            [documents[:, c.start : c.stop] for c in chunk_positions(self.total, len(self.chunks), member)], 1
+        )
 
 
 class RingAttention(torch.autograd.Function):
     """Causal attention over all chunks: q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's positions."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        """[b, heads, t, d]."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Tensor | None) -> Tensor:
+        """[b, heads, t, d]; documents int64 [b, all positions]."""
         me, held = ring.axis.rank, [k, v]
-        out, lse = attend(q, k, v, causal=True)
+        out, lse = attend(q, k, v, ring.sight(me, documents)[2])
         # Added up in fp32 at least, and in copies: selective recompute keeps what the attention op gave.
         total, lse = out.to(torch.promote_types(out.dtype, torch.float32), copy=True), lse.clone()
         holder = me
         for _ in range(ring.axis.size - 1):
             held, holder = ring.turn(held, holder)
-            queries, keys, _ = ring.block(holder)
-            more, more_lse = attend(q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys], causal=False)
+            queries, keys, sight = ring.sight(holder, documents)
+            more, more_lse = attend(q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys], sight)
             part = combine(total[:, :, queries], lse[:, :, queries], more, more_lse)
             total[:, :, queries], lse[:, :, queries] = part
         out = total.to(q.dtype)
-        ctx.ring = ring
+        ctx.ring, ctx.documents = ring, documents
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Keys, values and their gradients go around together, and come home after a full round."""
         q, k, v, out, lse = ctx.saved_tensors
         ring, slope = ctx.ring, gradients[0]
         dq = torch.zeros_like(q)
         held, holder = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
         for turn in range(ring.axis.size):
-            queries, keys, causal = ring.block(holder)
+            queries, keys, sight = ring.sight(holder, ctx.documents)
             parts = attend_backward(
                 slope[:, :, queries],
                 q[:, :, queries],
@@ -119,7 +126,7 @@ class RingAttention(torch.autograd.Function):
                 held[1][:, :, keys],
                 out[:, :, queries],
                 lse[:, :, queries],
-                causal=causal,
+                sight,
             )
             dq[:, :, queries] += parts[0]
             held[2][:, :, keys] += parts[1]
@@ -128,7 +135,7 @@ class RingAttention(torch.autograd.Function):
                 held, holder = ring.turn(held[2:], holder)
             else:
                 held, holder = ring.turn(held, holder)
-        return dq, held[0], held[1], None
+        return dq, held[0], held[1], None, None
 
 
 @dataclass(frozen=True)
@@ -221,22 +228,25 @@ class ContextAttention(nn.Module):
         # Where groups are of different sizes here, every query head gets a key-value head of its own.
         self._repeat = None if len(runs) == 1 else [sorted(set(here)).index(head) for head in here]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim], t this rank's positions."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim], t this rank's positions.
+
+        documents: int64 [b, all positions].
+        """
         if self._ulysses is None:
-            return self._attend(q, k, v)
+            return self._attend(q, k, v, documents)
         q = HeadsForPositions.apply(q, self._queries)  # type: ignore[no-untyped-call]
         k = HeadsForPositions.apply(k, self._keys)  # type: ignore[no-untyped-call]
         v = HeadsForPositions.apply(v, self._keys)  # type: ignore[no-untyped-call]
         if self._repeat is not None:
             k, v = k[:, self._repeat], v[:, self._repeat]
-        mixed: Tensor = PositionsForHeads.apply(self._attend(q, k, v), self._queries, self._heads)  # type: ignore[no-untyped-call]
+        mixed: Tensor = PositionsForHeads.apply(self._attend(q, k, v, documents), self._queries, self._heads)  # type: ignore[no-untyped-call]
         return mixed
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         if self._ring is None:
-            return causal_attention(q, k, v)
-        mixed: Tensor = RingAttention.apply(q, k, v, self._ring)  # type: ignore[no-untyped-call]
+            return causal_attention(q, k, v, documents)
+        mixed: Tensor = RingAttention.apply(q, k, v, self._ring, documents)  # type: ignore[no-untyped-call]
         return mixed
 
 

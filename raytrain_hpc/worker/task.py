@@ -72,7 +72,7 @@ class DecoderTask:
         if x.is_floating_point() or len(self.positions) < x.shape[1]:
             mine = torch.tensor(self.positions, device=x.device)
             x = x if x.is_floating_point() else x[:, mine]
-        output: Tensor = module(x, keys, mine, counted)
+        output: Tensor = module(x, keys, mine, counted=counted)
         return output
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
