@@ -153,6 +153,14 @@ class ParallelConfig:
     )
     virtual_stages: int | str = key(AUTO, "Stages a pipeline rank; auto: 2 where a schedule knows several.", minimum=1)
     ep: int = key(1, "Expert-parallel ranks.", minimum=1)
+    reshard_over: int = key(
+        0,
+        "ZeRO-3: ranks over which weights stay sharded between forward and backward, as those of a node; 0: all.",
+        minimum=0,
+    )
+    quantize: Literal["none", "weights", "gradients", "both"] = key(
+        "none", "What ZeRO sends in blocks of few bits: weights it gathers in 8, gradients it reduces in 4."
+    )
     recompute: Literal["none", "selective", "full"] = key(
         "none", "Activations kept for backward: all; matrix products and attention only; each block's input only."
     )

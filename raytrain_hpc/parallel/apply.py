@@ -130,7 +130,7 @@ def _data_parallel(
 
         axes = ("copies", "dp_shard") if layout.copies > 1 else ("dp_shard",)
         of_experts = None if experts is None else experts.mesh
-        parts.append(Sharded(modules, blocks, mesh[axes], layout.zero, config.train.dtype, apart, of_experts))
+        parts.append(Sharded(modules, blocks, mesh[axes], config.parallel, config.train.dtype, apart, of_experts))
         if of_experts is not None:
             apart = {}
         for module in modules.values():

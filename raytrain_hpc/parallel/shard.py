@@ -21,7 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from raytrain_hpc.config import ParallelConfig
 from raytrain_hpc.model.experts import Experts
+from raytrain_hpc.parallel.quantised import QuantisedAllGather, QuantisedReduceScatter, Sent
 
 
 class Sharded:
@@ -32,23 +34,25 @@ class Sharded:
         modules: Mapping[int, nn.Module],
         blocks: Mapping[int, Sequence[nn.Module]],
         mesh: DeviceMesh,
-        zero: int,
+        settings: ParallelConfig,
         dtype: str,
         experts: Mapping[str, nn.Parameter],
         expert_mesh: DeviceMesh | None,
     ):
         """`experts`: parameters that are not sharded over `mesh`, but over `expert_mesh` where there is one."""
-        self._zero, self._replicated = zero, mesh.ndim == 2
+        self._zero, self._replicated = settings.zero, mesh.ndim == 2
         self._ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard = partial(fully_shard, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=self._ignored)
+        shard = partial(_shard_one, policy=policy, ignored=self._ignored, settings=settings)
         for module in modules.values():
             for part in module.modules():
                 if isinstance(part, Experts) and expert_mesh is not None:
                     shard(part, mesh=expert_mesh)
         self._sharded = {stage: _shard(module, blocks[stage], mesh, shard) for stage, module in modules.items()}
+        self.sent = Sent()  # what went through quantised collectives
+        _quantise([*modules.values()], settings.quantize, self.sent)
 
     @contextmanager
     def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
@@ -87,6 +91,29 @@ class Sharded:
             module.set_requires_all_reduce(last)
         module.set_reshard_after_backward(last or self._zero == 3)
         module.set_is_last_backward(last)
+
+
+def _shard_one(
+    part: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+    settings: ParallelConfig,
+) -> None:
+    reshard: bool | int = settings.zero == 3
+    if settings.zero == 3 and settings.reshard_over and mesh.size(-1) % settings.reshard_over == 0:
+        # Hierarchical partitioning (ZeRO++): backward gathers from neighbours only.
+        reshard = settings.reshard_over
+    fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
+
+
+def _quantise(modules: Sequence[nn.Module], what: str, sent: Sent) -> None:
+    for part in (part for module in modules for part in module.modules() if isinstance(part, FSDPModule)):
+        if what in ("weights", "both"):
+            part.set_custom_all_gather(QuantisedAllGather(sent))  # type: ignore[arg-type]
+        if what in ("gradients", "both"):
+            part.set_custom_reduce_scatter(QuantisedReduceScatter(sent))  # type: ignore[arg-type]
 
 
 def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]) -> FSDPModule:

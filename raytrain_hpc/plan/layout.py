@@ -163,6 +163,10 @@ def check_axes(config: Config) -> None:
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
     if p.cp % p.ulysses:
         raise LayoutError("parallel.ulysses", p.ulysses, config.origin("parallel.ulysses"), f"must divide cp={p.cp}")
+    for key, needed in (("reshard_over", 3), ("quantize", 1)):
+        if getattr(p, key) not in (0, "none") and p.zero < needed:
+            stages = "parallel.zero=3" if needed == 3 else "parallel.zero=1, 2 or 3"
+            raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
         remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
         raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
@@ -245,6 +249,9 @@ def resolve_layout(config: Config, world: int) -> Layout:
         )
         raise LayoutError("cluster.workers", config.cluster.workers, config.origin("cluster.workers"), remedy)
     _check_folding(config, layout)
+    if p.reshard_over and layout.dp_shard % p.reshard_over:
+        remedy = f"must divide dp_shard={layout.dp_shard}"
+        raise LayoutError("parallel.reshard_over", p.reshard_over, config.origin("parallel.reshard_over"), remedy)
     return layout
 
 

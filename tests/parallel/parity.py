@@ -99,7 +99,7 @@ def _pair(first: str, second: str) -> list[str]:
 
 def world(words: list[str]) -> int:
     """Ranks of a layout."""
-    sizes = dict(word.removeprefix("parallel.").split("=") for word in words)
+    sizes = dict(word.removeprefix("parallel.").split("=") for word in words if word.startswith("parallel."))
     product = 1
     for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
         product *= int(sizes.get(axis, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from raytrain_hpc.model.experts import Router
 from raytrain_hpc.parallel.pipeline import Links
+from tests.parallel.collectives import Collectives
 from tests.pool import WarmPool, small
 
 B, S, H, LAYERS, VOCABULARY, KV = 2, 16, 32, 3, 64, 16  # a microbatch, and a model of two key-value heads of 8
@@ -104,43 +104,11 @@ def test_experts(pool: WarmPool) -> None:
     assert sum(leaving for _, leaving, _ in of_ranks) == sum(coming for _, _, coming in of_ranks)
 
 
-class Collectives:
-    """Elements that a rank sends in torch's own collectives, as rings send them, by group."""
-
-    # torch 2.11 and 2.13 call the two of ZeRO by different names.
-    NAMES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-
-    def __init__(self) -> None:
-        self.sent: Counter[int] = Counter()
-        self._kept = {name: getattr(dist, name) for name in ("all_reduce", *self.NAMES) if hasattr(dist, name)}
-        self._inside = False
-
-    def __enter__(self) -> Collectives:
-        for name, original in self._kept.items():
-            setattr(dist, name, partial(self._counted, name, original))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name, original in self._kept.items():
-            setattr(dist, name, original)
-
-    def _counted(self, name: str, original: Any, *arguments: Any, **named: Any) -> Any:
-        if not self._inside:
-            sizes = [value.numel() for value in (*arguments, *named.values()) if hasattr(value, "numel")]
-            size = dist.get_world_size(named.get("group"))
-            self.sent[id(named.get("group"))] += max(sizes) * (size - 1) // size * (2 if name == "all_reduce" else 1)
-        self._inside = True
-        try:
-            return original(*arguments, **named)
-        finally:
-            self._inside = False
-
-
 def data_parallel(trainer: Any) -> list[int]:
     """What the largest user among groups sent in one step: gradients and weights, not the few numbers of the loop."""
     with Collectives() as collectives:
         trainer.train_step(0)
-    return [number for _, number in collectives.sent.most_common()]
+    return [number for _, number in collectives.by_group().most_common()]
 
 
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 5), (3, 12)])
