@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Vectors [b, share of t, width] of tokens int64 [b, t]."""
-        mine = (tokens >= self._mine.start) & (tokens < self._mine.stop)
-        found = F.embedding((tokens - self._mine.start) * mine, self.weight)
-        return self._axis.scatter_sum(found * mine.unsqueeze(-1), dim=1)
+        if self._mine:
+            mine = (tokens >= self._mine.start) & (tokens < self._mine.stop)
+            found = F.embedding((tokens - self._mine.start) * mine, self.weight) * mine.unsqueeze(-1)
+        else:  # fewer tokens than ranks: nothing here, but a gradient of nothing
+            found = self.weight.new_zeros((*tokens.shape, self.weight.shape[1])) + self.weight.sum()
+        return self._axis.scatter_sum(found, dim=1)
 
 
 def vocabulary_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, rows: int) -> Tensor:
@@ -40,11 +44,12 @@ def vocabulary_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, rows: int) 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, mine: range) -> Tensor:
-        highest = axis.max(logits.amax(dim=-1))
+        here_highest = logits.amax(dim=-1) if mine else logits.new_full(logits.shape[:-1], -math.inf)
+        highest = axis.max(here_highest)
         exponentials = (logits - highest.unsqueeze(-1)).exp_()
         here = (targets >= mine.start) & (targets < mine.stop)
         column = ((targets - mine.start) * here).unsqueeze(-1)
-        of_target = logits.gather(-1, column).squeeze(-1) * here
+        of_target = logits.gather(-1, column).squeeze(-1) * here if mine else torch.zeros_like(highest)
         # One collective for both sums.
         total, of_target = axis.sum(torch.stack((exponentials.sum(dim=-1), of_target))).unbind()
         counted = targets != IGNORED
@@ -54,5 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, column, here, counted = ctx.saved_tensors
-        slope = probabilities.scatter_add(-1, column, -here.to(probabilities.dtype).unsqueeze(-1))
+        slope = probabilities
+        if probabilities.shape[-1]:
+            slope = probabilities.scatter_add(-1, column, -here.to(probabilities.dtype).unsqueeze(-1))
         return slope.mul_((gradients[0] * counted).unsqueeze(-1)), None, None, None

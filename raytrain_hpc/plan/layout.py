@@ -190,7 +190,6 @@ def check_shape(config: Config, shape: ModelShape) -> None:
     tensor = {
         "attention heads": shape.num_heads,
         "feed-forward channels": shape.ffn_size,
-        "tokens in the vocabulary": shape.vocab_size,
     }
     needs = [("tp", p.tp, what, count) for what, count in tensor.items()]
     heads = f"attention heads on each of {p.tp} tensor-parallel ranks"

@@ -24,6 +24,14 @@ MODELS = {
     "llama, two groups of three": [*LLAMA, "model.hidden_size=48", "model.num_heads=6", "model.num_kv_heads=2"],
     "moe": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.num_experts=5", "model.shared_expert_size=23"],
     "moe, bias": [*GPT2, *ODD, "model.num_experts=5", "model.experts_per_token=1", "model.balance=bias"],
+    "llama, three tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=3", "model.tie_embeddings=false"],
+    "llama, 50257 tokens": [
+        *LLAMA,
+        "model.num_kv_heads=2",
+        "model.vocab_size=50257",
+        "train.global_batch=4",
+        "train.micro_batch=1",
+    ],
     "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
 }
 STEPS = 4

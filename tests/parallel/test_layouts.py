@@ -75,6 +75,10 @@ CASES = [
     ("llama, two groups of three", "tp-4"),
     ("llama, two groups of three", "ulysses-4"),
     ("llama, five tokens", "tp-4"),
+    ("llama, three tokens", "tp-4"),
+    ("llama, three tokens", "zero3-2 x tp-2"),
+    ("llama, 50257 tokens", "tp-2"),
+    ("llama, 50257 tokens", "tp-4"),
 ]
 CASES += [("gpt2", "zero3-2 x pp-2, zbv"), ("gpt2", "pp-4, gpipe")]
 CASES += [("moe", layout) for layout in LAYOUTS if "ep-" in layout]
