@@ -27,10 +27,11 @@ MODELS = {
     "llama, three tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=3", "model.tie_embeddings=false"],
     "llama, 50257 tokens": [
         *LLAMA,
-        "model.num_kv_heads=2",
         "model.vocab_size=50257",
-        "train.global_batch=4",
-        "train.micro_batch=1",
+        "model.hidden_size=16",
+        "model.num_layers=1",
+        "train.seq_len=7",
+        "train.global_batch=3",
     ],
     "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
 }
