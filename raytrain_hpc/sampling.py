@@ -35,7 +35,7 @@ def generate(
     """
     directory = RunDirectory(Path(run_dir))
     tokenizer = _tokenizer(directory)
-    model, context = _model(directory)
+    model, context = load_model(directory)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     made: list[int] = []
     shown = ""
@@ -62,7 +62,8 @@ def _tokenizer(directory: RunDirectory) -> Tokenizer:
     return tokenizer_from_json(plain)
 
 
-def _model(directory: RunDirectory) -> tuple[Decoder, int]:
+def load_model(directory: RunDirectory) -> tuple[Decoder, int]:
+    """The decoder of a run's newest valid checkpoint and its seq_len. Raises CheckpointError where there is none."""
     newest = CheckpointStore(directory.checkpoints).newest_valid(lambda path, reason: None)
     if newest is None:
         raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
@@ -73,6 +74,10 @@ def _model(directory: RunDirectory) -> tuple[Decoder, int]:
     with torch.device("meta"):
         model = Decoder(shape).to(dtype)
     model.to_empty(device="cpu")
-    held = [Held.of(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
+    for buffer in model.buffers():
+        buffer.zero_()
+    # A second name of a tied weight is no entry of its own; a router's bias is.
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = [Held.of(f"model.{name}", named[name].detach()) for name in model.state_dict() if name in named]
     read_pieces(newest, Holding(held))
     return model.eval(), int(newest.meta["seq_len"])

@@ -117,7 +117,7 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
 
 
 def _only_data_parallel(config: Config) -> None:
-    for axis in ("tp", "cp", "pp"):
+    for axis in ("tp", "cp", "pp", "ep"):
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:
             raise LayoutError(key, size, config.origin(key), "a model of your own trains data-parallel; set it to 1")

@@ -69,17 +69,21 @@ class Sharded:
         Stock pipeline schedules over FSDP2 reduce once a step and leave out the weights computed after it; this calls
         what FSDP2 itself calls at the end of a backward pass, as torch's own pipeline runtime does.
         """
+        module = self._sharded[stage]
+        root = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
+        # First only add them to what waits in the type of the reduction, where norms already are.
+        self._set(module, last=last, reduce=False)
+        for group in groups:
+            group.post_backward()
         if self._zero == 1 and not last:
             return
-        module = self._sharded[stage]
         self._set(module, last=last, reduce=True)
         # Replicas add theirs up each time: FSDP2 keeps partial sums only where every pass reaches the same parameters,
         # and here norms, whose gradients do not wait, can be a pass ahead of the products.
         module.set_requires_all_reduce(True)
-        root = fully_shard.state(module)  # type: ignore[attr-defined]
-        for state in root._state_ctx.all_states:
-            for group in _groups(state):
-                group.post_backward()
+        for group in groups:
+            group.post_backward()
         root._root_post_backward_final_callback()
 
     def finish(self) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import LayoutError
-from tests.parallel.numbers import BASE, MODELS, STEPS, run
+from raytrain_hpc.sampling import load_model
+from tests.parallel.numbers import BASE, MODELS, STEPS, run, whole_state
 from tests.pool import WarmPool, small, steps_of
 
 
@@ -124,10 +127,19 @@ def test_recompute_changes_no_number(pool: WarmPool, alone, layout: str, policy:
     assert losses(pool, *words) == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["tp-2", "ring-2", "ulysses-2 x tp-2"])
-def test_bf16_stays_near(pool: WarmPool, alone, layout: str) -> None:
-    rounded = losses(pool, *BASE, *MODELS["llama"], *LAYOUTS[layout], "train.dtype=bf16")
-    assert rounded == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=5e-3)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", "tp-2"),
+        ("llama", "ring-2"),
+        ("llama", "ulysses-2 x tp-2"),
+        ("llama", "zero3-2 x pp-2, zbv"),
+        ("moe", "zero2-2 x pp-2, ep-2"),
+    ],
+)
+def test_bf16_stays_near(pool: WarmPool, alone, model: str, layout: str) -> None:
+    rounded = losses(pool, *BASE, *MODELS[model], *LAYOUTS[layout], "train.dtype=bf16")
+    assert rounded == pytest.approx([step["train/loss"] for step in alone(model, layout)[0]], rel=5e-3)
 
 
 def losses(pool: WarmPool, *words: str) -> list[float]:
@@ -171,3 +183,15 @@ def test_a_rank_without_a_part_is_refused(tmp_path: Path, words: list[str], key:
     with pytest.raises(LayoutError) as refused:
         prepare_run(small(tmp_path, "cluster.workers=4", *words), None, print)
     assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
+
+
+def test_sampling_uses_the_bias_that_was_learnt(pool: WarmPool, tmp_path: Path) -> None:
+    words = [*MODELS["moe, bias"], "model.balance_rate=0.5", "train.steps=3", "cluster.workers=3", "parallel.ep=3"]
+    pool.train(small(tmp_path, *words))
+    decoder, _ = load_model(RunDirectory(tmp_path))
+    saved = whole_state(tmp_path, 3)
+    for name, buffer in decoder.named_buffers():
+        if name.endswith("bias"):
+            assert buffer.abs().max() >= 0.5 and torch.equal(buffer.double(), saved[f"model.{name}"])
+        else:
+            assert not buffer.any()
