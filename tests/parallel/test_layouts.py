@@ -186,7 +186,14 @@ def test_a_rank_without_a_part_is_refused(tmp_path: Path, words: list[str], key:
 
 
 def test_sampling_uses_the_bias_that_was_learnt(pool: WarmPool, tmp_path: Path) -> None:
-    words = [*MODELS["moe, bias"], "model.balance_rate=0.5", "train.steps=3", "cluster.workers=3", "parallel.ep=3"]
+    words = [
+        *MODELS["moe, bias"],
+        "model.balance_rate=0.5",
+        "train.steps=3",
+        "train.dtype=fp64",
+        "cluster.workers=3",
+        "parallel.ep=3",
+    ]
     pool.train(small(tmp_path, *words))
     decoder, _ = load_model(RunDirectory(tmp_path))
     saved = whole_state(tmp_path, 3)
