@@ -38,15 +38,18 @@ def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> int:
     return max(held(rank, pipeline.stages_of(pp)) for rank in range(tp) for pp in ranks)
 
 
-def state_bytes(parameters: int, layout: Layout, dtype: str, optimizer: str) -> int:
+def state_bytes(parameters: int, layout: Layout, dtype: str, optimizer: str, offload: str) -> int:
     """Weights, gradients and optimizer state in bytes, of one rank that has this many `parameters` before ZeRO.
 
     torch-native mixed precision (weights and gradients kept in fp32, compute copies not counted): 4 + 4 + 8 bytes a
     parameter, of which ZeRO-1 shards the optimizer and keeps full weights beside their shard, ZeRO-2 shards the
     gradients too and ZeRO-3 everything (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    What is counted is the device's memory: moments that are offloaded, to host memory or disk, are not, though a
+    device that is a CPU has them in the same memory under offload=cpu. Their copies of a chunk are not counted either.
     """
     width = 8 if dtype == "fp64" else 4
-    moments = 2 * width if optimizer == "adamw" else 0
+    moments = 2 * width if optimizer == "adamw" and offload == "none" else 0
     shards = layout.dp_shard
     sharded = moments
     full = 0
