@@ -110,14 +110,14 @@ def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     vocab = 256 if config.model.vocab_size == "auto" else None
     shape = resolve_shape(config.model, vocab_size=vocab, seq_len=config.train.seq_len)
     check_shape(config, shape)
-    own = parameters_of_rank(shape, layout, config.train.seq_len)
+    own, train = parameters_of_rank(shape, layout, config.train.seq_len), config.train
     return {
         "workers": world,
         "layout": asdict(layout),
         "microbatches": asdict(batching),
         "microbatches_per_rank": [len(share) for share in batching.shares(layout.data_parallel)],
         "parameters": shape.num_parameters(),
-        "state_bytes_per_rank": state_bytes(own, layout, config.train.dtype, config.train.optimizer),
+        "state_bytes_per_rank": state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload),
         "flops_per_token": flops_per_token(shape, config.train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
     }

@@ -164,6 +164,14 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = key(
         "none", "Activations kept for backward: all; matrix products and attention only; each block's input only."
     )
+    offload: Literal["none", "cpu", "disk"] = key(
+        "none",
+        "Where the optimizer's state lives: with the weights; in host memory; in memory-mapped files under "
+        "parallel.offload_dir, of which a bounded part is resident. The CPU steps what is offloaded.",
+    )
+    offload_dir: str = key(
+        "", "Directory on a disk of each node for offload=disk; the files have no names and end with their process."
+    )
     bucket_mib: int = key(25, "Size of a gradient bucket in plain data parallel.", minimum=1)
 
 

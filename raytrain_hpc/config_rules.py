@@ -12,7 +12,7 @@ from raytrain_hpc.errors import ConfigError
 def check_rules(config: Config) -> None:
     """Raise ConfigError for the first rule that a config breaks."""
     _ranges(config)
-    for rule in (_run, _model, _data, _train, _observe):
+    for rule in (_run, _model, _data, _train, _parallel, _observe):
         rule(config)
 
 
@@ -96,8 +96,16 @@ def _train(config: Config) -> None:
     for key, value, holds, remedy in checks:
         if not holds(value):
             raise _fail(config, key, remedy)
-    if config.parallel.zero > 3:
+
+
+def _parallel(config: Config) -> None:
+    p = config.parallel
+    if p.zero > 3:
         raise _fail(config, "parallel.zero", "ZeRO has the stages 0, 1, 2 and 3")
+    if p.offload != "none" and config.train.optimizer == "sgd":
+        raise _fail(config, "parallel.offload", "train.optimizer=sgd keeps no state; use none")
+    if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
+        raise _fail(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 
 
 def _observe(config: Config) -> None:

@@ -25,6 +25,10 @@ class LayoutError(ConfigError):
     """The parallel axes, the batch and the number of workers do not fit together."""
 
 
+class OffloadError(ConfigError):
+    """parallel.offload_dir cannot hold a rank's optimizer state. A worker finds that, before its first step."""
+
+
 class DataError(RaytrainError):
     """An input, a dataset or a tokenizer cannot be used."""
 

@@ -137,6 +137,7 @@ def located(config: Config) -> Config:
     moved = deepcopy(config)
     moved.run.dir = str(Path(config.run.dir).absolute())
     moved.data.path = _absolute(config.data.path)
+    moved.parallel.offload_dir = _absolute(config.parallel.offload_dir)
     for source in moved.data.sources:
         source.path = _absolute(source.path)
     return moved

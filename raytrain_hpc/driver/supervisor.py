@@ -169,7 +169,9 @@ class Supervisor:
     def _announce(self, prepared: PreparedRun, layout: Layout, batching: Batching) -> None:
         config, shape, train = self._config, prepared.shape, self._config.train
         own = parameters_of_rank(shape, layout, train.seq_len)
-        state = None if self._custom else state_bytes(own, layout, train.dtype, train.optimizer)
+        state = (
+            None if self._custom else state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
+        )
         plan = {
             "layout": asdict(layout),
             "workers": layout.world,

@@ -69,21 +69,25 @@ def _largest_share(total: int, ranks: int) -> int:
     return -(-total // ranks)
 
 
-def state_bytes(parameters: RankParameters, layout: Layout, dtype: str, optimizer: str) -> int:
+def state_bytes(parameters: RankParameters, layout: Layout, dtype: str, optimizer: str, offload: str = "none") -> int:
     """Weights, gradients and optimizer state in bytes, of one rank that has these `parameters` before ZeRO.
 
     torch-native mixed precision (weights and gradients kept in fp32, compute copies not counted): 4 + 4 + 8 bytes a
     parameter, of which ZeRO-1 shards the optimizer and keeps full weights beside their shard, ZeRO-2 shards the
     gradients too and ZeRO-3 everything (Rajbhandari et al. 2020, arXiv 1910.02054). In a pipeline ZeRO-1 is the same.
+
+    What is counted is the device's memory: moments that are offloaded, to host memory or disk, are not, though a
+    device that is a CPU has them in the same memory under offload=cpu. Their copies of a chunk are not counted either.
     """
+    moments = 2 if optimizer == "adamw" and offload == "none" else 0
     expert_shards = layout.expert_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
-    dense = _bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, optimizer)
-    return dense + _bytes(parameters.experts, layout.zero if expert_shards > 1 else 0, expert_shards, dtype, optimizer)
+    dense = _bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, moments)
+    return dense + _bytes(parameters.experts, layout.zero if expert_shards > 1 else 0, expert_shards, dtype, moments)
 
 
-def _bytes(parameters: int, zero: int, shards: int, dtype: str, optimizer: str) -> int:
+def _bytes(parameters: int, zero: int, shards: int, dtype: str, moments: int) -> int:
     width = 8 if dtype == "fp64" else 4
-    sharded = 2 * width if optimizer == "adamw" else 0
+    sharded = moments * width
     full = 0
     for stage in (2, 3):  # gradients, then weights
         if zero >= stage:

@@ -33,7 +33,8 @@ from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.norm import GradientNorm, Region
-from raytrain_hpc.worker.optim import Optimizer
+from raytrain_hpc.worker.offload import home_of
+from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
 from raytrain_hpc.worker.passes import Passes, WholeModel
 from raytrain_hpc.worker.pipelined import Pipelined, Timeline
 from raytrain_hpc.worker.saving import Saver, gather_indexes
@@ -54,7 +55,8 @@ def build_trainer(
     marks["groups"] = time.time()
     task = _task(spec, place)
     parallel = _model(task, config, place)
-    optimizer = Optimizer(parallel.parameters, config.train)
+    home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
+    optimizer = Optimizer(parallel.parameters, config.train, home)
     holding = state_of(parallel, optimizer)
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     indexes = gather_indexes(holding, place)
@@ -62,6 +64,7 @@ def build_trainer(
         _load(read_manifest(store.path(spec.resume_step)), holding, indexes)
         optimizer.set_steps(spec.resume_step)
     _check_replicas(holding, place)
+    home.rest()
     marks["model"] = time.time()
     dataset = open_dataset(config.data, vocab_size=spec.shape.vocab_size, seed=config.run.seed, verify_limit_bytes=0)
     stream, evaluation = _data(config, dataset, spec)

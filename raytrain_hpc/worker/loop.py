@@ -77,11 +77,11 @@ class Trainer:
             record = self._record(step, result, time.perf_counter() - began)
             saving = self.saver.due(step) or step == steps_to or stopped
             if saving:  # before the evaluation, which can take its time
-                record["time/checkpoint_s"] = self.saver.save(step)
+                record["time/checkpoint_s"] = self._save(step)
             if not stopped and self.evaluation is not None and evaluates(self.config.train, step, steps_to):
                 stopped = not self._evaluate_into(record)
                 if stopped and not saving:
-                    record["time/checkpoint_s"] = self.saver.save(step)
+                    record["time/checkpoint_s"] = self._save(step)
             self.emit({"type": "step", "metrics": record})
         self.saver.finish()
         return "stopped" if stopped else "done"
@@ -139,6 +139,11 @@ class Trainer:
         if loss is not None:
             record["val/loss"] = loss
         return loss is not None
+
+    def _save(self, step: int) -> float:
+        waited = self.saver.save(step)
+        self.optimizer.rest()
+        return waited
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: the same answer on all of them."""

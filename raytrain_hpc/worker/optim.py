@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -9,6 +11,14 @@ from torch.optim.sgd import sgd
 
 from raytrain_hpc.config import TrainConfig
 from raytrain_hpc.state.holding import local
+from raytrain_hpc.worker.offload import Home, Part
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+
+
+def slices_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What this rank stores of each parameter, as plain tensors."""
+    return {name: local(parameter.detach()) for name, parameter in parameters.items()}
 
 
 class Optimizer:
@@ -16,51 +26,49 @@ class Optimizer:
 
     Element-wise kernels on plain local tensors give the same numbers for any sharding and pay no DTensor dispatch.
     Moments exist from the start, so that the state has one shape from the first checkpoint on. These are torch's
-    functional forms: its optimizer classes import TorchDynamo, 2 s and 74 MiB a worker.
+    functional forms: its optimizer classes import TorchDynamo, 2 s and 74 MiB a worker. Where moments live is `home`'s.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig):
-        self._parameters, self._train = parameters, train
-        self._slices = {name: local(p.detach()) for name, p in parameters.items()}
-        kinds = () if train.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
-        self.moments = {kind: {name: torch.zeros_like(s) for name, s in self._slices.items()} for kind in kinds}
+    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, home: Home):
+        self._parameters, self._train, self._home = parameters, train, home
+        self.moments = home.moments
         self.set_steps(0)
 
     def set_steps(self, steps: int) -> None:
         """State how many steps the moments have seen (AdamW's bias correction)."""
-        self._counts = {
-            name: torch.tensor(float(steps), dtype=torch.float32, device=s.device) for name, s in self._slices.items()
-        }
+        self._steps = steps
+
+    def rest(self) -> None:
+        """Moments were read or filled: give back memory that this took."""
+        self._home.rest()
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's slice of every gradient. A parameter that the loss did not reach has none."""
         return {  # a rank can hold no row of a small tensor
             name: local(parameter.grad)
             for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._slices[name].numel()
+            if parameter.grad is not None and self._home.slices[name].numel()
         }
 
     def step(self, rate: float) -> None:
         """Step every slice with the gradients now on the parameters, then drop the gradients."""
         gradients = self.gradients()
         for decayed in (True, False):
-            names = [name for name in gradients if (self._parameters[name].ndim >= 2) is decayed]
-            if names:
-                decay = self._train.weight_decay if decayed else 0.0
-                self._update(names, [gradients[name] for name in names], rate, decay)
-        for name, parameter in self._parameters.items():
-            if name not in gradients:
-                self._counts[name] += 1  # all counts are the step, which is what a checkpoint knows of them
+            chosen = {name: one for name, one in gradients.items() if (self._parameters[name].ndim >= 2) is decayed}
+            for part in self._home.parts(chosen):
+                self._update(part, rate, self._train.weight_decay if decayed else 0.0)
+        self._steps += 1
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, names: list[str], gradients: list[Tensor], rate: float, decay: float) -> None:
-        weights, train = [self._slices[name] for name in names], self._train
+    def _update(self, part: Part, rate: float, decay: float) -> None:
+        weights, gradients, train = list(part.weights), list(part.gradients), self._train
         if train.optimizer == "sgd":
             sgd(
                 weights,
                 gradients,
-                [None] * len(names),
+                [None] * len(weights),
                 lr=rate,
                 weight_decay=decay,
                 momentum=0.0,
@@ -69,13 +77,15 @@ class Optimizer:
                 maximize=False,
             )
             return
+        # The kernel adds one to every count that it is given, and a tensor can come in several parts.
+        counts = torch.full((len(weights),), float(self._steps), dtype=torch.float32, device=weights[0].device)
         adamw(
             weights,
             gradients,
-            [self.moments["exp_avg"][name] for name in names],
-            [self.moments["exp_avg_sq"][name] for name in names],
+            list(part.moments["exp_avg"]),
+            list(part.moments["exp_avg_sq"]),
             [],
-            [self._counts[name] for name in names],
+            list(counts.unbind()),
             fused=True,
             amsgrad=False,
             beta1=train.beta1,

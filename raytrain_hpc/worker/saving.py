@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
@@ -34,7 +35,9 @@ class Saver:
         emit: Callable[[Record], None],
     ):
         self._store, self._generation, self._config = store, generation, config
-        self._rank, self._emit = place.rank, emit
+        self._rank = place.rank
+        # No method of this: a circle of references would keep the state, and its scratch on disk, after the run.
+        self._report = partial(_report, emit, place.rank, generation)
         self._mine = _own_share(holding, indexes, place)
         self._writer = CheckpointWriter(self._report)
 
@@ -58,8 +61,9 @@ class Saver:
         """Wait until everything is written."""
         self._writer.finish()
 
-    def _report(self, report: Record) -> None:
-        self._emit({"type": "shard", "rank": self._rank, "generation": self._generation, **report})
+
+def _report(emit: Callable[[Record], None], rank: int, generation: int, report: Record) -> None:
+    emit({"type": "shard", "rank": rank, "generation": generation, **report})
 
 
 def gather_indexes(holding: Holding, place: Place) -> list[StateIndex]:
