@@ -156,6 +156,12 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = key(
         "none", "Activations kept for backward: all; matrix products and attention only; each block's input only."
     )
+    tile_mib: float = key(
+        0.0,
+        "Largest weight, in MiB of its compute type, that ZeRO-3 gathers at once; larger linear layers are gathered "
+        "tile by tile; 0: never tile.",
+        minimum=0,
+    )
     bucket_mib: int = key(25, "Size of a gradient bucket in plain data parallel.", minimum=1)
 
 
