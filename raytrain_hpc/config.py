@@ -172,6 +172,12 @@ class ParallelConfig:
     offload_dir: str = key(
         "", "Directory on a disk of each node for offload=disk; the files have no names and end with their process."
     )
+    tile_mib: float = key(
+        0.0,
+        "Largest weight, in MiB of its compute type, that ZeRO-3 gathers at once; larger linear layers are gathered "
+        "tile by tile; 0: never tile.",
+        minimum=0,
+    )
     bucket_mib: int = key(25, "Size of a gradient bucket in plain data parallel.", minimum=1)
 
 

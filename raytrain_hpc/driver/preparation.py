@@ -121,6 +121,9 @@ def _only_data_parallel(config: Config) -> None:
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:
             raise LayoutError(key, size, config.origin(key), "a model of your own trains data-parallel; set it to 1")
+    if tile := config.parallel.tile_mib:
+        key = "parallel.tile_mib"
+        raise LayoutError(key, tile, config.origin(key), "a model of your own is gathered block by block; set it to 0")
 
 
 def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:

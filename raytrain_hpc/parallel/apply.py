@@ -1,6 +1,7 @@
 """The one place that fixes the order in which dimensions wrap a model.
 
-Stages of the pipeline are built apart; then each goes through tensor, context, recompute, deferral, compile, data.
+Stages of the pipeline are built apart; then each goes through tensor, context, tiles, recompute, deferral, compile,
+data.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from raytrain_hpc.parallel.recompute import recompute
 from raytrain_hpc.parallel.replicate import Replicated
 from raytrain_hpc.parallel.sums import sum_over_ranks, sum_two_copies
 from raytrain_hpc.parallel.tensor import TensorParallel, head_name, share_out
+from raytrain_hpc.parallel.tiled import tile
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.state.cut import Cut
 
@@ -91,6 +93,8 @@ def parallelise(
     for stage, module in modules.items():
         if isinstance(module, Decoder):
             _cut(module, axes, config.train.seq_len, tensor)
+            if config.parallel.tile_mib and layout.dp_shard > 1:
+                tile(module, _tile_elements(config), layout.dp_shard, tensor.cuts)
         blocks[stage] = list(module.blocks().values()) if isinstance(module, Decoder) else blocks_of(module)
         recompute(blocks[stage] or [module], config.parallel.recompute, keyed_randomness=keyed_randomness)
         if layout.pp > 1 and layout.pipeline.splits_backward:
@@ -148,6 +152,11 @@ def _data_parallel(
     if len(parts) > 1:
         return Several(parts)
     return parts[0] if parts else Alone()
+
+
+def _tile_elements(config: Config) -> int:
+    width = 2 if config.train.dtype == "bf16" else compute_type(config.train.dtype).itemsize
+    return int(config.parallel.tile_mib * 2**20) // width
 
 
 def _is_meta(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -24,6 +25,11 @@ def recompute(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not keyed_randomness}
     if policy == "selective":
+        # Units of FSDP2 inside a block mark their gathers for profilers, more often while they recompute.
+        profiler = torch.ops.profiler
+        SAC_IGNORED_OPS.update(
+            (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
+        )
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive(_expensive_ops()))
     for block in blocks:
         # The forward is replaced, not the module wrapped: names in the state stay those of the model.

@@ -20,10 +20,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config import ParallelConfig
 from raytrain_hpc.model.experts import Experts
 from raytrain_hpc.parallel.quantised import QuantisedAllGather, QuantisedReduceScatter, Sent
+from raytrain_hpc.parallel.tiled import Tiles
 
 
 class Sharded:
@@ -121,8 +123,11 @@ def _quantise(modules: Sequence[nn.Module], what: str, sent: Sent) -> None:
 
 
 def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]) -> FSDPModule:
-    for part in (*blocks, module):
+    tiles = [tile for part in module.modules() if isinstance(part, Tiles) for tile in part]
+    for part in (*tiles, *blocks, module):
         shard(part, mesh=mesh)
+    for tile in tiles:
+        _Turn(tile)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo
@@ -132,6 +137,25 @@ def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, sha
     if not isinstance(module, FSDPModule):
         raise TypeError("fully_shard did not wrap the module")
     return module
+
+
+class _Turn:
+    """Has a tile freed after a recomputed forward pass.
+
+    FSDP2 keeps what such a pass gathers for the backward pass that follows: all tiles of a block at once.
+    """
+
+    def __init__(self, tile: nn.Module):
+        self._in_backward = False
+        tile.register_forward_pre_hook(self._before, prepend=True)  # before FSDP2 gathers
+        tile.register_forward_hook(self._after)
+
+    def _before(self, tile: nn.Module, inputs: Any) -> None:
+        self._in_backward = not isinstance(tile.weight, DTensor)  # its own, which has begun and needs the weight
+
+    def _after(self, tile: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._in_backward and isinstance(tile, FSDPModule):
+            tile.reshard()
 
 
 def _groups(state: Any) -> list[Any]:

@@ -101,7 +101,11 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, share of t, outputs] of x [b, t, inputs]."""
-        summed = self._axis.scatter_sum(self.product(x, self.weight), _SEQUENCE)
+        return self.complete(self.product(x, self.weight))
+
+    def complete(self, product: Tensor) -> Tensor:
+        """What the ranks' products [b, t, outputs] come to."""
+        summed = self._axis.scatter_sum(product, _SEQUENCE)
         return summed if self.bias is None else summed + self.bias
 
 

@@ -167,6 +167,11 @@ def check_axes(config: Config) -> None:
         if getattr(p, key) not in (0, "none") and p.zero < needed:
             stages = "parallel.zero=3" if needed == 3 else "parallel.zero=1, 2 or 3"
             raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
+    if p.tile_mib and (p.zero != 3 or config.train.compile):
+        remedy = "only ZeRO-3 gathers weights layer by layer; set parallel.zero=3 or parallel.tile_mib=0"
+        if p.zero == 3:
+            remedy = "train.compile is not proven together with it yet; set train.compile=false"
+        raise LayoutError("parallel.tile_mib", p.tile_mib, config.origin("parallel.tile_mib"), remedy)
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
         remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
         raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)

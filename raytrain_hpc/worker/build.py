@@ -199,11 +199,13 @@ def _model(task: Task, config: Config, place: Place) -> Parallel:
         place.experts,
         keyed_randomness=task.keyed_randomness,
     )
+    slices: dict[str, list[_Slice]] = {}
     for name in parallel.parameters:
-        one = _Slice(parallel, name)
-        whole = task.initial(one.cut.name, torch.Size(one.cut.shape))
+        slices.setdefault(parallel.cut(name).name, []).append(_Slice(parallel, name))
+    for canonical, parts in slices.items():
+        whole = task.initial(canonical, torch.Size(parts[0].cut.shape))
         if whole is not None:
-            for held in one.held("model", one.tensor):
+            for held in (held for one in parts for held in one.held("model", one.tensor)):
                 held.tensor.copy_(whole[held.box.slices_in(Box.whole(held.shape))])
     if isinstance(task, DecoderTask):  # its buffers are counts and biases
         for buffer in (one for module in modules.values() for one in module.buffers()):
