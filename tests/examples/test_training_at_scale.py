@@ -1,0 +1,72 @@
+"""The training-at-scale exercise: its plan for real, its measurements with small models and few steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import training_at_scale as scale
+from raytrain_hpc import RaytrainError
+
+TINY = ["model.hidden_size=32", "model.num_heads=4", "model.num_layers=4", "train.seq_len=16"]
+STEPS = 5
+
+
+def test_fits_says_what_a_device_holds_and_loads_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from examples.training_at_scale import main; main(['fits']); assert 'torch' not in sys.modules"
+    root = Path(scale.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Activations are not counted" in done.stdout
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "|" in line]
+    fits = {(int(dp), int(tp), int(zero)): last for _, dp, tp, zero, *_, last in cells[2:]}
+    assert len(fits) == len(scale.CANDIDATES)
+    assert {fits[dp, 1, 0] for dp in (1, 8, 64)} == {"no"}
+    assert {last for (_, tp, zero), last in fits.items() if tp > 1 and zero} == {"yes"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fits_follows_the_closed_form_of_zero() -> None:
+    state = {(row["tp"], row["ZeRO"], row["ranks"]): float(row["state GiB a rank"]) for row in scale.fits([])}
+    whole = state[1, 0, 8]
+    # Of 16 bytes a parameter ZeRO-1 shards 8, ZeRO-2 12 and ZeRO-3 all; 1 and 2 keep a shard of the weights beside.
+    expected = {1: (8 + 12 / 8) / 16, 2: (4 + 16 / 8) / 16, 3: 1 / 8}
+    assert {stage: state[1, stage, 8] / whole for stage in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_tensor_parallel_measures_every_degree_and_depth(ray_cluster: None, tmp_path: Path) -> None:
+    rows = scale.tensor_parallel(TINY, tmp_path, STEPS, degrees=(1, 2), parts=(1, 4))
+    assert [(row["layers"], row["tp"]) for row in rows] == [(4, 1), (4, 2), (1, 1), (1, 2)]
+    assert all(float(row["step ms"]) > 0 for row in rows)
+    with pytest.raises(RaytrainError, match="never"):  # what was measured before is not taken for a measurement
+        scale.measure([*scale.SMALL, *TINY], tmp_path / "tp1-layers4", STEPS)
+
+
+def test_a_layer_is_the_slope() -> None:
+    times = {(8, 1): 90.0, (2, 1): 30.0, (8, 4): 200.0, (2, 4): 80.0}
+    rows: list[scale.Row] = [{"layers": layers, "tp": tp, "step ms": ms} for (layers, tp), ms in times.items()]
+    assert scale.a_layer(rows, cores=2) == [
+        {"tp": 1, "ms a layer": 10.0, "arithmetic alone": 10.0, "ms beside the layers": 10.0},
+        {"tp": 4, "ms a layer": 20.0, "arithmetic alone": 5.0, "ms beside the layers": 40.0},
+    ]
+
+
+def test_microbatches_stand_beside_the_closed_form(ray_cluster: None, tmp_path: Path) -> None:
+    rows = scale.microbatches(TINY, tmp_path, STEPS, counts=(1, 4))
+    assert [row["microbatches"] for row in rows] == [1, 4]
+    assert [row["bubble"] for row in rows] == [1 / 2, 1 / 5]
+    assert [row["ideal share"] for row in rows] == [1 / 2, 4 / 5]
+    assert all(float(row["tok/s"]) > 0 for row in rows)
+    # One microbatch leaves each of two ranks idle while the other computes, however fast the machine is.
+    assert float(rows[0]["recorded idle"]) > 0.4
+    assert 0 < float(rows[1]["recorded idle"]) < 1
+    assert (tmp_path / "microbatches4/timeline/step-00000005.svg").exists()
