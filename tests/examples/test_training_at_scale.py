@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import raytrain_hpc as rt
 from examples import training_at_scale as scale
-from raytrain_hpc import RaytrainError
 
 TINY = ["model.hidden_size=32", "model.num_heads=4", "model.num_layers=4", "train.seq_len=16"]
 STEPS = 5
@@ -43,12 +44,28 @@ def test_fits_follows_the_closed_form_of_zero() -> None:
     assert {stage: state[1, stage, 8] / whole for stage in expected} == pytest.approx(expected, rel=1e-6)
 
 
-def test_tensor_parallel_measures_every_degree_and_depth(ray_cluster: None, tmp_path: Path) -> None:
-    rows = scale.tensor_parallel(TINY, tmp_path, STEPS, degrees=(1, 2), parts=(1, 4))
-    assert [(row["layers"], row["tp"]) for row in rows] == [(4, 1), (4, 2), (1, 1), (1, 2)]
+def test_tensor_parallel_has_every_degree_and_depth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[rt.Config] = []
+
+    def measured(words: Sequence[str], run_dir: Path, steps: int) -> list[float]:
+        asked.append(rt.load_config(None, list(words)))
+        return [0.25 * asked[-1].parallel.tp] * 3
+
+    monkeypatch.setattr(scale, "measure", measured)
+    rows = scale.tensor_parallel([], tmp_path, STEPS)
+    grid = [(layers, tp) for layers in (8, 4, 2) for tp in (1, 2, 4)]
+    assert [(row["layers"], row["tp"]) for row in rows] == grid
+    assert [(config.model.num_layers, config.parallel.tp) for config in asked] == grid
+    assert [config.cluster.workers for config in asked] == [tp for _, tp in grid]
+    assert [row["times tp=1"] for row in rows] == [1, 2, 4] * 3
+
+
+def test_tensor_parallel_is_measured(ray_cluster: None, tmp_path: Path) -> None:
+    rows = scale.tensor_parallel(TINY, tmp_path, STEPS, degrees=(1, 2), parts=(2,))
+    assert [(row["layers"], row["tp"]) for row in rows] == [(2, 1), (2, 2)]
     assert all(float(row["step ms"]) > 0 for row in rows)
-    with pytest.raises(RaytrainError, match="never"):  # what was measured before is not taken for a measurement
-        scale.measure([*scale.SMALL, *TINY], tmp_path / "tp1-layers4", STEPS)
+    with pytest.raises(rt.RaytrainError, match="never"):  # an old run is not taken for a measurement
+        scale.measure([*scale.SMALL, *TINY], tmp_path / "tp1-layers2", STEPS)
 
 
 def test_a_layer_is_the_slope() -> None:
