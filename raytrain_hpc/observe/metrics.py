@@ -12,7 +12,7 @@ KEYS = {
     "throughput/tokens_per_sec_per_device": "The same, divided by the number of workers.",
     "throughput/mfu": "Model FLOPs of the step over time/step_s x devices x peak; null where the peak is unknown.",
     "time/unix": "When the step was committed.",
-    "time/step_s": "Wall time of the step on rank 0, data and checkpoint included, evaluation not.",
+    "time/step_s": "Wall time of the step on rank 0, data included, checkpoint and evaluation not.",
     "time/data_s": "Part of it spent waiting for tokens.",
     "time/checkpoint_s": "Part of it spent on a checkpoint (the copy; the writing goes on behind).",
     "memory/peak_gib": "Peak memory of rank 0's device, or resident memory of its process on CPU.",
