@@ -14,7 +14,7 @@ KEYS = {
     "time/unix": "When the step was committed.",
     "time/step_s": "Wall time of the step on rank 0, data included, checkpoint and evaluation not.",
     "time/data_s": "Part of it spent waiting for tokens.",
-    "time/checkpoint_s": "Part of it spent on a checkpoint (the copy; the writing goes on behind).",
+    "time/checkpoint_s": "What a checkpoint took after it (the copy; the writing goes on behind).",
     "memory/peak_gib": "Peak memory of rank 0's device, or resident memory of its process on CPU.",
     "elastic/world_size": "Ranks that made the step.",
     "elastic/generation": "Generation of the process groups: one more after each restart.",
