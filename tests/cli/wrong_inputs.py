@@ -64,7 +64,16 @@ WRONG = [
     train("circular base", "{dir}/egg.yaml", "base=", "break the circle"),
     train("batch that does not divide", "train.micro_batch=5", "train.micro_batch=5", "4 would"),
     train("heads that do not divide", "model.num_heads=5", "model.num_heads=5", "must divide model.hidden_size=32"),
-    train("axis not offered", "parallel.pp=2 cluster.workers=auto", "parallel.pp=2", "set it to 1"),
+    train("more stages than layers", "parallel.pp=2 cluster.workers=auto", "parallel.pp=2", "there are 1 layers"),
+    train("experts on too many ranks", "parallel.ep=2 cluster.workers=2", "parallel.ep=2", "there are 0 experts"),
+    train(
+        "a microbatch count",
+        "parallel.pp=2 parallel.schedule=interleaved_1f1b cluster.workers=2 model.num_layers=4"
+        " train.global_batch=5 train.micro_batch=1",
+        "train.micro_batch=1",
+        "2 equal rounds",
+    ),
+    train("quantized without ZeRO", "parallel.quantize=both", "parallel.quantize", "needs parallel.zero=1, 2 or 3"),
     train("more ranks than heads", "parallel.tp=8 cluster.workers=8", "parallel.tp=8", "4 attention heads"),
     train("compiler and a cut model", "parallel.tp=2 train.compile=true", "parallel.tp=2", "set train.compile=false"),
     train("sequence too short", "parallel.cp=4 cluster.workers=4 train.seq_len=7", "parallel.cp=4", "at least 8"),

@@ -44,10 +44,13 @@ def run(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The metrics of every step, and the whole state after the first one and the last one."""
     words = (*BASE, *words, f"train.steps={steps}", "checkpoint.keep=0")
-    first = steps_of(pool.train(small(directory, *words), steps_to=1)[0])
-    rest = steps_of(pool.train(small(directory, *words), resume_step=1)[0])
+    if steps <= STEPS:
+        made = steps_of(pool.train(small(directory, *words, "checkpoint.every=1"))[0])
+    else:  # a checkpoint every step would be too many
+        made = steps_of(pool.train(small(directory, *words), steps_to=1)[0])
+        made += steps_of(pool.train(small(directory, *words), resume_step=1)[0])
     state = {f"{step} {name}": x for step in (1, steps) for name, x in whole_state(directory, step).items()}
-    return first + rest, state
+    return made, state
 
 
 def whole_state(directory: Path, step: int) -> dict[str, torch.Tensor]:

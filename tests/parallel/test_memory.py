@@ -37,11 +37,9 @@ LAYOUTS = {
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
     "zero2-2": ["cluster.workers=2", "parallel.zero=2"],
     "zero3-2": ["cluster.workers=2", "parallel.zero=3"],
-    "tp-2": ["cluster.workers=2", "parallel.tp=2"],
     "zero3-2 x tp-2": ["cluster.workers=4", "parallel.zero=3", "parallel.tp=2"],
     "pp-2, untied": ["cluster.workers=2", "parallel.pp=2", "model.tie_embeddings=false"],
     "pp-2 x zero3-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zbv"],
-    "ep-2": ["cluster.workers=2", *EXPERTS],
     "zero3-4, ep-2": ["cluster.workers=4", "parallel.zero=3", *EXPERTS],
 }
 

@@ -20,7 +20,6 @@ LIMIT = 768 * 8  # bytes: in fp64 every matrix of these models is cut into two t
 TILED = [f"parallel.tile_mib={LIMIT / 2**20}"]
 ZERO3 = ["cluster.workers=2", "parallel.zero=3"]
 LAYOUTS = {
-    "zero3-2": ZERO3,
     "zero3-2, recompute": [*ZERO3, "parallel.recompute=full"],
     "zero3-2 x tp-2": [*ZERO3, "cluster.workers=4", "parallel.tp=2"],
     "zero3-2 x pp-2, zbv": [
@@ -33,9 +32,7 @@ LAYOUTS = {
 }
 CASES = [
     ("gpt2, six heads", "zero3-2 x tp-2"),
-    ("llama", "zero3-2"),
     ("llama", "zero3-2, recompute"),
-    ("llama, two groups of three", "zero3-2 x tp-2"),
     ("gpt2", "zero3-2 x pp-2, zbv"),
 ]
 

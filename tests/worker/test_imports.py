@@ -17,7 +17,7 @@ from raytrain_hpc.parallel.replicate import Replicated
 from torch import nn
 rt.train(rt.load_config(None, sys.argv[1:]), quiet=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-Replicated(nn.Linear(2, 2), dist.group.WORLD, 1)
+Replicated(dict(nn.Linear(2, 2).named_parameters()), dist.group.WORLD, 1)
 dist.destroy_process_group()
 print([name for name in {HEAVY} if name in sys.modules])
 """
