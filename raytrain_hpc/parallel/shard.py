@@ -43,11 +43,11 @@ class Sharded:
     ):
         """`experts`: parameters that are not sharded over `mesh`, but over `expert_mesh` where there is one."""
         self._zero, self._replicated = settings.zero, mesh.ndim == 2
-        self._ignored = set(experts.values()) if expert_mesh is None else set()
+        ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard = partial(_shard_one, policy=policy, ignored=self._ignored, settings=settings)
+        shard = partial(_shard_one, policy=policy, ignored=ignored, settings=settings)
         for module in modules.values():
             for part in module.modules():
                 if isinstance(part, Experts) and expert_mesh is not None:
