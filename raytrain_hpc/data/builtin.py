@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.manifest import MANIFEST
+from raytrain_hpc.data.manifest import MANIFEST, VERSION
 from raytrain_hpc.data.order import Permutation, derive_key, random_words
 from raytrain_hpc.data.prepare import prepare
 from raytrain_hpc.errors import DataError
@@ -34,7 +34,7 @@ def stdlib_dataset(cache_dir: Path | None = None) -> Path:
         raise DataError(f"{root}: this Python comes without source files; prepare a dataset and set data.path")
     listing = "\n".join(f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for path in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:12]
-    out = (cache_dir or default_cache()) / f"stdlib-{platform.python_version()}-{identity}"
+    out = (cache_dir or default_cache()) / f"stdlib{VERSION}-{platform.python_version()}-{identity}"
     if not (out / MANIFEST).exists():
         shuffle = Permutation(len(files), _SHUFFLE_KEY)
         prepare([files[i] for i in shuffle(np.arange(len(files)))], out, tokenizer="byte", val_fraction=0.1)
@@ -69,6 +69,7 @@ class SyntheticTokens:
             raise DataError(f"vocab_size={vocab_size}: synthetic tokens need at least 1")
         self.vocab_size, self.seed, self._num_tokens = vocab_size, seed, num_tokens
         self._key = derive_key("synthetic", seed)
+        self.num_documents, self.masked = 0, False
 
     @property
     def num_tokens(self) -> int:
@@ -87,3 +88,15 @@ class SyntheticTokens:
             raise DataError(f"window of {length} tokens at {starts.max()} leaves the {self._num_tokens} tokens")
         words = random_words(self._key, starts[:, None] + np.arange(length))
         return (words % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def documents(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """One document, int64[n, length] of 0."""
+        return np.zeros((len(starts), length), dtype=np.int64)
+
+    def counted(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
+        """Every token, bool[n, length] of True."""
+        return np.ones((len(starts), length), dtype=bool)
+
+    def spans(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """DataError: random tokens are no documents."""
+        raise DataError("data.path=synthetic: has no documents; use data.packing=stream")

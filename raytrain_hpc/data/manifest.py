@@ -17,7 +17,7 @@ from typing import Any
 from raytrain_hpc.errors import DataError
 
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens, relative to the dataset directory."""
+    """One file of tokens, relative to the dataset directory.
+
+    `documents`: how many end in it; `offset`: byte at which its tokens begin, so that a range of them can be asked for.
+    """
 
     file: str
     tokens: int
+    documents: int
+    offset: int
     bytes: int
     sha256: str
 
@@ -44,16 +49,21 @@ class Split:
     """The shards of `train` or `val`, in order."""
 
     tokens: int
+    documents: int
     shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset. `characters` is None where the inputs were read as bytes (a token each)."""
+    """A dataset. `characters` is None where the inputs were read as bytes (a token each).
+
+    `masked`: whether shards say of each token if it counts as a target (fine-tuning on responses).
+    """
 
     tokenizer: dict[str, Any]
     vocab_size: int
     dtype: str
+    masked: bool
     characters: int | None
     settings: dict[str, Any]
     inputs: tuple[Input, ...]
@@ -75,13 +85,14 @@ class Manifest:
 def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
     """Read what `Manifest.to_json` wrote. KeyError, TypeError or ValueError where it is not that."""
     splits = {
-        name: Split(int(split["tokens"]), tuple(Shard(**shard) for shard in split["shards"]))
+        name: Split(int(split["tokens"]), int(split["documents"]), tuple(Shard(**shard) for shard in split["shards"]))
         for name, split in data["splits"].items()
     }
     manifest = Manifest(
         tokenizer=dict(data["tokenizer"]),
         vocab_size=int(data["vocab_size"]),
         dtype=str(data["dtype"]),
+        masked=bool(data["masked"]),
         characters=data["characters"],
         settings=dict(data["settings"]),
         inputs=tuple(Input(**item) for item in data["inputs"]),
@@ -91,6 +102,8 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
     for name, split in splits.items():
         if split.tokens != sum(shard.tokens for shard in split.shards):
             raise ValueError(f"the shards of {name} do not add up to its {split.tokens} tokens")
+        if split.documents != sum(shard.documents for shard in split.shards):
+            raise ValueError(f"the shards of {name} do not add up to its {split.documents} documents")
         if any(Path(shard.file).name != shard.file for shard in split.shards):
             raise ValueError(f"a shard of {name} lies outside the directory")
     if data["dataset_hash"] != manifest.dataset_hash:

@@ -78,7 +78,7 @@ def prepare(
     try:
         with _new_directory(out) as partial:
             splits = _write_splits(partial, _encode(files, built, tick), sizes, dtype, shard_tokens)
-            manifest = Manifest(built.to_json(), built.vocab_size, dtype, characters, settings, found, splits)
+            manifest = Manifest(built.to_json(), built.vocab_size, dtype, False, characters, settings, found, splits)
             _write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=1) + "\n")
     except OSError as error:
         # Another process may have put the same dataset there in the meantime: then it is as good as ours.

@@ -1,13 +1,18 @@
 """Shards of tokens: written once, then read as one flat memory-mapped array a split.
 
-A shard is an uncompressed Arrow IPC *file* with one column `tokens` in one record batch, so the whole shard is one
-contiguous buffer that numpy can look at in place.
+A shard is an uncompressed Arrow IPC *file* with one record batch of one row, so that every column is one contiguous
+buffer that numpy can look at in place:
+
+    tokens    large_list<uint16 or uint32>
+    ends      large_list<int64>, positions in this shard after the last token of each document that ends in it
+    counted   large_list<uint8>, only where the manifest says masked: 1 for a token that counts as a target
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +23,9 @@ import pyarrow as pa
 from raytrain_hpc.data.manifest import Manifest, Shard, Split, file_sha256
 from raytrain_hpc.errors import DataError
 
-COLUMN = "tokens"
 DTYPES = ("uint16", "uint32")
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -28,67 +34,135 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class TokenSource(Protocol):
-    """A flat array of tokens from which windows are read."""
+    """A flat array of tokens, cut into documents, from which windows are read."""
 
     @property
     def num_tokens(self) -> int:
         """Length of the array."""
 
-    def read(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Windows [start, start + length), int64[n, length], for starts int64[n]."""
+    @property
+    def num_documents(self) -> int:
+        """Documents in it; 0 where it knows of none."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count as targets."""
+
+    def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
+        """Windows [start, start + length), integers [n, length] of the stored type, for starts int64[n]."""
+
+    def documents(self, starts: Ints, length: int) -> Ints:
+        """Of the same windows, how many documents ended before each position, int64[n, length]: 0 in the first one."""
+
+    def counted(self, starts: Ints, length: int) -> Bools:
+        """Of the same windows, whether each token counts as a target, bool[n, length]."""
+
+    def spans(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """First position of each numbered document and the one after its last, int64[n] both."""
 
 
 class ShardWriter:
     """Writes one split as shards of `shard_tokens` tokens. Holds one shard in memory, whatever the split's size."""
 
-    def __init__(self, directory: Path, split: str, dtype: str, shard_tokens: int):
+    def __init__(self, directory: Path, split: str, dtype: str, shard_tokens: int, *, masked: bool = False):
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens}: must be at least 1")
         self._directory, self._split = directory, split
         self._buffer: npt.NDArray[Any] = np.empty(shard_tokens, dtype=dtype)
+        self._counted = np.empty(shard_tokens, dtype=np.uint8) if masked else None
+        self._ends: list[Ints] = []
         self._filled = 0
+        self._open = False  # whether a document has begun and not ended
         self._shards: list[Shard] = []
 
-    def append(self, tokens: npt.NDArray[Any]) -> None:
-        """Add tokens, integer[n], to the end of the split. They must fit the writer's dtype."""
+    def append(
+        self, tokens: npt.NDArray[Any], ends: npt.ArrayLike = (), counted: npt.NDArray[Any] | None = None
+    ) -> None:
+        """Add tokens, integer[n], to the end of the split. They must fit the writer's dtype.
+
+        `ends`: ascending positions in (0, n] after the last tokens of documents; `counted`: integer[n] of 0 and 1,
+        where the writer is masked.
+        """
+        ends = np.asarray(ends, dtype=np.int64)
+        if tokens.size:
+            self._open = not ends.size or int(ends[-1]) < tokens.size
         while tokens.size:
-            taken = tokens[: self._buffer.size - self._filled]
-            self._buffer[self._filled : self._filled + taken.size] = taken
-            self._filled += taken.size
-            tokens = tokens[taken.size :]
-            if self._filled == self._buffer.size:
+            taken = min(tokens.size, self._buffer.size - self._filled)
+            place = slice(self._filled, self._filled + taken)
+            self._buffer[place] = tokens[:taken]
+            if self._counted is not None and counted is not None:
+                self._counted[place], counted = counted[:taken], counted[taken:]
+            inside = int(np.searchsorted(ends, taken, side="right"))
+            self._ends.append(ends[:inside] + self._filled)
+            self._filled += taken
+            tokens, ends = tokens[taken:], ends[inside:] - taken
+            if self._filled == self._buffer.size and tokens.size:
                 self._flush()
 
     def close(self) -> Split:
-        """Write what is left and return the finished split."""
+        """Write what is left and return the finished split, whose end is the end of its last document."""
         if self._filled:
+            if self._open:
+                self._ends.append(np.array([self._filled], dtype=np.int64))
             self._flush()
-        return Split(sum(shard.tokens for shard in self._shards), tuple(self._shards))
+        shards = tuple(self._shards)
+        return Split(sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards), shards)
 
     def _flush(self) -> None:
         path = self._directory / f"{self._split}-{len(self._shards):05d}.arrow"
-        batch = pa.record_batch([pa.array(self._buffer[: self._filled])], names=[COLUMN])
-        with path.open("xb") as file:
-            with pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
-            file.flush()
-            os.fsync(file.fileno())
-        self._shards.append(Shard(path.name, self._filled, path.stat().st_size, file_sha256(path)))
-        self._filled = 0
+        ends = np.concatenate(self._ends) if self._ends else np.empty(0, dtype=np.int64)
+        columns = {"tokens": self._buffer[: self._filled], "ends": ends}
+        if self._counted is not None:
+            columns["counted"] = self._counted[: self._filled]
+        write_shard(path, columns)
+        offset = _offset(path)
+        self._shards.append(Shard(path.name, self._filled, ends.size, offset, path.stat().st_size, file_sha256(path)))
+        self._filled, self._ends = 0, []
+
+
+def write_shard(path: Path, columns: dict[str, npt.NDArray[Any]]) -> None:
+    """Write a shard's columns to a new file, synced. OSError where that fails."""
+    rows = [
+        pa.LargeListArray.from_arrays(pa.array([0, values.size], pa.int64()), pa.array(values))
+        for values in columns.values()
+    ]
+    batch = pa.record_batch(rows, names=list(columns))
+    with path.open("xb") as file:
+        with pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _offset(path: Path) -> int:
+    """Byte of the file at which its tokens begin."""
+    with pa.memory_map(str(path)) as source:
+        whole = source.read_buffer()
+        tokens = pa.ipc.open_file(whole).get_batch(0).column("tokens").values
+        return int(tokens.buffers()[1].address - whole.address)
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """Where a shard is and what the manifest says of it."""
+
+    path: Path
+    tokens: int
+    documents: int
 
 
 class TokenArray:
     """Shards, one after the other, as one flat array. Shards are mapped when first read; pickling keeps the paths."""
 
-    def __init__(self, files: Sequence[tuple[Path, int]], dtype: str):
-        """`files`: path and number of tokens of each shard, in order."""
+    def __init__(self, files: Sequence[ShardFile], dtype: str, *, masked: bool = False):
         if dtype not in DTYPES:
             raise DataError(f"dtype={dtype!r}: tokens are stored as {' or '.join(DTYPES)}")
         self._files = tuple(files)
-        self._dtype = dtype
+        self._dtype, self.masked = dtype, masked
         # _ends[i]: position after the last token of shard i; searching it finds the shard of a position.
-        self._ends = np.cumsum([tokens for _, tokens in self._files], dtype=np.int64)
-        self._mapped: dict[int, npt.NDArray[Any]] = {}
+        self._ends = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
+        self._documents = np.cumsum([file.documents for file in self._files], dtype=np.int64)
+        self._mapped: dict[int, MappedShard] = {}
 
     @classmethod
     def open(cls, directory: Path | str, manifest: Manifest, split: str) -> TokenArray:
@@ -96,71 +170,134 @@ class TokenArray:
         if split not in manifest.splits:
             raise DataError(f"{directory}: has no split {split!r}, only {', '.join(manifest.splits)}")
         directory = Path(directory)
-        return cls([(directory / s.file, s.tokens) for s in manifest.splits[split].shards], manifest.dtype)
+        files = [ShardFile(directory / s.file, s.tokens, s.documents) for s in manifest.splits[split].shards]
+        return cls(files, manifest.dtype, masked=manifest.masked)
 
     def __add__(self, other: TokenArray) -> TokenArray:
-        """This array followed by another one of the same dtype."""
-        if self._dtype != other._dtype:
-            raise DataError(f"token arrays of {self._dtype} and {other._dtype} cannot follow each other")
-        return TokenArray(self._files + other._files, self._dtype)
+        """This array followed by another one of the same kind."""
+        if (self._dtype, self.masked) != (other._dtype, other.masked):
+            raise DataError(f"token arrays of {self._dtype} and {other._dtype}, or with and without a mask, do not mix")
+        return TokenArray(self._files + other._files, self._dtype, masked=self.masked)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenArray, (self._files, self._dtype)
+        return _token_array, (self._files, self._dtype, self.masked)
 
     @property
     def num_tokens(self) -> int:
         """Length of the array."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Windows [start, start + length), int64[n, length], for starts int64[n]. DataError outside the array."""
-        starts = np.asarray(starts, dtype=np.int64)
-        out = np.empty((starts.size, length), dtype=np.int64)
+    @property
+    def num_documents(self) -> int:
+        """Documents that end in it: all, the end of a split being the end of a document."""
+        return int(self._documents[-1]) if len(self._documents) else 0
+
+    def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
+        """As `TokenSource.read`. DataError outside the array."""
+        out = np.empty((len(starts), length), dtype=self._dtype)
+        self._gather("tokens", starts, out)
+        return out
+
+    def counted(self, starts: Ints, length: int) -> Bools:
+        """As `TokenSource.counted`. DataError outside the array."""
+        out = np.ones((len(starts), length), dtype=bool)
+        if self.masked:
+            self._gather("counted", starts, out)
+        return out
+
+    def documents(self, starts: Ints, length: int) -> Ints:
+        """As `TokenSource.documents`. DataError outside the array."""
+        marks = np.zeros((len(starts), length), dtype=np.int64)
+        for row, start, shard in self._rows(starts, marks):
+            position, stop = start, start + length
+            while position < stop:
+                ends, begin = self._shard(shard).ends, int(self._ends[shard]) - self._files[shard].tokens
+                # An end at the window's first position, or after its last, divides nothing in it.
+                low, high = np.searchsorted(ends, (start - begin, stop - begin), side="right")
+                inside = ends[low:high] + (begin - start)
+                row[inside[inside < length]] = 1
+                position, shard = int(self._ends[shard]), shard + 1
+        return np.cumsum(marks, axis=1)
+
+    def spans(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """As `TokenSource.spans`. DataError for a number that no document has."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.num_documents:
+            raise DataError(f"document {numbers.min()}..{numbers.max()}: there are {self.num_documents}")
+        stops = self._document_ends(numbers)
+        starts = np.zeros_like(stops)
+        later = numbers > 0
+        starts[later] = self._document_ends(numbers[later] - 1)
+        return starts, stops
+
+    def _document_ends(self, numbers: Ints) -> Ints:
+        shards = np.searchsorted(self._documents, numbers, side="right")
+        found = np.empty_like(numbers)
+        for shard in np.unique(shards).tolist():
+            mine, file = shards == shard, self._files[shard]
+            first = int(self._documents[shard]) - file.documents
+            found[mine] = self._shard(shard).ends[numbers[mine] - first] + int(self._ends[shard]) - file.tokens
+        return found
+
+    def _rows(self, starts: Ints, out: npt.NDArray[Any]) -> list[tuple[npt.NDArray[Any], int, int]]:
+        """(Row to fill, first position, its shard) of each window. DataError for one outside the array."""
+        starts, length = np.asarray(starts, dtype=np.int64), out.shape[1]
         if not out.size:
-            return out
+            return []
         if int(starts.min()) < 0 or int(starts.max()) + length > self.num_tokens:
             raise DataError(
                 f"window of {length} tokens at {starts.min()}..{starts.max()} leaves the {self.num_tokens} tokens"
             )
         shards = np.searchsorted(self._ends, starts, side="right")
+        return list(zip(out, starts.tolist(), shards.tolist(), strict=True))
+
+    def _gather(self, column: str, starts: Ints, out: npt.NDArray[Any]) -> None:
         # A slice a window: the copy is what costs, and three times faster than gathering single positions.
-        for row, start, shard in zip(out, starts.tolist(), shards.tolist(), strict=True):
-            tokens = self._shard(shard)
-            offset = start - int(self._ends[shard]) + tokens.size
-            piece = tokens[offset : offset + length]
-            row[: piece.size] = piece
-            if piece.size < length:
-                self._fill(row[piece.size :], shard + 1)
-        return out
+        for row, start, shard in self._rows(starts, out):
+            offset = start - int(self._ends[shard]) + self._files[shard].tokens
+            while row.size:
+                piece = getattr(self._shard(shard), column)[offset : offset + row.size]
+                row[: piece.size] = piece
+                row, shard, offset = row[piece.size :], shard + 1, 0
 
-    def _fill(self, rest: npt.NDArray[np.int64], shard: int) -> None:
-        """Fill `rest` from the beginning of `shard` on."""
-        while rest.size:
-            piece = self._shard(shard)[: rest.size]
-            rest[: piece.size] = piece
-            rest, shard = rest[piece.size :], shard + 1
-
-    def _shard(self, index: int) -> npt.NDArray[Any]:
+    def _shard(self, index: int) -> MappedShard:
         if index not in self._mapped:
-            self._mapped[index] = map_shard(*self._files[index], self._dtype)
+            self._mapped[index] = map_shard(self._files[index], self._dtype, masked=self.masked)
         return self._mapped[index]
 
 
-def map_shard(path: Path, num_tokens: int, dtype: str) -> npt.NDArray[Any]:
-    """The tokens of one shard, dtype[num_tokens], read-only and in place. DataError where the file is not that."""
+def _token_array(files: tuple[ShardFile, ...], dtype: str, masked: bool) -> TokenArray:
+    return TokenArray(files, dtype, masked=masked)
+
+
+@dataclass(frozen=True, eq=False)
+class MappedShard:
+    """The columns of a shard, in place and read-only; `counted` is empty without a mask."""
+
+    tokens: npt.NDArray[Any]
+    ends: Ints
+    counted: npt.NDArray[Any]
+
+
+def map_shard(file: ShardFile, dtype: str, *, masked: bool) -> MappedShard:
+    """Look at a shard in place. DataError where the file is not what the manifest says."""
+    names = ["tokens", "ends", *(["counted"] if masked else [])]
     try:
         # Closing the file keeps the mapping (the array refers to it) and frees the descriptor: a large dataset has
         # more shards than a process may have files open.
-        with pa.memory_map(str(path)) as source:
+        with pa.memory_map(str(file.path)) as source:
             reader = pa.ipc.open_file(source)
             batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        tokens: npt.NDArray[Any] = batches[0].column(COLUMN).to_numpy(zero_copy_only=True)
-    except (OSError, pa.ArrowException, KeyError, IndexError) as error:
+        columns = [batches[0].column(name).values.to_numpy(zero_copy_only=True) for name in names]
+    except (OSError, pa.ArrowException, KeyError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{path}: not a readable shard ({reason}); prepare the dataset again") from error
-    if len(batches) != 1 or tokens.dtype != dtype or tokens.size != num_tokens:
+        raise DataError(f"{file.path}: not a readable shard ({reason}); prepare the dataset again") from error
+    tokens, ends = columns[:2]
+    counted = columns[2] if masked else np.empty(0, dtype=np.uint8)
+    found = (len(batches), batches[0].num_rows, tokens.dtype, tokens.size, ends.size, counted.size)
+    if found != (1, 1, np.dtype(dtype), file.tokens, file.documents, file.tokens if masked else 0):
         raise DataError(
-            f"{path}: holds {tokens.size} tokens of {tokens.dtype} in {len(batches)} batches instead of {num_tokens} "
-            f"of {dtype} in one; prepare the dataset again"
+            f"{file.path}: holds {tokens.size} tokens of {tokens.dtype} in {ends.size} documents instead of "
+            f"{file.tokens} of {dtype} in {file.documents}; prepare the dataset again"
         )
-    return tokens
+    return MappedShard(tokens, ends, counted)

@@ -70,7 +70,7 @@ def test_what_is_no_dataset_says_how_to_write_one(tmp_path, dataset):
         load_manifest(dataset / "manifest.json")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "\xff", '"text"', '{"version": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "\xff", '"text"', '{"version": 2}'])
 def test_an_unreadable_manifest_is_named_in_one_line(dataset, content):
     (dataset / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(DataError, match=r"manifest.json: damaged") as error:
@@ -81,7 +81,7 @@ def test_an_unreadable_manifest_is_named_in_one_line(dataset, content):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=2), "version=2 is not known"),
+        (lambda d: d.update(version=1), "version=1 is not known"),
         (lambda d: d["splits"]["train"]["shards"].pop(), "do not add up"),
         (lambda d: d["splits"]["train"]["shards"][0].update(sha256="0" * 64), "dataset_hash does not fit"),
         (lambda d: d["splits"]["train"]["shards"][0].update(file="../in.txt"), "outside the directory"),

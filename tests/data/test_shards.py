@@ -12,12 +12,15 @@ from raytrain_hpc.errors import DataError
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-def written(directory, tokens, shard_tokens, dtype="uint16", chunk=37):
+def written(directory, tokens, shard_tokens, dtype="uint16", chunk=37, ends=(), counted=None):
     """`tokens` as the train split of a dataset, appended in chunks that do not match the shards."""
-    writer = ShardWriter(directory, "train", dtype, shard_tokens)
+    writer = ShardWriter(directory, "train", dtype, shard_tokens, masked=counted is not None)
     for start in range(0, len(tokens), chunk):
-        writer.append(tokens[start : start + chunk])
-    return Manifest({"name": "byte"}, 256, dtype, None, {}, (), {"train": writer.close()})
+        piece = slice(start, start + chunk)
+        inside = [end - start for end in ends if start < end <= start + chunk]
+        writer.append(tokens[piece], inside, None if counted is None else counted[piece])
+    split = writer.close()
+    return Manifest({"name": "byte"}, 256, dtype, counted is not None, None, {}, (), {"train": split})
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 64, 100, 1000, 5000])
@@ -34,9 +37,52 @@ def test_a_shard_is_an_ordinary_arrow_file(tmp_path):
     tokens = np.arange(70_000)
     written(tmp_path, tokens, 50_000, dtype="uint32")
     tables = [pa.ipc.open_file(path).read_all() for path in sorted(tmp_path.glob("*.arrow"))]
-    assert [t.num_rows for t in tables] == [50_000, 20_000]
-    assert tables[0].schema == pa.schema([("tokens", pa.uint32())])
-    assert np.array_equal(pa.concat_tables(tables)["tokens"].to_numpy(), tokens)
+    assert [len(t["tokens"][0]) for t in tables] == [50_000, 20_000]
+    assert tables[0].schema == pa.schema([("tokens", pa.large_list(pa.uint32())), ("ends", pa.large_list(pa.int64()))])
+    assert np.array_equal(np.concatenate([t["tokens"].combine_chunks().values.to_numpy() for t in tables]), tokens)
+
+
+def test_the_manifest_says_where_tokens_begin_in_the_file(tmp_path):
+    tokens = np.arange(1000)
+    manifest = written(tmp_path, tokens, 300, dtype="uint32", ends=(5, 700))
+    found = [
+        np.frombuffer((tmp_path / shard.file).read_bytes(), dtype="<u4", count=shard.tokens, offset=shard.offset)
+        for shard in manifest.splits["train"].shards
+    ]
+    assert np.array_equal(np.concatenate(found), tokens)
+
+
+ENDS = (1, 2, 37, 38, 100, 101, 400, 999, 1000)
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 37, 100, 1000, 5000])
+@pytest.mark.parametrize("last", [True, False])
+def test_documents_of_windows_and_spans_equal_a_count_by_hand(tmp_path, shard_tokens, last):
+    """The end of a split ends its last document, whether or not it is given."""
+    tokens = np.arange(1000)
+    manifest = written(tmp_path, tokens, shard_tokens, ends=ENDS if last else ENDS[:-1])
+    array = TokenArray.open(tmp_path, manifest, "train")
+    assert array.num_documents == manifest.splits["train"].documents == len(ENDS)
+    starts, stops = array.spans(np.arange(len(ENDS)))
+    assert stops.tolist() == list(ENDS)
+    assert starts.tolist() == [0, *ENDS[:-1]]
+    for length in (1, 9, 70, 1000):
+        windows = np.arange(0, 1000 - length + 1, 3)
+        expected = [[sum(w < end <= w + i for end in ENDS) for i in range(length)] for w in windows]
+        assert array.documents(windows, length).tolist() == expected
+    with pytest.raises(DataError, match="there are 9"):
+        array.spans(np.array([9]))
+
+
+def test_what_counts_is_kept_beside_the_tokens(tmp_path):
+    counted = np.random.default_rng(1).integers(0, 2, 1000)
+    array = TokenArray.open(tmp_path, written(tmp_path, np.arange(1000), 70, counted=counted), "train")
+    starts = np.arange(0, 900, 7)
+    assert np.array_equal(array.counted(starts, 90), np.stack([counted[s : s + 90] for s in starts]))
+    assert np.array_equal(pickle.loads(pickle.dumps(array)).counted(starts, 90), array.counted(starts, 90))
+    (tmp_path / "plain").mkdir()
+    plain = TokenArray.open(tmp_path / "plain", written(tmp_path / "plain", np.arange(10), 70), "train")
+    assert plain.counted(np.array([3]), 4).all()
 
 
 def test_reading_is_in_place_and_leaves_no_file_open(tmp_path):
@@ -45,8 +91,8 @@ def test_reading_is_in_place_and_leaves_no_file_open(tmp_path):
         before = len(list(DESCRIPTORS.iterdir()))
         array.read(np.arange(0, 990, 10), 10)
         assert len(list(DESCRIPTORS.iterdir())) <= before
-    assert not array._shard(3).flags.owndata
-    assert not array._shard(3).flags.writeable
+    assert not array._shard(3).tokens.flags.owndata
+    assert not array._shard(3).tokens.flags.writeable
 
 
 def test_pickling_carries_paths_not_tokens(tmp_path):
