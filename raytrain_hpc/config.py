@@ -71,7 +71,15 @@ class SourceConfig:
     """One part of a mixture."""
 
     path: str = key("", "Dataset directory.")
-    weight: float = key(1.0, "Share of the samples, relative to the other sources.", above=0)
+    weight: float = key(1.0, "Share of the samples, relative to the other sources.", minimum=0)
+
+
+@dataclass
+class StageConfig:
+    """Other weights from some point of the training on."""
+
+    from_tokens: int = key(0, "Tokens read before these weights hold, rounded up to a block of 1024 samples.", above=0)
+    weights: list[float] = key([], "A weight for each of data.sources.")
 
 
 @dataclass
@@ -89,6 +97,12 @@ class DataConfig:
         "shuffle: every sample once an epoch, another permutation each epoch; sequential: as stored; random: windows "
         "drawn with replacement at any offset.",
     )
+    packing: Literal["stream", "documents", "padded"] = key(
+        "stream",
+        "stream: windows over all documents as one stream; documents: the same windows, but attention, positions and "
+        "loss stay inside each document; padded: a document a sample, cut or padded to seq_len.",
+    )
+    stages: list[StageConfig] = key([], "Later weights of data.sources: [{from_tokens: 1e9, weights: [1, 3]}, ...].")
     engine: Literal["local"] = key("local", "local: memory-mapped reading in the worker.")
 
 

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from raytrain_hpc.config import Config, SourceConfig, to_plain
+from raytrain_hpc.config import Config, SourceConfig, StageConfig, to_plain
 from raytrain_hpc.config_rules import check_rules
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.presets import PRESETS
@@ -26,6 +26,7 @@ _KINDS = {
     "float | str": "a number or auto",
     "list[int]": "a list of whole numbers, like [0, 1]",
     "list[SourceConfig]": "a list of sources, like [{path: DIR, weight: 1}]",
+    "list[StageConfig]": "a list of stages, like [{from_tokens: 1000000, weights: [1, 3]}]",
 }
 
 
@@ -235,4 +236,4 @@ def _one_of(word: str, options: list[str]) -> str:
     return f"known: {', '.join(sections)}"
 
 
-__all__ = ["Setting", "SourceConfig", "build_config", "config_text", "known_keys", "load_config"]
+__all__ = ["Setting", "SourceConfig", "StageConfig", "build_config", "config_text", "known_keys", "load_config"]

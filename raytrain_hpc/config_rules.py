@@ -71,10 +71,25 @@ def _data(config: Config) -> None:
     for source in d.sources:
         if not source.path:
             raise _fail(config, "data.sources", "every source needs a path")
-        if not source.weight > 0:
-            raise _fail(config, "data.sources", "every weight must be above 0")
+        if not 0 <= source.weight < float("inf"):
+            raise _fail(config, "data.sources", "weights are numbers of at least 0")
+    if d.sources and not sum(source.weight for source in d.sources):
+        raise _fail(config, "data.sources", "one weight at least must be above 0")
+    _stages(config)
     if not d.path and not d.sources:
         raise _fail(config, "data.path", "needs a dataset directory, stdlib or synthetic")
+
+
+def _stages(config: Config) -> None:
+    before = 0
+    for stage in config.data.stages:
+        if len(stage.weights) != len(config.data.sources):
+            raise _fail(config, "data.stages", f"a stage needs {len(config.data.sources)} weights, one a source")
+        if not all(0 <= weight < float("inf") for weight in stage.weights) or not sum(stage.weights):
+            raise _fail(config, "data.stages", "weights are numbers of at least 0, and one of a stage above it")
+        if stage.from_tokens <= before:
+            raise _fail(config, "data.stages", "from_tokens must be above 0 and ascend")
+        before = stage.from_tokens
 
 
 def _train(config: Config) -> None:

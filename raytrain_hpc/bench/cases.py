@@ -45,7 +45,7 @@ def plain_job(config: Config, workers: int, directory: Path) -> Job:
     dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
     stream = open_stream(
         dataset,
-        order=config.data.order,
+        config.data,
         seed=config.run.seed,
         seq_len=train.seq_len,
         global_batch=train.global_batch,

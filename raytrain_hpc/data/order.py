@@ -1,15 +1,17 @@
-"""Sample number to window: the batch contract. Pure functions of (seed, sample); nothing is stored or counted.
+"""Sample number to (source, number in the source): the batch contract. Pure functions of (seed, sample); nothing is
+stored or counted.
 
 Sample g -> source: the mixture deals samples out in blocks of BLOCK, each with the same number of samples of every
-source, in an order of its own. Single sources skip this.
-Source's i-th sample -> window: epoch i // n, position i % n, through a permutation of its own a source and epoch.
-Window w -> tokens [w * seq_len, w * seq_len + seq_len + 1): the last target is the next window's first input.
+source, in an order of its own. Weights can change between blocks (stages). Single sources skip this.
+Source's i-th sample -> its number: epoch i // n, position i % n, through a permutation of its own a source and epoch.
+What a numbered sample holds is the packing's affair.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import isqrt
 from typing import Literal
@@ -23,6 +25,7 @@ BLOCK = 1024  # samples a mixture block: a weight is honoured to 1/1024, and eve
 ROUNDS = 6  # of the Feistel network: neighbouring samples are then as unrelated as in a shuffled list
 
 Kind = Literal["shuffle", "sequential", "random"]
+Ints = npt.NDArray[np.int64]
 _ONE = np.uint64(1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # this and the next two: splitmix64 as published
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -43,7 +46,7 @@ def splitmix64(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> _SHIFTS[2])
 
 
-def random_words(key: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def random_words(key: int, positions: Ints) -> npt.NDArray[np.uint64]:
     """Words of the splitmix64 stream seeded with `key`, at int64[n] positions: any of them at the same cost."""
     return splitmix64(np.uint64(key) + positions.astype(np.uint64) * _GOLDEN)
 
@@ -68,7 +71,7 @@ class Permutation:
         self._a, self._b = np.uint64(a), np.uint64(-(-n // a))
         self._keys = random_words(key, np.arange(ROUNDS))
 
-    def __call__(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def __call__(self, index: Ints) -> Ints:
         """Images of index int64[m], each in [0, n)."""
         x = self._network(np.asarray(index).astype(np.uint64))
         outside = np.flatnonzero(x >= self.n)
@@ -86,110 +89,146 @@ class Permutation:
         return left * self._b + right
 
 
-def block_counts(weights: Sequence[float], size: int = BLOCK) -> npt.NDArray[np.int64]:
+def block_counts(weights: Sequence[float], size: int = BLOCK) -> Ints:
     """How many of `size` samples each source gets, int64[sources], by largest remainder (ties go to the first).
 
-    DataError for a weight that is not above 0, or so small that its source would never be read.
+    DataError for a weight below 0, a sum of 0, or a weight so small that its source would never be read.
     """
-    if not weights or not all(0 < w < float("inf") for w in weights):
-        raise DataError(f"weights={list(weights)}: every weight must be above 0")
+    if not all(0 <= w < float("inf") for w in weights) or not sum(weights):
+        raise DataError(f"weights={list(weights)}: needs numbers of at least 0, and one above it")
     exact = [Fraction(w) for w in weights]  # fractions, so that no machine rounds a tie the other way
     shares = [w * size / sum(exact) for w in exact]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
     for i in by_remainder[: size - sum(counts)]:
         counts[i] += 1
-    if min(counts) == 0:
-        rare = weights[counts.index(0)]
-        raise DataError(f"weight={rare}: is below 1/{size} of all weights, so its source would never be read; raise it")
+    for weight, count in zip(weights, counts, strict=True):
+        if weight and not count:
+            raise DataError(
+                f"weight={weight}: is below 1/{size} of all weights, so its source would never be read; raise it"
+            )
     return np.array(counts, dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Weights of the sources from a sample on, which is rounded up to a whole block."""
+
+    first_sample: int
+    weights: tuple[float, ...]
+
+
+class _Stage:
+    """The blocks that are dealt with the same weights."""
+
+    def __init__(self, first_block: int, counts: Ints, before: Ints):
+        self.first_block, self.counts = first_block, counts
+        self.before = before  # samples of each source that earlier stages dealt
+        self.even = _even_deal(counts)
+
+
 class Order:
-    """Where each sample of a run lies. Knows no rank, no world size and no batch."""
+    """Which sample of which source each sample of a run is. Knows no rank, no world size and no batch."""
 
-    def __init__(self, num_tokens: Sequence[int], weights: Sequence[float], *, kind: Kind, seed: int, seq_len: int):
-        """`num_tokens`: length of each source; `weights`: their shares; `kind`: shuffle, sequential or random.
+    def __init__(self, sizes: Sequence[int], mixtures: Sequence[Mixture], *, kind: Kind, seed: int):
+        """`sizes`: samples of each source, at least 1 each; with kind=random, places where one can begin.
 
-        DataError where a source has no whole window of seq_len + 1 tokens, or a weight cannot be honoured.
+        `mixtures`: the first from sample 0 on, then ascending. DataError where they misfit or a weight cannot be
+        honoured.
         """
-        if len(num_tokens) != len(weights) or not num_tokens:
-            raise DataError(f"{len(num_tokens)} sources and {len(weights)} weights: must be as many, and at least one")
-        for index, tokens in enumerate(num_tokens):
-            if tokens < seq_len + 1:
-                raise DataError(
-                    f"source {index} holds {tokens} tokens and train.seq_len={seq_len} needs at least {seq_len + 1}: "
-                    "use a smaller seq_len or more text"
-                )
-        self.kind, self.seed, self.seq_len = kind, seed, seq_len
-        self.num_windows = tuple((tokens - 1) // seq_len for tokens in num_tokens)
-        self._offsets = tuple(tokens - seq_len for tokens in num_tokens)
-        self._counts = block_counts(weights)
-        self._even = _even_deal(self._counts)
+        if not sizes or any(len(mixture.weights) != len(sizes) for mixture in mixtures):
+            given = [len(mixture.weights) for mixture in mixtures]
+            raise DataError(f"{len(sizes)} sources and {given} weights: must be as many, and at least one")
+        if min(sizes) < 1:
+            raise DataError(f"source {list(sizes).index(min(sizes))}: holds no sample")
+        self.kind, self.seed, self.sizes = kind, seed, tuple(sizes)
+        self._stages = _stages(mixtures)
 
-    def locate(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Source int64[n] and first token int64[n] of samples int64[n], for shuffle and sequential."""
+    def locate(self, samples: Ints) -> tuple[Ints, Ints]:
+        """Source int64[n] and number in it int64[n] of samples int64[n], for shuffle and sequential."""
         if self.kind == "random":
             raise DataError("order=random draws its windows by step and microbatch: use locate_random")
         samples = np.asarray(samples, dtype=np.int64)
         source, index = self._deal(samples)
-        start = np.empty_like(samples)
+        number = np.empty_like(samples)
         for s in np.unique(source):
             mine = source == s
-            start[mine] = self._window(int(s), index[mine]) * self.seq_len
-        return source, start
+            number[mine] = self._number(int(s), index[mine])
+        return source, number
 
-    def locate_random(
-        self, step: int, microbatch: int, count: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Source int64[count] and first token int64[count] of what a logical microbatch draws at a step.
+    def locate_random(self, step: int, microbatch: int, samples: Ints) -> tuple[Ints, Ints]:
+        """Source int64[n] and place int64[n] of what a logical microbatch draws at a step; `samples` int64[n] are its
+        numbers in the run.
 
-        With replacement, any start in [0, tokens - seq_len). Microbatch v has its own stream of words, keyed by
-        (seed, v); draw j of step k uses words 2 * (k * count + j), for the source, and the one after, for the start.
+        With replacement, any place in [0, size). Microbatch v has its own stream of words, keyed by (seed, v); draw j
+        of step k uses words 2 * (k * n + j), for the source, and the one after, for the place.
         """
         key = derive_key(self.seed, "random", microbatch)
-        draws = 2 * (np.int64(step) * count + np.arange(count, dtype=np.int64))
+        draws = 2 * (np.int64(step) * samples.size + np.arange(samples.size, dtype=np.int64))
         # An entry of the even deal, drawn at random, has the weights of a mixture block.
-        source = self._even[(random_words(key, draws) % np.uint64(BLOCK)).astype(np.int64)]
-        # Modulo of 64 bits: for 2**40 starts no start is likelier than another by more than one part in 2**24.
-        spans = np.array(self._offsets, dtype=np.uint64)[source]
+        entries = (random_words(key, draws) % np.uint64(BLOCK)).astype(np.int64)
+        evens = np.stack([stage.even for stage in self._stages])
+        source = evens[self._stages_of(samples // BLOCK), entries]
+        # Modulo of 64 bits: for 2**40 places none is likelier than another by more than one part in 2**24.
+        spans = np.array(self.sizes, dtype=np.uint64)[source]
         return source, (random_words(key, draws + 1) % spans).astype(np.int64)
 
-    def _deal(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _deal(self, samples: Ints) -> tuple[Ints, Ints]:
         """Source of each sample, and its number among that source's samples."""
-        if len(self._counts) == 1:
+        if len(self.sizes) == 1:
             return np.zeros_like(samples), samples
         source, index = np.empty_like(samples), np.empty_like(samples)
         blocks, positions = samples // BLOCK, samples % BLOCK
-        for block in np.unique(blocks):
+        for block in np.unique(blocks).tolist():
             mine = blocks == block
-            dealt = self._block_sources(int(block))
-            source[mine] = dealt[positions[mine]]
-            earlier = _occurrence(dealt, self._counts)[positions[mine]]
-            index[mine] = block * self._counts[source[mine]] + earlier
+            stage = self._stages[int(self._stages_of(np.array([block]))[0])]
+            dealt = self._block_sources(stage, block)
+            source[mine] = chosen = dealt[positions[mine]]
+            earlier = _occurrence(dealt, stage.counts)[positions[mine]]
+            index[mine] = stage.before[chosen] + (block - stage.first_block) * stage.counts[chosen] + earlier
         return source, index
 
-    def _block_sources(self, block: int) -> npt.NDArray[np.int64]:
+    def _stages_of(self, blocks: Ints) -> Ints:
+        first = [stage.first_block for stage in self._stages]
+        return np.searchsorted(first, blocks, side="right") - 1
+
+    def _block_sources(self, stage: _Stage, block: int) -> Ints:
         """The source of each position of a mixture block, int64[BLOCK]."""
         if self.kind == "sequential":
-            return self._even
-        return self._even[Permutation(BLOCK, derive_key(self.seed, "mixture", block))(np.arange(BLOCK))]
+            return stage.even
+        return stage.even[Permutation(BLOCK, derive_key(self.seed, "mixture", block))(np.arange(BLOCK))]
 
-    def _window(self, source: int, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The window that a source's index-th sample reads."""
-        n = self.num_windows[source]
+    def _number(self, source: int, index: Ints) -> Ints:
+        """Which of its samples a source's index-th one is."""
+        n = self.sizes[source]
         epochs, positions = index // n, index % n
         if self.kind == "sequential":
             return positions
-        window = np.empty_like(index)
+        number = np.empty_like(index)
         for epoch in np.unique(epochs):
             mine = epochs == epoch
             permute = Permutation(n, derive_key(self.seed, "window", source, int(epoch)))
-            window[mine] = permute(positions[mine])
-        return window
+            number[mine] = permute(positions[mine])
+        return number
 
 
-def _even_deal(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _stages(mixtures: Sequence[Mixture]) -> list[_Stage]:
+    stages: list[_Stage] = []
+    for mixture in mixtures:
+        first, counts = -(-mixture.first_sample // BLOCK), block_counts(mixture.weights)
+        before = np.zeros_like(counts)
+        if stages:
+            last = stages[-1]
+            before = last.before + (first - last.first_block) * last.counts
+        if first <= (stages[-1].first_block if stages else -1) or (not stages and first):
+            raise DataError(
+                f"mixture from sample {mixture.first_sample} on: stages begin at 0 and at least {BLOCK} samples apart"
+            )
+        stages.append(_Stage(first, counts, before))
+    return stages
+
+
+def _even_deal(counts: Ints) -> Ints:
     """Sources spread evenly over a block: the j-th of a source's c samples at (j + 1/2) / c, ties to the first."""
     source = np.repeat(np.arange(len(counts)), counts)
     # One correctly rounded division: equal moments are equal floats, on every machine.
@@ -197,7 +236,7 @@ def _even_deal(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return source[np.lexsort((source, moment))]
 
 
-def _occurrence(source: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _occurrence(source: Ints, counts: Ints) -> Ints:
     """How many times each entry's source came before it in the block, int64[BLOCK]."""
     order = np.argsort(source, kind="stable")
     first = np.cumsum(counts) - counts

@@ -1,24 +1,23 @@
-"""Steps to microbatches: which samples a logical microbatch owns, and their tokens.
+"""Steps to microbatches: which samples a logical microbatch owns, and what they hold.
 
 Step k owns samples [kB, (k+1)B); logical microbatch v of it owns [kB + v*b, kB + (v+1)*b). Who computes a microbatch is
-not known here, so no layout can change what it holds. Windows run over the flat token stream of a source: a window may
-span two documents, which attention does not tell apart.
+not known here, so no layout can change what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from raytrain_hpc.data.order import Kind, Order
+from raytrain_hpc.config import DataConfig
+from raytrain_hpc.data.order import BLOCK, Mixture, Order
+from raytrain_hpc.data.packing import IGNORED, Packing, Rows, check_source, interleave, packing_of
+from raytrain_hpc.data.shards import Ints
 from raytrain_hpc.data.sources import Dataset
 from raytrain_hpc.errors import DataError
-
-IGNORED = -100  # target of a position that counts for no loss
 
 
 @dataclass(frozen=True)
@@ -49,52 +48,98 @@ class Microbatch:
     """b sequences of T tokens.
 
     `inputs` int64[b, T]; `targets` int64[b, T], each the token after its input, or -100 where there is none; `samples`
-    int64[b], the global sample numbers (window numbers in an evaluation, -1 for a padded row); `valid_tokens`, the
-    number of targets that are not -100.
+    int64[b], the global sample numbers (numbers in the split in an evaluation, -1 for a padded row); `documents`
+    int64[b, T], numbered from 0 in each row, or None where attention need not keep any apart.
     """
 
-    inputs: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    samples: npt.NDArray[np.int64]
-    valid_tokens: int
+    inputs: Ints
+    targets: Ints
+    samples: Ints
+    documents: Ints | None
+
+    @classmethod
+    def of(cls, samples: Ints, rows: Rows) -> Microbatch:
+        """The samples int64[b], from what was read of them."""
+        documents = None if rows.documents is None else rows.documents[:, :-1].copy()
+        return cls(rows.tokens[:, :-1].astype(np.int64), rows.targets(), samples, documents)
+
+    @property
+    def valid_tokens(self) -> int:
+        """Targets that count."""
+        return int((self.targets != IGNORED).sum())
+
+
+class Stream(Protocol):
+    """Where a rank's microbatches come from."""
+
+    def microbatch(self, step: int, v: int) -> Microbatch:
+        """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
 
 
 class LocalStream:
     """Reads microbatches straight from the token arrays. Stateless: any step at the cost of the first."""
 
-    def __init__(self, dataset: Dataset, order: Order, *, global_batch: int, micro_batch: int):
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: Order,
+        mixtures: Sequence[Mixture],
+        packing: Packing,
+        *,
+        global_batch: int,
+        micro_batch: int,
+    ):
         """`global_batch`, `micro_batch`: sequences. DataError where one does not divide the other."""
         if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
             raise DataError(f"train.micro_batch={micro_batch}: must divide train.global_batch={global_batch}")
-        self._dataset, self._order = dataset, order
+        self._dataset, self._order, self._mixtures, self._packing = dataset, order, tuple(mixtures), packing
         self.global_batch, self.micro_batch = global_batch, micro_batch
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples that each source has to give in an epoch; places to begin at, with order=random."""
+        return self._order.sizes
 
     @property
     def num_microbatches(self) -> int:
         """Logical microbatches a step, V."""
         return self.global_batch // self.micro_batch
 
-    def microbatch(self, step: int, v: int) -> Microbatch:
-        """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
+    def samples(self, step: int, v: int) -> Ints:
+        """The samples of logical microbatch v in [0, V) of a step >= 0, int64[b]. DataError outside these."""
         if step < 0 or not 0 <= v < self.num_microbatches:
             raise DataError(f"microbatch {v} of step {step}: a step has microbatches 0..{self.num_microbatches - 1}")
-        first = step * self.global_batch + v * self.micro_batch
-        samples = first + np.arange(self.micro_batch, dtype=np.int64)
+        return step * self.global_batch + v * self.micro_batch + np.arange(self.micro_batch, dtype=np.int64)
+
+    def rows(self, step: int, v: int) -> Rows:
+        """What these samples hold."""
+        samples = self.samples(step, v)
         if self._order.kind == "random":
-            source, start = self._order.locate_random(step, v, self.micro_batch)
+            source, places = self._order.locate_random(step, v, samples)
         else:
-            source, start = self._order.locate(samples)
-        length = self._order.seq_len + 1
-        windows = np.empty((samples.size, length), dtype=np.int64)
-        for s in np.unique(source):
-            mine = source == s
-            windows[mine] = self._dataset.train[s].read(start[mine], length)
-        return Microbatch(windows[:, :-1].copy(), windows[:, 1:].copy(), samples, samples.size * self._order.seq_len)
+            source, numbers = self._order.locate(samples)
+            places = self._packing.places(numbers)
+        tokens = self._dataset.train
+        present = np.unique(source).tolist()
+        if len(present) == 1:
+            return self._packing.read(tokens[present[0]], places)
+        mine = [np.flatnonzero(source == s) for s in present]
+        parts = [self._packing.read(tokens[s], places[rows]) for s, rows in zip(present, mine, strict=True)]
+        return interleave(mine, parts)
+
+    def microbatch(self, step: int, v: int) -> Microbatch:
+        """As `Stream.microbatch`."""
+        return Microbatch.of(self.samples(step, v), self.rows(step, v))
 
     def state(self, step: int) -> DataState:
-        """The data state once `step` steps are committed."""
-        d = self._dataset
-        return DataState(self._order.seed, step * self.global_batch, d.dataset_hash, d.mixture)
+        """The data state once `step` steps are committed. Of a mixture it says what has been dealt so far."""
+        d, sample = self._dataset, step * self.global_batch
+        mixture = tuple(dict(part) for part in d.mixture)
+        for index, part in enumerate(mixture):
+            changes = [[m.first_sample, m.weights[index]] for m in self._mixtures[1:] if m.first_sample < sample]
+            if changes:
+                part["changes"] = changes
+        return DataState(self._order.seed, sample, d.dataset_hash, mixture)
 
     def step_of(self, state: DataState) -> int:
         """The step to go on with from a saved state. DataError where the state belongs to other data or batches."""
@@ -115,9 +160,21 @@ class LocalStream:
 
 
 def open_stream(
-    dataset: Dataset, *, order: Kind, seed: int, seq_len: int, global_batch: int, micro_batch: int
+    dataset: Dataset, data: DataConfig, *, seed: int, seq_len: int, global_batch: int, micro_batch: int
 ) -> LocalStream:
-    """The training stream of a dataset. DataError where a source is shorter than a window, or the batches misfit."""
-    lengths = [source.num_tokens for source in dataset.train]
-    windows = Order(lengths, dataset.weights, kind=order, seed=seed, seq_len=seq_len)
-    return LocalStream(dataset, windows, global_batch=global_batch, micro_batch=micro_batch)
+    """The training stream of a dataset. DataError where a source has no sample, or the batches misfit."""
+    packing = packing_of(data.packing, seq_len)
+    for index, source in enumerate(dataset.train):
+        check_source(packing, source, index)
+    count = packing.draws if data.order == "random" else packing.samples
+    mixtures = mixtures_of(dataset, data, seq_len)
+    order = Order([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)
+    return LocalStream(dataset, order, mixtures, packing, global_batch=global_batch, micro_batch=micro_batch)
+
+
+def mixtures_of(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mixture]:
+    """The weights of the sources, then those of `data.stages`, from the first whole block behind their tokens on."""
+    stages = [
+        Mixture(-(-stage.from_tokens // (seq_len * BLOCK)) * BLOCK, tuple(stage.weights)) for stage in data.stages
+    ]
+    return [Mixture(0, dataset.weights), *stages]

@@ -12,10 +12,11 @@ from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
+from raytrain_hpc.data.packing import Padded, packing_of
 from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
-from raytrain_hpc.data.stream import LocalStream, open_stream
+from raytrain_hpc.data.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
-from raytrain_hpc.errors import CheckpointError, LayoutError, RunDirectoryError
+from raytrain_hpc.errors import CheckpointError, ConfigError, LayoutError, RunDirectoryError
 from raytrain_hpc.observe.profiling import check_profiler
 from raytrain_hpc.plan.layout import (
     Batching,
@@ -69,7 +70,12 @@ class PreparedRun:
             "model": shape,
             "dtype": train.dtype,
             "optimizer": train.optimizer,
-            "data": {"seed": self.config.run.seed, "dataset_hash": self.dataset.dataset_hash, "order": data.order},
+            "data": {
+                "seed": self.config.run.seed,
+                "dataset_hash": self.dataset.dataset_hash,
+                "order": data.order,
+                "packing": data.packing,
+            },
             "seq_len": train.seq_len,
         }
 
@@ -94,7 +100,7 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
         _only_data_parallel(config)
     stream = open_stream(
         dataset,
-        order=config.data.order,
+        config.data,
         seed=config.run.seed,
         seq_len=config.train.seq_len,
         global_batch=config.train.global_batch,
@@ -105,18 +111,38 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
             f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
             "after the job, and no other node sees it; give an absolute path on a shared file system"
         )
+    _warn_of_samples(dataset, stream, config, warn)
     prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
     newest = newest_checkpoint(store, warn)
     if newest is None:
         return prepared
     _same_run(prepared, newest)
+    stream.step_of(DataState.from_json(newest.meta["data_state"]))
     prepared = replace(prepared, stored=Batching(**newest.meta["microbatches"]))
     if world is not None:
         prepared.layout(world)
     return prepared
 
 
+def _warn_of_samples(dataset: Dataset, stream: LocalStream, config: Config, warn: Callable[[str], None]) -> None:
+    """Say what a reader of the settings would not expect of the samples."""
+    named = [source.path for source in config.data.sources] or [config.data.path]
+    for path, source, size in zip(named, dataset.train, stream.sizes, strict=True):
+        packing = packing_of(config.data.packing, config.train.seq_len)
+        if size < stream.global_batch:
+            warn(f"data: {path} has {size} samples, a step takes {stream.global_batch}: some repeat within a step")
+        if isinstance(packing, Padded) and (cut := packing.cut(source)):
+            warn(
+                f"data: {cut} of {source.num_documents} documents of {path} are longer than train.seq_len + 1 = "
+                f"{config.train.seq_len + 1} tokens: what lies behind is not read"
+            )
+
+
 def _only_data_parallel(config: Config) -> None:
+    if config.data.packing == "documents":
+        key = "data.packing"
+        remedy = "a model of your own is given tokens alone; use stream or padded"
+        raise ConfigError(key, config.data.packing, config.origin(key), remedy)
     for axis in ("tp", "cp", "pp", "ep"):
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:

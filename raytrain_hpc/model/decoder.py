@@ -20,7 +20,7 @@ from raytrain_hpc.state.rng import fold, keyed_dropout
 
 IGNORED = -100  # a target that is no part of the loss
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2]
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2], or [b, t, 1, head_dim / 2]
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Decoder(nn.Module):
         """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b, t] from `state.rng.position_keys`.
 
         Without the first layer x is the residual stream [b, t, hidden_size], without the last layer the result is.
-        positions: int64 [t], where the tokens stand in their sequences; 0..t-1 by default. documents: int64 [b, t],
-        which one of a packed sequence each position belongs to; attention stays inside, None: of one. counted: as in
-        `experts.Router`. Raises ModelError where t exceeds the learned positions.
+        positions: int64 [t] or [b, t], where the tokens stand in their sequences; 0..t-1 by default. documents: int64
+        [b, t], which one of a packed sequence each position belongs to; attention stays inside, None: of one. counted:
+        as in `experts.Router`. Raises ModelError where t exceeds the learned positions.
         """
         if not self.training:
             keys = None
@@ -237,13 +237,13 @@ class Norm(nn.Module):
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines [t, 1, head_dim / 2] at positions int64 [t] (Su et al. 2021, arXiv 2104.09864).
+    """Cosines and sines [..., 1, head_dim / 2] at positions int64 [...] (Su et al. 2021, arXiv 2104.09864).
 
     fp64 where dtype is fp64, else fp32: in bf16 neighbouring positions would share an angle.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim
-    angles = positions.to(exact)[:, None, None] * theta**-exponent
+    angles = positions.to(exact)[..., None, None] * theta**-exponent
     return angles.cos(), angles.sin()
 
 

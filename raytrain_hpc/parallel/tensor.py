@@ -85,8 +85,8 @@ class _OwnPositions(nn.Module):
         self._axis, self.weight = axis, table.weight
 
     def forward(self, positions: Tensor) -> Tensor:
-        mine = self._axis.share(len(positions))
-        return F.embedding(positions[mine.start : mine.stop], self.weight)
+        mine = self._axis.share(positions.shape[-1])
+        return F.embedding(positions[..., mine.start : mine.stop], self.weight)
 
 
 class RowLinear(nn.Module):

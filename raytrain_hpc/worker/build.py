@@ -17,6 +17,7 @@ from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
+from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.data.stream import LocalStream, open_stream
 from raytrain_hpc.errors import CheckpointError, RunFailed
@@ -249,7 +250,7 @@ def _check_replicas(holding: Holding, place: Place) -> None:
 def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStream, EvaluationSet | None]:
     stream = open_stream(
         dataset,
-        order=config.data.order,
+        config.data,
         seed=config.run.seed,
         seq_len=config.train.seq_len,
         global_batch=config.train.global_batch,
@@ -257,5 +258,5 @@ def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStre
     )
     if dataset.val is None:
         return stream, None
-    windows = EvaluationSet(dataset.val, config.train.seq_len, spec.batching.size, limit=config.train.eval_samples)
-    return stream, windows
+    packing = packing_of(config.data.packing, config.train.seq_len)
+    return stream, EvaluationSet(dataset.val, packing, spec.batching.size, limit=config.train.eval_samples)

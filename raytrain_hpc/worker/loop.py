@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
-from raytrain_hpc.data.stream import LocalStream, Microbatch
+from raytrain_hpc.data.stream import Microbatch, Stream
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.plan.layout import Batching
@@ -23,9 +23,10 @@ from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.norm import GradientNorm
 from raytrain_hpc.worker.optim import Optimizer
-from raytrain_hpc.worker.passes import Batch, Passes
+from raytrain_hpc.worker.passes import Passes
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
+from raytrain_hpc.worker.task import Batch
 
 _ASK_EVERY = 8  # evaluation passes between two looks at whether to stop
 
@@ -52,7 +53,7 @@ class Trainer:
     balance: Balance
     optimizer: Optimizer
     norm: GradientNorm
-    stream: LocalStream
+    stream: Stream
     evaluation: EvaluationSet | None
     saver: Saver
     profiler: StepProfiler
@@ -162,7 +163,10 @@ class Trainer:
             torch.from_numpy(part).to(self.place.device, non_blocking=True)
             for part in (batch.inputs, batch.targets, batch.samples)
         )
-        return Batch(inputs, targets, samples, batch.valid_tokens, spare)
+        documents = None
+        if batch.documents is not None:
+            documents = torch.from_numpy(batch.documents).to(self.place.device, non_blocking=True)
+        return Batch(inputs, targets, samples, documents, batch.valid_tokens, spare)
 
     def _counted(self, sums: Tensor) -> Tensor:
         """What of (sum of losses, valid targets) counts in a sum over all ranks: peers compute or read the same."""

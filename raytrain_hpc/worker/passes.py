@@ -10,27 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.parallel.apply import Parallel, autocast
-from raytrain_hpc.worker.task import Task
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A microbatch on the device: inputs and targets int64 [b, t], samples int64 [b], and its valid targets.
-
-    A spare one is run because other ranks run one, and counts for nothing.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    samples: Tensor
-    tokens: int
-    spare: bool = False
-
-    @property
-    def counted(self) -> float:
-        """0 for a spare one, else 1."""
-        return 0.0 if self.spare else 1.0
-
+from raytrain_hpc.worker.task import Batch, Task
 
 Read = Callable[[int], Batch]  # the n-th microbatch of this rank
 
@@ -62,7 +42,7 @@ class WholeModel:
         for number in range(count):
             batch = read(number)
             with autocast(self.dtype, self.device):
-                output = self.task.forward(module, batch.inputs, step, batch.samples, batch.counted)
+                output = self.task.forward(module, batch.inputs, step, batch)
                 loss = self.task.loss(output, batch.targets)
             with self.parallel.data.backward(0, last=number == count - 1):
                 (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
@@ -77,7 +57,7 @@ class WholeModel:
         with torch.no_grad(), autocast(self.dtype, self.device):
             for number in range(count):
                 batch = read(number)
-                output = self.task.forward(module, batch.inputs, 0, batch.samples, batch.counted)
+                output = self.task.forward(module, batch.inputs, 0, batch)
                 add(totals, self.task.loss(output, batch.targets), batch)
         return totals
 

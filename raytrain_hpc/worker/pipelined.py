@@ -15,8 +15,8 @@ from raytrain_hpc.parallel.deferred import Later
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.plan.timeline import Span
 from raytrain_hpc.worker.control import Record
-from raytrain_hpc.worker.passes import Batch, Read, add
-from raytrain_hpc.worker.task import Task
+from raytrain_hpc.worker.passes import Read, add
+from raytrain_hpc.worker.task import Batch, Task
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Stage:
             x.requires_grad_(torch.is_grad_enabled())
         with autocast(passes.dtype, passes.device):
             inputs = batch.inputs if x is None else x
-            output = passes.task.forward(self._module, inputs, self._step, batch.samples, batch.counted)
+            output = passes.task.forward(self._module, inputs, self._step, batch)
             if self._is_last:
                 loss = passes.task.loss(output, batch.targets)
                 add(self._totals, loss, batch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.config import Config
@@ -20,6 +21,27 @@ ModelFactory = Callable[[Config], nn.Module]
 LossFunction = Callable[[Any, Tensor], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A microbatch on the device: inputs and targets int64 [b, t], samples int64 [b], documents int64 [b, t] where
+    there are several in a row, and its valid targets.
+
+    A spare one is run because other ranks run one, and counts for nothing.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    samples: Tensor
+    documents: Tensor | None
+    tokens: int
+    spare: bool = False
+
+    @property
+    def counted(self) -> float:
+        """0 for a spare one, else 1."""
+        return 0.0 if self.spare else 1.0
+
+
 class Task(Protocol):
     """A model and its loss, knowing nothing of ranks."""
 
@@ -31,11 +53,8 @@ class Task(Protocol):
     def initial(self, name: str, shape: torch.Size) -> Tensor | None:
         """The whole first value of a parameter, None where `build` already gave it."""
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor, counted: float) -> Tensor:
-        """What a stage makes of x: tokens int64 [b, t] for the first one, else what the one before made.
-
-        `counted`: 0 for a microbatch that is run because other ranks run one, else 1.
-        """
+    def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Tensor:
+        """What a stage makes of x: the batch's inputs for the first one, else what the one before made."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses over the valid targets int64 [b, t] of a microbatch, from what the last stage made."""
@@ -62,17 +81,20 @@ class DecoderTask:
         """Whole first value of the parameter `name`."""
         return initial_tensor(self.shape, name, shape, self.seed)
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor, counted: float) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Tensor:
         """Logits, or the residual stream between two stages; dropout bits come from (seed, step, sample)."""
         keys = None
         if module.training and self.shape.dropout > 0:
             rows = torch.tensor(self.rows, device=x.device)
-            keys = position_keys(sample_keys(self.seed, step, samples), rows)
-        mine = None  # whole sequences of tokens speak for themselves
+            keys = position_keys(sample_keys(self.seed, step, batch.samples), rows)
+        positions = None  # whole sequences of tokens speak for themselves
         if x.is_floating_point() or len(self.positions) < x.shape[1]:
-            mine = torch.tensor(self.positions, device=x.device)
-            x = x if x.is_floating_point() else x[:, mine]
-        output: Tensor = module(x, keys, mine, counted=counted)
+            positions = torch.tensor(self.positions, device=x.device)
+            x = x if x.is_floating_point() else x[:, positions]
+        if batch.documents is not None:
+            within = positions_in_documents(batch.documents)
+            positions = within if positions is None else within[:, positions]
+        output: Tensor = module(x, keys, positions, documents=batch.documents, counted=batch.counted)
         return output
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -80,6 +102,13 @@ class DecoderTask:
         if len(self.positions) < targets.shape[1]:
             targets = targets[:, torch.tensor(self.positions, device=targets.device)]
         return self.loss_function(output, targets)
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """How far each position of documents int64 [b, t] is from where its document begins in the row, int64 [b, t]."""
+    here = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    return here - torch.where(begins, here, 0).cummax(dim=1).values
 
 
 @dataclass
@@ -107,9 +136,9 @@ class CustomTask:
         """Nothing: the factory gave the weights."""
         return None
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, samples: Tensor, counted: float) -> Any:
+    def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Any:
         """Whatever the user's module returns."""
-        torch.manual_seed(seed_for(self.config.run.seed, step, int(samples[0])))
+        torch.manual_seed(seed_for(self.config.run.seed, step, int(batch.samples[0])))
         return module(x)
 
     def loss(self, output: Any, targets: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 
 from raytrain_hpc.data.order import (
     BLOCK,
+    Mixture,
     Order,
     Permutation,
     block_counts,
@@ -84,13 +85,16 @@ def test_a_permutation_looks_like_numpys(key):
 
 
 def order(lengths, weights=None, kind="shuffle", seed=3, seq_len=10):
-    return Order(lengths, weights or [1.0] * len(lengths), kind=kind, seed=seed, seq_len=seq_len)
+    """Of windows over sources of these lengths."""
+    count = (lambda n: n - seq_len) if kind == "random" else (lambda n: (n - 1) // seq_len)
+    mixtures = [Mixture(0, tuple(weights or [1.0] * len(lengths)))]
+    return Order([count(n) for n in lengths], mixtures, kind=kind, seed=seed)
 
 
 def test_every_window_once_an_epoch_whatever_the_batches():
     tokens, seq_len = 1008, 10
-    windows = list(range(0, 1000, seq_len))
-    assert order([tokens]).num_windows == ((tokens - 1) // seq_len,) == (100,)
+    windows = list(range(100))
+    assert order([tokens]).sizes == ((tokens - 1) // seq_len,) == (100,)
     epochs = []
     for epoch in range(4):
         samples = np.arange(epoch * 100, (epoch + 1) * 100)
@@ -104,7 +108,7 @@ def test_every_window_once_an_epoch_whatever_the_batches():
 
 def test_sequential_reads_as_stored_and_starts_over():
     starts = order([51], kind="sequential").locate(np.arange(12))[1]
-    assert starts.tolist() == [0, 10, 20, 30, 40] * 2 + [0, 10]
+    assert starts.tolist() == [0, 1, 2, 3, 4] * 2 + [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "sequential"])
@@ -115,12 +119,12 @@ def test_a_mixture_is_exact_in_every_block_and_whole_in_every_epoch(kind):
     sources, starts = mixed.locate(np.arange(6 * BLOCK))
     for block in sources.reshape(6, BLOCK):
         assert np.bincount(block).tolist() == counts.tolist() == [640, 128, 256]
-    for s, windows in enumerate(mixed.num_windows):
+    for s, windows in enumerate(mixed.sizes):
         read = starts[sources == s]
         for epoch in range(len(read) // windows):
             assert np.unique(read[epoch * windows : (epoch + 1) * windows]).size == windows
     if kind == "sequential":
-        assert starts[sources == 2].tolist() == list(range(0, 6 * 256 * 10, 10))
+        assert starts[sources == 2].tolist() == list(range(6 * 256))
         assert np.bincount(sources[:16]).tolist() == [10, 2, 4]
     else:
         assert sources[:BLOCK].tolist() != sources[BLOCK : 2 * BLOCK].tolist()
@@ -135,8 +139,9 @@ def test_block_counts_are_largest_remainders():
         assert sum(counts) == 100
         assert all(abs(c - share) < 1 for c, share in zip(counts, shares, strict=True))
     assert block_counts([1, 1, 1], 4).tolist() == [2, 1, 1]
-    for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")], []):
-        with pytest.raises(DataError, match="above 0"):
+    assert block_counts([1, 0, 1], 4).tolist() == [2, 0, 2]
+    for weights in ([0, 0], [1, -1], [1, float("nan")], [1, float("inf")], []):
+        with pytest.raises(DataError, match="at least 0, and one above it"):
             block_counts(weights)
     with pytest.raises(DataError, match=r"weight=0.0001: is below 1/1024"):
         block_counts([1, 0.0001])
@@ -151,20 +156,21 @@ def test_far_samples_cost_and_mean_the_same(kind):
     assert np.array_equal(np.concatenate([s for s, _ in again]), sources)
     assert np.array_equal(np.concatenate([s for _, s in again]), starts)
     assert starts.min() >= 0
-    assert (starts % 100 == 0).all()
-    assert starts[sources == 0].max() + 101 <= 10**13
-    assert starts[sources == 1].max() + 101 <= 5001
+    assert starts[sources == 0].max() * 100 + 101 <= 10**13
+    assert starts[sources == 1].max() * 100 + 101 <= 5001
 
 
 def test_random_draws_are_reproducible_apart_and_uniform():
-    tokens, seq_len, count = 1010, 10, 8
+    tokens, seq_len, samples = 1010, 10, np.arange(8)
     draws = order([tokens], kind="random")
-    first = draws.locate_random(5, 3, count)[1]
-    assert np.array_equal(first, order([tokens], kind="random").locate_random(5, 3, count)[1])
-    others = [draws.locate_random(5, 4, count), draws.locate_random(6, 3, count)]
-    others.append(order([tokens], kind="random", seed=4).locate_random(5, 3, count))
+    first = draws.locate_random(5, 3, samples)[1]
+    assert np.array_equal(first, order([tokens], kind="random").locate_random(5, 3, samples)[1])
+    others = [draws.locate_random(5, 4, samples), draws.locate_random(6, 3, samples)]
+    others.append(order([tokens], kind="random", seed=4).locate_random(5, 3, samples))
     assert all(first.tolist() != start.tolist() for _, start in others)
-    starts = np.concatenate([draws.locate_random(k, v, count)[1] for k in range(10**9, 10**9 + 1000) for v in range(5)])
+    starts = np.concatenate(
+        [draws.locate_random(k, v, samples)[1] for k in range(10**9, 10**9 + 1000) for v in range(5)]
+    )
     counts = np.bincount(starts, minlength=tokens - seq_len)
     assert counts.size == tokens - seq_len  # every start of a whole window, and no other
     expected = starts.size / counts.size
@@ -173,7 +179,7 @@ def test_random_draws_are_reproducible_apart_and_uniform():
 
 def test_random_draws_follow_the_weights():
     draws = order([1010, 110], [3, 1], kind="random")
-    drawn = [draws.locate_random(k, 0, 100) for k in range(200)]
+    drawn = [draws.locate_random(k, 0, np.arange(100)) for k in range(200)]
     sources = np.concatenate([s for s, _ in drawn])
     assert abs(Counter(sources.tolist())[1] / sources.size - 0.25) < 0.015
     assert max(start[source == 1].max() for source, start in drawn) == 99
@@ -181,9 +187,9 @@ def test_random_draws_follow_the_weights():
         draws.locate(np.arange(3))
 
 
-def test_a_source_too_short_says_how_many_tokens_are_needed():
-    assert order([11]).num_windows == (1,)
-    with pytest.raises(DataError, match="source 1 holds 10 tokens and train.seq_len=10 needs at least 11"):
+def test_sources_and_weights_that_misfit():
+    assert order([11]).sizes == (1,)
+    with pytest.raises(DataError, match="source 1: holds no sample"):
         order([11, 10])
-    with pytest.raises(DataError, match="2 sources and 1 weights"):
+    with pytest.raises(DataError, match="2 sources and \\[1\\] weights"):
         order([11, 11], [1.0])

@@ -6,6 +6,7 @@ import pytest
 
 from raytrain_hpc.config import DataConfig, SourceConfig
 from raytrain_hpc.data.evaluation import EvaluationSet
+from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.prepare import prepare
 from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.data.stream import DataState, open_stream
@@ -16,7 +17,7 @@ class Counting:
     """Tokens that are their own positions, and a record of what was read."""
 
     def __init__(self, num_tokens):
-        self.num_tokens = num_tokens
+        self.num_tokens, self.num_documents, self.masked = num_tokens, 0, False
         self.reads = []
 
     def read(self, starts, length):
@@ -33,8 +34,9 @@ def counting(num_tokens=100_001):
 
 
 def stream(dataset, **changes):
-    settings = {"order": "shuffle", "seed": 7, "seq_len": 16, "global_batch": 24, "micro_batch": 4}
-    return open_stream(dataset, **{**settings, **changes})
+    data = DataConfig(order=changes.pop("order", "shuffle"), stages=changes.pop("stages", []))
+    settings = {"seed": 7, "seq_len": 16, "global_batch": 24, "micro_batch": 4}
+    return open_stream(dataset, data, **{**settings, **changes})
 
 
 @pytest.mark.parametrize("order", ["shuffle", "sequential", "random"])
@@ -128,25 +130,25 @@ def test_a_mixture_reads_each_source_where_it_says(tmp_path):
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 18, 33, 160, 161, 1000])
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_an_evaluation_counts_every_target_once(num_tokens, batch):
-    evaluation = EvaluationSet(Counting(num_tokens), seq_len=16, batch=batch)
+    evaluation = EvaluationSet(Counting(num_tokens), packing_of("stream", 16), batch=batch)
     batches = [evaluation.batch(i) for i in range(evaluation.num_batches)]
     targets = np.concatenate([m.targets.ravel() for m in batches])
     inputs = np.concatenate([m.inputs.ravel() for m in batches])
     valid = targets != -100
     assert targets[valid].tolist() == list(range(1, num_tokens))
     assert np.array_equal(inputs[valid], targets[valid] - 1)
-    assert (inputs[~valid] == 0).all()
+    assert set(inputs[~valid].tolist()) <= {0, num_tokens - 1}  # padding, and the token that nothing follows
     assert all(m.inputs.shape == m.targets.shape == (batch, 16) for m in batches)
     assert [m.valid_tokens for m in batches] == [(m.targets != -100).sum() for m in batches]
     assert all((m.samples == -1).tolist() == (m.targets == -100).all(axis=1).tolist() for m in batches)
 
 
 def test_a_limited_evaluation_spreads_its_windows():
-    evaluation = EvaluationSet(Counting(1601), seq_len=16, batch=4, limit=10)
+    evaluation = EvaluationSet(Counting(1601), packing_of("stream", 16), batch=4, limit=10)
     samples = np.concatenate([evaluation.batch(i).samples for i in range(evaluation.num_batches)])
     assert samples.tolist() == [*range(0, 100, 10), -1, -1]
-    assert EvaluationSet(Counting(1601), 16, 4, limit=1000).num_windows == 100
+    assert EvaluationSet(Counting(1601), packing_of("stream", 16), 4, limit=1000).num_samples == 100
     with pytest.raises(DataError, match="needs at least 2"):
-        EvaluationSet(Counting(1), 16, 4)
+        EvaluationSet(Counting(1), packing_of("stream", 16), 4)
     with pytest.raises(DataError, match="there are 3"):
         evaluation.batch(3)
