@@ -1,0 +1,28 @@
+"""Datasets of known tokens, written without going through `prepare`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_hpc.data.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.shards import ShardWriter
+
+
+def write_dataset(
+    directory: Path, splits: dict[str, Sequence[npt.NDArray[np.int64]]], *, vocab_size: int, shard_tokens: int = 1 << 16
+) -> Manifest:
+    """Splits of documents, each an array of byte tokens below `vocab_size`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, documents in splits.items():
+        writer = ShardWriter(directory, name, "uint16", shard_tokens)
+        writer.append(np.concatenate(documents), np.cumsum([document.size for document in documents]))
+        written[name] = writer.close()
+    manifest = Manifest({"name": "byte"}, vocab_size, "uint16", False, None, {}, (), written)
+    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    return manifest
