@@ -71,17 +71,17 @@ def serial(values):
     return float(np.corrcoef(values[:-1], values[1:])[0, 1])
 
 
-@pytest.mark.parametrize("key", [1, 2, 3])
+@pytest.mark.parametrize("key", [1, 2])
 def test_a_permutation_looks_like_numpys(key):
-    n = 100_000
+    n = 1_000_000
     image = Permutation(n, key)(np.arange(n))
     reference = np.random.default_rng(key).permutation(n)
-    for measure, expected, tolerance in ((evenness, 1.0, 0.06), (lambda x, n: serial(x), 0.0, 0.015)):
+    for measure, expected, tolerance in ((evenness, 1.0, 0.02), (lambda x, n: serial(x), 0.0, 0.004)):
         assert abs(measure(reference, n) - expected) < tolerance
         assert abs(measure(image, n) - expected) < tolerance
-    assert abs(serial(image & 1)) < 0.015
+    assert abs(serial(image & 1)) < 0.004
     distinct = [np.unique(np.diff(x)).size / n for x in (image, reference)]
-    assert abs(distinct[0] - distinct[1]) < 0.01
+    assert abs(distinct[0] - distinct[1]) < 0.002
 
 
 def order(lengths, weights=None, kind="shuffle", seed=3, seq_len=10):

@@ -14,15 +14,22 @@ from raytrain_hpc.data.shards import ShardWriter
 
 
 def write_dataset(
-    directory: Path, splits: dict[str, Sequence[npt.NDArray[np.int64]]], *, vocab_size: int, shard_tokens: int = 1 << 16
+    directory: Path,
+    splits: dict[str, Sequence[npt.NDArray[np.int64]]],
+    *,
+    vocab_size: int,
+    shard_tokens: int = 1 << 16,
+    prompt: int = 0,
 ) -> Manifest:
-    """Splits of documents, each an array of byte tokens below `vocab_size`."""
+    """Splits of documents, each an array of byte tokens below `vocab_size`; the first `prompt` of each do not count."""
     directory.mkdir(parents=True, exist_ok=True)
     written = {}
     for name, documents in splits.items():
-        writer = ShardWriter(directory, name, "uint16", shard_tokens)
-        writer.append(np.concatenate(documents), np.cumsum([document.size for document in documents]))
+        writer = ShardWriter(directory, name, "uint16", shard_tokens, masked=prompt > 0)
+        counted = np.concatenate([np.arange(document.size) >= prompt for document in documents])
+        ends = np.cumsum([document.size for document in documents])
+        writer.append(np.concatenate(documents), ends, counted if prompt else None)
         written[name] = writer.close()
-    manifest = Manifest({"name": "byte"}, vocab_size, "uint16", False, None, {}, (), written)
+    manifest = Manifest({"name": "byte"}, vocab_size, "uint16", prompt > 0, None, {}, (), written)
     (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
     return manifest

@@ -1,4 +1,4 @@
-"""Documents that share rows are trained as if each came alone, on every layout."""
+"""Documents that share rows, or have one each, are trained as if each came alone, on every layout."""
 
 from __future__ import annotations
 
@@ -36,16 +36,31 @@ LAYOUTS = {
 }
 
 
+COMMON = ["train.seq_len=21", "model.vocab_size=64"]
+
+
+def documents(shortest: int) -> dict[str, list[np.ndarray]]:
+    """Of both splits: several in most rows, and some across rows."""
+    generator = np.random.default_rng(5)
+    return {
+        name: [generator.integers(0, 64, size) for size in generator.integers(shortest, 30, number)]
+        for name, number in (("train", 60), ("val", 9))
+    }
+
+
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a dataset of short documents: several in most rows, and some across rows."""
-    generator, directory = np.random.default_rng(5), tmp_path_factory.mktemp("documents")
-    splits = {
-        name: [generator.integers(0, 64, size) for size in generator.integers(1, 30, documents)]
-        for name, documents in (("train", 60), ("val", 9))
-    }
-    write_dataset(directory, splits, vocab_size=64, shard_tokens=100)
-    return [f"data.path={directory}", "data.packing=documents", "train.seq_len=21", "model.vocab_size=64"]
+    directory = tmp_path_factory.mktemp("documents")
+    write_dataset(directory, documents(1), vocab_size=64, shard_tokens=100)
+    return [f"data.path={directory}", "data.packing=documents", *COMMON]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Prompts of five tokens, of which none counts, before responses of different lengths, one pair a row."""
+    directory = tmp_path_factory.mktemp("pairs")
+    write_dataset(directory, documents(7), vocab_size=64, shard_tokens=100, prompt=5)
+    return [f"data.path={directory}", "data.packing=padded", *COMMON]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -90,3 +105,25 @@ def test_all_numbers_are_those_of_one_process(
     assert validated[0] == pytest.approx(validated[1], rel=1e-12)
     for name, tensor in state.items():
         assert (mine[name] - tensor).norm() <= 1e-9 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("layout", ["dp-3", "zero3-2 x pp-2, zbv"])
+def test_responses_alone_count_whatever_the_split(
+    pool: WarmPool, tmp_path: Path, pairs: list[str], layout: str
+) -> None:
+    """The loss is the mean over the responses' tokens of the global batch, of which ranks have different numbers."""
+    chosen = [*pairs, *LLAMA, "model.dropout=0", *(word for word in LAYOUTS[layout] if word.startswith("model."))]
+    steps, _ = run(pool, tmp_path, *chosen, *LAYOUTS[layout])
+    config = small(None, *chosen, "cluster.workers=1")
+    decoder = Decoder(prepare_run(config, None, print).shape).double()
+    initialise(decoder, config.run.seed)
+    dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch
+    stream = open_stream(dataset, config.data, seed=config.run.seed, seq_len=21, global_batch=batch, micro_batch=batch)
+    losses = []
+    for inputs in stream.microbatch(0, 0).inputs:
+        (document,) = [one for one in documents(7)["train"] if np.array_equal(one[:7], inputs[:7])]
+        tokens = torch.tensor(document[:22])[None]
+        each = torch.nn.functional.cross_entropy(decoder(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
+        losses.append(each[4:].detach())  # the first target of a response is its sixth token
+    assert len({loss.numel() for loss in losses}) > 3
+    assert steps[0]["train/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-12)
