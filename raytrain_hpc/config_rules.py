@@ -81,6 +81,8 @@ def _data(config: Config) -> None:
 
 
 def _stages(config: Config) -> None:
+    if config.data.stages and not config.data.sources:
+        raise _fail(config, "data.stages", "change the weights of a mixture: they need data.sources")
     before = 0
     for stage in config.data.stages:
         if len(stage.weights) != len(config.data.sources):
