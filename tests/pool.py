@@ -25,7 +25,9 @@ class RankFailed(Exception):
 class WarmPool:
     """Processes, started as needed, that have torch imported and run one generation after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s`: how long ranks may take to answer."""
+        self._timeout_s = timeout_s
         self._context = multiprocessing.get_context("spawn")
         self._members: list[tuple[Any, Connection]] = []
         self._store: Any = None
@@ -100,9 +102,9 @@ class WarmPool:
             connection.send(job)
         answers = []
         for _, connection in self._members[: len(jobs)]:
-            if not connection.poll(TIMEOUT_S):
+            if not connection.poll(self._timeout_s):
                 self.close()
-                raise RankFailed(f"no answer within {TIMEOUT_S} s")
+                raise RankFailed(f"no answer within {self._timeout_s:g} s")
             answers.append(connection.recv())
         failures = [answer for answer in answers if isinstance(answer, str)]
         if failures:
