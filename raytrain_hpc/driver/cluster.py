@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayError
 
+from raytrain_hpc.address import LOCAL, answers, named_address
 from raytrain_hpc.config import AUTO, Config
-from raytrain_hpc.driver.address import LOCAL, answers, named_address
 from raytrain_hpc.errors import ClusterError
 
 

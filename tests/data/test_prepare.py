@@ -4,10 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import raytrain_hpc.data.prepare as prepare_module
+import raytrain_hpc.data.pieces as pieces_module
+import raytrain_hpc.data.reading as reading_module
 from raytrain_hpc.data.inspection import describe, summary
 from raytrain_hpc.data.manifest import load_manifest, verify
-from raytrain_hpc.data.prepare import prepare, split_sizes
+from raytrain_hpc.data.assembly import split_sizes
+from raytrain_hpc.data.prepare import prepare
 from raytrain_hpc.data.shards import ShardWriter, TokenArray
 from raytrain_hpc.data.tokenizer import tokenizer_from_json
 from raytrain_hpc.errors import DataError
@@ -62,7 +64,7 @@ def test_the_split_point_is_exact():
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 1 << 20])
 def test_characters_may_lie_across_blocks(tmp_path, text_file, monkeypatch, block):
-    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", block)
+    monkeypatch.setattr(pieces_module, "BLOCK_BYTES", block)
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=100)
     decoded = tokenizer_from_json(manifest.tokenizer).decode(np.concatenate(list(tokens_of(tmp_path / "out").values())))
     assert decoded == TEXT
@@ -162,7 +164,7 @@ def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file):
 @pytest.mark.parametrize("prefix", [0, 3, 4, 61])
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe4\xb8", b"\xe4\xb8x"])
 def test_text_that_is_not_utf8_names_the_byte(tmp_path, monkeypatch, prefix, bad):
-    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(pieces_module, "BLOCK_BYTES", 4)
     raw = b"a" * prefix + bad
     (tmp_path / "latin.txt").write_bytes(raw)
     with pytest.raises(UnicodeDecodeError) as expected:
@@ -186,7 +188,7 @@ def test_inputs_and_settings_that_cannot_be_used(tmp_path, text_file):
         ([text_file], {"val_fraction": 0.0001}, "left for val"),
         ([text_file], {"val_fraction": 0.9999}, "left for train"),
         ([text_file], {"shard_tokens": 0}, "shard_tokens=0"),
-        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': known are byte, char"),
+        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': known are byte, char, tiktoken:FILE"),
     ]
     for inputs, settings, message in cases:
         with pytest.raises(DataError, match=message):

@@ -3,7 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from raytrain_hpc.data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer, tokenizer_from_json
+from raytrain_hpc.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    characters_of,
+    parse_spec,
+    tokenizer_from_json,
+)
 from raytrain_hpc.errors import DataError
 
 TEXT = "naïve 中文 😀\r\n\ttail"
@@ -23,7 +29,7 @@ def test_bytes_of_an_undecodable_command_line_come_through():
 
 def test_characters_are_numbered_in_sorted_order():
     chars = sorted(set(TEXT))
-    tokenizer = build_tokenizer("char", [TEXT[:5], TEXT[5:]])
+    tokenizer = CharTokenizer(characters_of([TEXT[:5], TEXT[5:]]))
     assert tokenizer.vocab_size == len(chars)
     assert tokenizer.encode(TEXT).tolist() == [chars.index(c) for c in TEXT]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
@@ -52,8 +58,8 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 def test_what_cannot_be_built_names_what_can():
     with pytest.raises(DataError, match="byte, char"):
-        build_tokenizer("word", [])
+        parse_spec("word")
     with pytest.raises(DataError, match="byte, char"):
         tokenizer_from_json({"name": "word"})
     with pytest.raises(DataError, match="needs text"):
-        build_tokenizer("char", [])
+        CharTokenizer(characters_of([]))
