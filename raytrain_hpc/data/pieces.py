@@ -3,9 +3,9 @@
 A part is what is read of one file at a stretch: a range of bytes of uncompressed text or JSONL, row groups of a Parquet
 file, or a whole compressed file. A piece is consecutive parts of about `PIECE_BYTES`, so that small files share one.
 
-A text may be cut before a space or newline that follows a letter. There the splitting rules of GPT-2, cl100k, o200k
-and Llama 3 begin a new word whatever comes next, so that its parts give the tokens of the whole. Cutting *after* a
-newline would not do: "\\n\\n" is one token at the end of a text and two before a letter.
+A text may be cut where a letter is followed by a space or newline, else by punctuation. There the splitting rules of
+GPT-2, cl100k, o200k and Llama 3 begin a new word whatever stands around, so that its parts give the tokens of the
+whole. Cutting *after* a newline would not do: "\\n\\n" is one token at the end of a text, and two before a letter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PIECE_BYTES = 4 << 20
 MAX_PIECES = 1 << 16  # of larger inputs pieces are larger, not more: their list stays small, and they are streamed
 BLOCK_BYTES = 1 << 20
 _WINDOW = 1 << 16
-_WORD_END = re.compile(r"[^\W\d_](?=[ \r\n])")
+# Spaces are preferred for tokenizers that put one in front of every text.
+_WORD_ENDS = (re.compile(r"[^\W\d_](?=[ \r\n])"), re.compile(r"[^\W\d_](?=[,.;:!?)、。，；：！？）])"))
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,12 @@ def read_blocks(part: Part) -> Iterator[bytes]:
 
 def word_end(text: str, begin: int, stop: int) -> int:
     """The last position in (begin, stop] where `text` may be cut; `stop` itself where there is no better one."""
-    for first in (max(begin, stop - 1024), begin):
-        # The letter's follower must be seen: one position more than the cut may be at.
-        last = deque(_WORD_END.finditer(text, first, stop + 1), maxlen=1)
-        if last:
-            return last[0].end()
+    for rule in _WORD_ENDS:
+        for first in (max(begin, stop - 1024), begin):
+            # The letter's follower must be seen: one position more than the cut may be at.
+            last = deque(rule.finditer(text, first, stop + 1), maxlen=1)
+            if last:
+                return last[0].end()
     return stop
 
 
@@ -144,7 +146,7 @@ def _cuts(file: InputFile, size: int) -> Iterator[int]:
     """Ascending positions inside a file, about `size` apart."""
     if file.compression or file.bytes <= size:
         return
-    find = _after_newline if file.format == JSONL else _before_space
+    find = _after_newline if file.format == JSONL else _at_word_end
     with file.path.open("rb") as stream:
         cut = find(stream, size, size)
         while 0 < cut < file.bytes:
@@ -162,20 +164,20 @@ def _after_newline(stream: BinaryIO, target: int, size: int) -> int:
     return 0
 
 
-def _before_space(stream: BinaryIO, target: int, size: int) -> int:
+def _at_word_end(stream: BinaryIO, target: int, size: int) -> int:
     """The next position where a text may be cut, else the next character; 0 where the text ends before."""
     stop = target + size
     first = 0
     for begin in range(target, stop, _WINDOW):
         stream.seek(begin)
-        # A few bytes more, for the character after the window; characters that are cut in two are left out.
+        # A few bytes more, for the character after the window. Half a character is no letter and no space.
         window = stream.read(_WINDOW + 8)
         if not window:
             return first
         lead = next((i for i, byte in enumerate(window[:4]) if byte & 0xC0 != 0x80), 0)
         first = first or begin + lead
         text = window[lead:].decode("utf-8", errors="surrogateescape")
-        match = _WORD_END.search(text)
+        match = _WORD_ENDS[0].search(text) or _WORD_ENDS[1].search(text)
         if match is not None:
             return begin + lead + len(text[: match.end()].encode("utf-8", errors="surrogateescape"))
     return first
