@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.address import LOCAL, answers
+from raytrain_hpc.address import LOCAL, answers, auth_notice_hidden
 from raytrain_hpc.data.executors import Task, WorkersLost, cpus
 from raytrain_hpc.data.pieces import Piece
 from raytrain_hpc.errors import ClusterError, DataError
@@ -45,7 +45,7 @@ class RayData:
         with _connected(self._address, self._workers), _quiet():
             rows = [{"piece": pickle.dumps(piece)} for piece in pieces]
             described = ray.data.from_items(rows, override_num_blocks=len(rows))
-            done = described.map(_Guarded(task), num_cpus=1, concurrency=self._workers)
+            done = described.map(_Guarded(task), compute=ray.data.TaskPoolStrategy(self._workers), num_cpus=1)
             try:
                 for row in done.iter_rows():
                     yield pieces[row["index"]], _result(row)
@@ -87,19 +87,13 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own = address in (None, LOCAL)
+    where: dict[str, Any] = {"address": address}
+    if own:
+        store = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+        where = {"address": "local", "num_cpus": workers or cpus(), **store}
     try:
-        if own:
-            slots = workers or cpus()
-            ray.init(
-                address="local",
-                num_cpus=slots,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
-        else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        with auth_notice_hidden():
+            ray.init(**where, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises a plain one where its processes start too slowly
         raise ClusterError(f"address={address or LOCAL}: Ray did not start: {_first_line(error)}") from error
     try:
@@ -115,7 +109,7 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("ray.data")
     before = context.enable_progress_bars, logger.level
     context.enable_progress_bars = False
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
