@@ -26,7 +26,7 @@ from raytrain_hpc.data.shards import Ints
 from raytrain_hpc.data.tokenizer import ByteTokenizer, Tokenizer, characters_of, tokenizer_from_json
 
 _BATCH_TOKENS = 1 << 20
-_BATCH_CHARS = 1 << 18
+_BATCH_CHARS = 1 << 16
 _BATCH_STRETCHES = 1 << 10
 
 Columns = tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8] | None]  # tokens, ends, counted

@@ -20,6 +20,13 @@ from raytrain_hpc.errors import ClusterError, DataError
 
 # Descriptions of pieces go in and reports come out; tokens pass through files. Ray refuses less.
 _OBJECT_STORE_BYTES = 80 << 20
+# Ray on one machine is a dozen processes: with these they take tens of MiB less together, and nothing is slower.
+_FRUGAL = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class RayData:
@@ -92,7 +99,7 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
         store = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
         where = {"address": "local", "num_cpus": workers or cpus(), **store}
     try:
-        with auth_notice_hidden():
+        with auth_notice_hidden(), _environment(_FRUGAL if own else {}):
             ray.init(**where, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises a plain one where its processes start too slowly
         raise ClusterError(f"address={address or LOCAL}: Ray did not start: {_first_line(error)}") from error
@@ -100,6 +107,18 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the processes that are started inside, unless the user has set them."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
