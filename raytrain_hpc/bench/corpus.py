@@ -13,7 +13,7 @@ _PART_BYTES = 32 << 20
 def write_corpus(folder: Path, size: int) -> list[Path]:
     """At least `size` bytes of JSONL below `folder`, a source file a document; the same for the same Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(path for path in root.rglob("*.py") if "packages" not in path.parts[-3:])
+    sources = sorted(path for path in root.rglob("*.py") if not path.is_relative_to(root / "site-packages"))
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources if path.stat().st_size]
     folder.mkdir()
     files: list[Path] = []

@@ -49,8 +49,8 @@ def run(rounds: int) -> Table:
         "one process: json.loads, encode, append the tokens to a file; Ray Data: `prepare`, checksums, shards and "
         "manifest included, on a Ray that is up and has prepared something before",
         "goal: of the speed of one process times the number of cores; of memory, MiB",
-        "the rows on memory are commands of their own, the start of Ray in their seconds; only reading and writing grows "
-        "with the input, so the larger one is in bytes, which are quick",
+        "the rows on memory are commands of their own, the start of Ray in their seconds; the larger one is in bytes, "
+        "which are quick",
         "peak MiB: sum of PSS over the command and all that it starts, Ray and its object store included",
     ]
     return table
