@@ -15,6 +15,7 @@ from statistics import median
 
 import numpy as np
 
+from raytrain_hpc.address import auth_notice_hidden
 from raytrain_hpc.bench.arms import say, scratch
 from raytrain_hpc.bench.corpus import write_corpus
 from raytrain_hpc.bench.memory import peak_of
@@ -120,15 +121,16 @@ def _ray(directory: Path) -> Iterator[None]:
     import ray
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    ray.init(
-        address="local",
-        num_cpus=cpus(),
-        object_store_memory=80 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        _temp_dir=str(directory / "ray"),
-    )
+    with auth_notice_hidden():
+        ray.init(
+            address="local",
+            num_cpus=cpus(),
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(directory / "ray"),
+        )
     try:
         yield
     finally:

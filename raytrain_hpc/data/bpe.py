@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.tokenizer import Ids, Tokenizer, TokenizerSpec, checked_ids
+from raytrain_hpc.data.tokenizer import Ids, Tokenizer, TokenizerSpec, checked_ids, tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -117,6 +117,9 @@ class TiktokenTokenizer:
         """The tokenizer as JSON values: the text of its rank file."""
         return {"name": self.name, "ranks": self._ranks}
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return tokenizer_from_json, (self.to_json(),)
+
 
 class HfTokenizer:
     """A Hugging Face tokenizer.json. Special tokens in a text are ordinary text, and none are added but the end."""
@@ -160,6 +163,10 @@ class HfTokenizer:
     def to_json(self) -> dict[str, Any]:
         """The tokenizer as JSON values: the text of its tokenizer.json."""
         return {"name": self.name, "tokenizer": self._text, "end_of_text": self.end_of_text}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The package's own way would forget that special tokens in a text are ordinary text.
+        return tokenizer_from_json, (self.to_json(),)
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:

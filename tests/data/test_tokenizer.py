@@ -1,8 +1,10 @@
 import json
+import pickle
 
 import numpy as np
 import pytest
 
+from raytrain_hpc.data.bpe import load_tokenizer, train_tokenizer
 from raytrain_hpc.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -11,6 +13,7 @@ from raytrain_hpc.data.tokenizer import (
     tokenizer_from_json,
 )
 from raytrain_hpc.errors import DataError
+from tests.data.texts import rank_file
 
 TEXT = "naïve 中文 😀\r\n\ttail"
 
@@ -63,3 +66,28 @@ def test_what_cannot_be_built_names_what_can():
         tokenizer_from_json({"name": "word"})
     with pytest.raises(DataError, match="needs text"):
         CharTokenizer(characters_of([]))
+
+
+def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
+    """Pickled to workers, stored as JSON, and unmoved by special tokens in a text."""
+    text = "the reader's naïve 中文字 <|endoftext|> 😀\n\n  tail"
+    trained = train_tokenizer([text] * 3, 280)
+    ranked = load_tokenizer(parse_spec(f"tiktoken:{rank_file(tmp_path / 'ranks')}"))
+    assert train_tokenizer([text] * 3, 280).to_json() == trained.to_json()
+    for tokenizer in (trained, ranked):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids.tolist()
+        stored = json.loads(json.dumps(tokenizer.to_json()))
+        for again in (pickle.loads(pickle.dumps(tokenizer)), tokenizer_from_json(stored)):
+            assert again.encode(text).tolist() == ids.tolist()
+            assert (again.vocab_size, again.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+    assert (ranked.vocab_size, ranked.end_of_text) == (269, 268)
+
+
+def test_the_end_of_text_is_what_the_configuration_beside_the_file_says(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(["abc"], 257).to_json()["tokenizer"])
+    assert load_tokenizer(parse_spec(f"hf:{tmp_path}")).end_of_text == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    tokenizer = load_tokenizer(parse_spec(f"hf:{tmp_path}"))
+    assert tokenizer.decode([tokenizer.end_of_text]) == "a"
