@@ -20,7 +20,7 @@ from raytrain_hpc.data.bpe import load_tokenizer, train_tokenizer
 from raytrain_hpc.data.chunks import CharactersTask, EncodeTask, publish_json, read_reports, report_from_json
 from raytrain_hpc.data.executors import Executor, ProcessPool, ThisProcess, WorkersLost, cpus
 from raytrain_hpc.data.inputs import Fields, InputFile, check_fields, find_files, parse_fields
-from raytrain_hpc.data.manifest import MANIFEST, Input, Manifest, load_manifest, verify
+from raytrain_hpc.data.manifest import MANIFEST, VERSION, Input, Manifest, load_manifest, verify
 from raytrain_hpc.data.pieces import Piece, checksum, file_checksums, plan_pieces
 from raytrain_hpc.data.reading import PartReader
 from raytrain_hpc.data.shards import token_dtype
@@ -72,7 +72,14 @@ class _Job:
         """What a staging directory belongs to."""
         files = [(str(file.path), file.name, file.bytes, file.mtime_ns) for file in self.files]
         tokenizer = None if self.given is None else self.given.to_json()
-        return {"files": files, "settings": self.settings, "tokenizer": tokenizer}
+        sizes = [piece.bytes for piece in self.pieces]
+        return {
+            "version": VERSION,
+            "files": files,
+            "pieces": sizes,
+            "settings": self.settings,
+            "tokenizer": tokenizer,
+        }
 
 
 def prepare(
@@ -111,7 +118,7 @@ def prepare(
     given = load_tokenizer(spec) if spec.from_file else None
     job = _Job(files, plan_pieces(files), fields, spec, given, val_fraction, shard_tokens)
     present = _prepared_before(Path(out), job)
-    if present is not None:
+    if present is not None and not staging.path.exists():  # else what is left over is removed below
         return present
     executor = _choose_executor(engine, workers, address, job)
     try:

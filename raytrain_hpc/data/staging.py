@@ -81,12 +81,15 @@ class Staging:
     def finished(self) -> dict[str, list[Shard]]:
         """The complete shards of each split, in order. Files that are not among them are removed."""
         shards: dict[str, list[Shard]] = {}
-        if self._shards.exists():
-            for line in self._shards.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):  # else it was not written to its end
-                    split, shard = json.loads(line)
-                    shards.setdefault(split, []).append(Shard(**shard))
-            self._shards.write_text("".join(_line(split, shard) for split, some in shards.items() for shard in some))
+        text = self._shards.read_text() if self._shards.exists() else ""
+        whole, newline, rest = text.rpartition("\n")
+        if rest:  # a line that was not written to its end
+            partial = self._shards.with_suffix(".partial")
+            partial.write_text(whole + newline)
+            partial.replace(self._shards)
+        for line in whole.splitlines():
+            split, shard = json.loads(line)
+            shards.setdefault(split, []).append(Shard(**shard))
         known = {shard.file for some in shards.values() for shard in some}
         for path in self.dataset.iterdir():
             if path.name not in known:
@@ -115,8 +118,10 @@ class Staging:
         """Give up everything. The lock goes last: from then on another one may begin here, and nothing is touched."""
         for path in (self.chunks, self.dataset):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self._plan, self._shards, self.tokenizer, self.path / "lock"):
-            path.unlink(missing_ok=True)
+        for path in self.path.iterdir():
+            if path.name != "lock" and not path.is_dir():
+                path.unlink(missing_ok=True)
+        (self.path / "lock").unlink(missing_ok=True)
         with suppress(OSError):  # somebody else is in it already
             self.path.rmdir()
 
