@@ -94,14 +94,26 @@ def plan(words: tuple[str, ...], workers: int | None, as_json: bool) -> None:
 @main.command()
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("--out", required=True, help="Directory to write.")
-@click.option("--tokenizer", default="byte", show_default=True, help="byte or char.")
+@click.option(
+    "--tokenizer",
+    default="byte",
+    show_default=True,
+    help="byte, char, tiktoken:FILE, hf:PATH (tokenizer.json or its folder) or bpe:VOCAB_SIZE (trained on the input).",
+)
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the end kept for validation.")
+@click.option("--shard-tokens", default=1 << 26, show_default=True, help="Tokens a shard.")
+@click.option("--field", help="Field or column with the text, in .jsonl and .parquet files.  [default: text]")
+@click.option("--prompt-field", help="For pairs: the prompt, on which there is no loss.")
+@click.option("--response-field", help="For pairs: the response, on which there is.")
+@click.option("--engine", default="auto", show_default=True, help="local, ray, or auto: ray for large inputs.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes or Ray tasks at a time.  [default: all CPUs]")
+@click.option("--address", help="Ray cluster to work on.  [default: $RAY_ADDRESS, else one of its own]")
 @_one_line_errors
-def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, val_fraction: float) -> None:
-    """Turn text files or folders into token shards."""
+def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
+    """Turn text, JSONL and Parquet (.gz, .zst too) in files, folders and patterns into token shards."""
     from rich.progress import Progress
 
-    from raytrain_hpc.data.inspection import summary
+    from raytrain_hpc.data.inspection import closing_lines
     from raytrain_hpc.data.prepare import prepare as write_dataset
 
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
@@ -109,11 +121,11 @@ def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, val_fraction: flo
         manifest = write_dataset(
             list(inputs),
             out,
-            tokenizer=tokenizer,
-            val_fraction=val_fraction,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **options,
         )
-    click.echo(summary(manifest))
+    for line in closing_lines(manifest):
+        click.echo(line)
     click.echo(f"next: raytrain-hpc train data.path={out}")
 
 
@@ -148,7 +160,7 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.argument("what", type=click.Choice(["step", "start", "checkpoint"]))
+@click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
 @_one_line_errors

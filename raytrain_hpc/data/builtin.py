@@ -37,7 +37,8 @@ def stdlib_dataset(cache_dir: Path | None = None) -> Path:
     out = (cache_dir or default_cache()) / f"stdlib{VERSION}-{platform.python_version()}-{identity}"
     if not (out / MANIFEST).exists():
         shuffle = Permutation(len(files), _SHUFFLE_KEY)
-        prepare([files[i] for i in shuffle(np.arange(len(files)))], out, tokenizer="byte", val_fraction=0.1)
+        shuffled = [files[i] for i in shuffle(np.arange(len(files)))]
+        prepare(shuffled, out, tokenizer="byte", val_fraction=0.1, engine="local", workers=1)
     return out
 
 

@@ -22,7 +22,10 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Input:
-    """One text file that went into a dataset. `name` is the path below the folder given, or the file's own name."""
+    """One file that went into a dataset. `name` is the path below the folder given, or the file's own name.
+
+    `sha256`: of its bytes; of a file that was cut into several parts, of the hex digests of the parts, in order.
+    """
 
     name: str
     bytes: int
@@ -58,6 +61,7 @@ class Manifest:
     """A dataset. `characters` is None where the inputs were read as bytes (a token each).
 
     `masked`: whether shards say of each token if it counts as a target (fine-tuning on responses).
+    `empty_documents`: how many inputs or rows had no text and were left out.
     """
 
     tokenizer: dict[str, Any]
@@ -68,6 +72,7 @@ class Manifest:
     settings: dict[str, Any]
     inputs: tuple[Input, ...]
     splits: dict[str, Split]
+    empty_documents: int = 0
     version: int = VERSION
 
     @property
@@ -97,6 +102,7 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
         settings=dict(data["settings"]),
         inputs=tuple(Input(**item) for item in data["inputs"]),
         splits=splits,
+        empty_documents=int(data.get("empty_documents", 0)),
         version=int(data["version"]),
     )
     for name, split in splits.items():

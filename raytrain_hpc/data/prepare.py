@@ -1,50 +1,85 @@
-"""Text files to a dataset directory, in two passes of bounded memory: survey (checksums, vocabulary), then encode.
+"""Text to a dataset directory: plan pieces, encode each into a chunk, in parallel, then assemble shards in order.
 
-All inputs are one stream of text, file after file with nothing in between, newlines untouched. Its first part is the
-training split, the rest the validation split. The directory appears complete or not at all.
+The inputs are one stream of documents, file after file and row after row. Its first part is the training split, the
+rest the validation split. The directory appears complete or not at all, and holds the same bytes whoever worked on
+the pieces, however many there were, and however often they were interrupted.
 """
 
 from __future__ import annotations
 
-import codecs
-import hashlib
-import itertools
-import json
 import os
-import secrets
-import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from raytrain_hpc.data.manifest import MANIFEST, Input, Manifest, Split, load_manifest, verify
-from raytrain_hpc.data.shards import ShardWriter, token_dtype
-from raytrain_hpc.data.tokenizer import KINDS, ByteTokenizer, Tokenizer, build_tokenizer, unknown_tokenizer
+from raytrain_hpc.data.assembly import Assembly, split_sizes
+from raytrain_hpc.data.bpe import load_tokenizer, train_tokenizer
+from raytrain_hpc.data.chunks import CharactersTask, EncodeTask, publish_json, read_reports, report_from_json
+from raytrain_hpc.data.executors import Executor, ProcessPool, ThisProcess, WorkersLost, cpus
+from raytrain_hpc.data.inputs import Fields, InputFile, check_fields, find_files, parse_fields
+from raytrain_hpc.data.manifest import MANIFEST, VERSION, Input, Manifest, load_manifest, verify
+from raytrain_hpc.data.pieces import Piece, checksum, file_checksums, plan_pieces
+from raytrain_hpc.data.reading import PartReader
+from raytrain_hpc.data.shards import token_dtype
+from raytrain_hpc.data.staging import Staging
+from raytrain_hpc.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    TokenizerSpec,
+    parse_spec,
+    tokenizer_from_json,
+)
 from raytrain_hpc.errors import DataError
 
-BLOCK_BYTES = 4 << 20
+ENGINES = ("auto", "local", "ray")
+RAY_FROM_BYTES = 64 << 20
+_SAMPLE_CHARS, _SAMPLE_PIECES = 16 << 20, 64
+# Below this, starting processes takes longer than the work. Bytes and characters are encoded at hundreds of MB/s.
+_ONE_PROCESS_BYTES = {"byte": 256 << 20, "char": 128 << 20}
 Progress = Callable[[int, int], None]
 
 
-class _Digest(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
-
 @dataclass(frozen=True)
-class _File:
-    """An input file as it was found; a change under our feet is noticed by size and time."""
+class _Job:
+    """What was asked for, and what was found. `given`: a tokenizer that is there before any input is read."""
 
-    path: Path
-    name: str
-    bytes: int
-    mtime_ns: int
+    files: Sequence[InputFile]
+    pieces: Sequence[Piece]
+    fields: Fields
+    spec: TokenizerSpec
+    given: Tokenizer | None
+    val_fraction: float
+    shard_tokens: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as the manifest has them: whatever the tokens depend on beside inputs and tokenizer."""
+        settings: dict[str, Any] = {
+            "tokenizer": self.spec.identity,
+            "val_fraction": self.val_fraction,
+            "shard_tokens": self.shard_tokens,
+        }
+        if any(file.has_fields for file in self.files):
+            settings["fields"] = list(self.fields.names)
+        return settings
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a staging directory belongs to."""
+        files = [(str(file.path), file.name, file.bytes, file.mtime_ns) for file in self.files]
+        tokenizer = None if self.given is None else self.given.to_json()
+        sizes = [piece.bytes for piece in self.pieces]
+        return {
+            "version": VERSION,
+            "files": files,
+            "pieces": sizes,
+            "settings": self.settings,
+            "tokenizer": tokenizer,
+        }
 
 
 def prepare(
@@ -54,93 +89,145 @@ def prepare(
     tokenizer: str = "byte",
     val_fraction: float = 0.1,
     shard_tokens: int = 1 << 26,
+    field: str | None = None,
+    prompt_field: str | None = None,
+    response_field: str | None = None,
+    engine: str = "auto",
+    workers: int | None = None,
+    address: str | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write a dataset at `out` from text files and folders (all files below one, sorted by relative path).
+    """Write a dataset at `out` from files, folders (all files below one, sorted by relative path) and patterns.
 
-    `val_fraction` of the tokens, at the end of the stream, become the validation split. `progress(done, total)` counts
-    bytes over both passes. A dataset already at `out` is kept if the same inputs and settings made it; anything else
-    there is an error: nothing is ever overwritten. DataError for inputs, settings or a target that cannot be used.
+    A text file is a document; so is `field` ("text") of every row of .jsonl and .parquet files, or `prompt_field` and
+    `response_field`, of which only responses count as targets. .gz and .zst are decompressed. `val_fraction` of the
+    tokens, at the end of the stream, become the validation split.
+
+    `engine` is local (`workers` processes), ray (Ray Data, on the cluster at `address`) or auto; it changes no byte.
+    `progress(done, total)` counts bytes over all passes. A dataset already at `out` is kept if the same inputs and
+    settings made it; anything else there is an error: nothing is ever overwritten. What was interrupted is gone on
+    with by the same call. DataError for inputs, settings or a target that cannot be used, ClusterError without Ray.
     """
-    _check_settings(tokenizer, val_fraction, shard_tokens)
-    out = Path(out)
-    _check_target(out)
-    files = find_files(inputs)
-    tick = _Meter(2 * sum(file.bytes for file in files), progress)
-    built, found, characters = _survey(files, tokenizer, tick)
-    total = sum(file.bytes for file in files) if characters is None else characters
-    sizes = split_sizes(total, val_fraction)
-    settings = {"tokenizer": tokenizer, "val_fraction": val_fraction, "shard_tokens": shard_tokens}
-    present = _prepared_before(out, built, found, settings)
-    if present is not None:
+    spec = parse_spec(tokenizer)
+    _check_settings(val_fraction, shard_tokens, engine, workers)
+    fields = parse_fields(field, prompt_field, response_field)
+    staging = Staging(Path(out))
+    _check_target(Path(out))
+    files = find_files(inputs, leave_out=[staging.out, staging.path])
+    check_fields(files, fields, named=field is not None)
+    given = load_tokenizer(spec) if spec.from_file else None
+    job = _Job(files, plan_pieces(files), fields, spec, given, val_fraction, shard_tokens)
+    present = _prepared_before(Path(out), job)
+    if present is not None and not staging.path.exists():  # else what is left over is removed below
         return present
-    dtype = token_dtype(built.vocab_size)
+    executor = _choose_executor(engine, workers, address, job)
     try:
-        with _new_directory(out) as partial:
-            splits = _write_splits(partial, _encode(files, built, tick), sizes, dtype, shard_tokens)
-            manifest = Manifest(built.to_json(), built.vocab_size, dtype, False, characters, settings, found, splits)
-            _write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=1) + "\n")
+        with staging.locked():
+            return _prepare_locked(Path(out), job, staging, executor, progress)
+    except WorkersLost as error:
+        raise DataError(f"{out}: {error}; the same command goes on with what is finished") from error
     except OSError as error:
-        # Another process may have put the same dataset there in the meantime: then it is as good as ours.
-        present = _prepared_before(out, built, found, settings)
-        if present is not None:
-            return present
-        raise DataError(f"{out}: cannot be written ({error.strerror or error})") from error
+        reason = error.strerror or error
+        raise DataError(
+            f"{out}: cannot be written ({reason}); the same command goes on with what is finished, in {staging.path}"
+        ) from error
+
+
+def _prepare_locked(out: Path, job: _Job, staging: Staging, executor: Executor, progress: Progress | None) -> Manifest:
+    present = _prepared_before(out, job)
+    if present is not None:  # whoever had the lock before wrote it
+        staging.remove()
+        return present
+    try:
+        staging.begin(job.plan)
+        return _build(job, staging, executor, progress)
+    except DataError:  # something must be changed first: nothing of this can be gone on with
+        staging.remove()
+        raise
+
+
+def _build(job: _Job, staging: Staging, executor: Executor, progress: Progress | None) -> Manifest:
+    survey = job.spec.kind == "char"
+    tick = _Meter((3 if survey else 2) * sum(file.bytes for file in job.files), progress)
+    tokenizer = _tokenizer(job, staging, executor, tick)
+    dtype = token_dtype(tokenizer.vocab_size)
+    reports = read_reports(staging.chunks)
+    for index in reports:
+        tick(job.pieces[index].bytes)
+    encode = EncodeTask(staging.chunks, staging.tokenizer, job.fields, dtype)
+    missing = [piece for piece in job.pieces if piece.index not in reports]
+    for piece, found in executor.run(encode, missing):
+        reports[piece.index] = report_from_json(found)
+        tick(piece.bytes)
+    ordered = [reports[piece.index] for piece in job.pieces]
+    sizes = split_sizes(sum(report.tokens for report in ordered), job.val_fraction)
+    assembly = Assembly(staging, sizes, dtype, job.shard_tokens, masked=job.fields.pairs)
+    splits = assembly.run(ordered, lambda index: tick(job.pieces[index].bytes))
+    manifest = Manifest(
+        tokenizer=tokenizer.to_json(),
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype,
+        masked=job.fields.pairs,
+        characters=None if isinstance(tokenizer, ByteTokenizer) else sum(report.characters for report in ordered),
+        settings=job.settings,
+        inputs=_inputs(job.pieces, [report.checksums for report in ordered]),
+        splits=splits,
+        empty_documents=sum(report.empty for report in ordered),
+    )
+    staging.publish(manifest)
     return manifest
 
 
-def split_sizes(total: int, val_fraction: float) -> dict[str, int]:
-    """Tokens of each split: train gets int(total * (1 - val_fraction)), computed on the decimal as written.
-
-    DataError where a split would have fewer than the two tokens (one input, one target) that a loss needs.
-    """
-    train = int(total * (1 - Fraction(str(val_fraction))))
-    sizes = {"train": train, "val": total - train} if val_fraction else {"train": total}
-    for name, size in sizes.items():
-        if size < 2:
-            raise DataError(
-                f"val_fraction={val_fraction}: of {total} tokens {size} would be left for {name}, which needs 2; "
-                "give more text or another fraction"
-            )
-    return sizes
-
-
-def find_files(inputs: Iterable[Path | str]) -> list[_File]:
-    """The files that `inputs` name, in the order given, those of a folder sorted by relative path.
-
-    DataError for a missing or empty file, a folder without files, or nothing at all. Empty files inside a folder are
-    ordinary and kept.
-    """
-    files: list[_File] = []
-    for item in map(Path, inputs):
-        if item.is_dir():
-            below = sorted((p.relative_to(item).as_posix(), p) for p in item.rglob("*") if p.is_file())
-            if not below:
-                raise DataError(f"{item}: the folder has no files")
-            files += [_found(path, name) for name, path in below]
-        elif not item.exists():
-            raise DataError(f"{item}: no such file or folder")
-        else:
-            files.append(_found(item, item.name))
-            if not files[-1].bytes:
-                raise DataError(f"{item}: the file is empty")
-    if not sum(file.bytes for file in files):
-        raise DataError("nothing to prepare: the inputs hold no text")
-    return files
+def _tokenizer(job: _Job, staging: Staging, executor: Executor, tick: Callable[[int], None]) -> Tokenizer:
+    """The tokenizer that was asked for, stored where those who encode find it. Made from the input where needed."""
+    stored = staging.read_tokenizer()
+    if stored is not None:
+        if job.spec.kind == "char":
+            tick(sum(piece.bytes for piece in job.pieces))
+        return tokenizer_from_json(stored)
+    built: Tokenizer
+    if job.given is not None:
+        built = job.given
+    elif job.spec.kind == "byte":
+        built = ByteTokenizer()
+    elif job.spec.kind == "char":
+        seen: set[str] = set()
+        for piece, characters in executor.run(CharactersTask(job.fields), job.pieces):
+            seen.update(characters)
+            tick(piece.bytes)
+        built = CharTokenizer(seen)
+    else:
+        built = train_tokenizer(_sample(job.pieces, job.fields), int(job.spec.argument))
+    publish_json(staging.tokenizer, built.to_json())
+    return built
 
 
-def _found(path: Path, name: str) -> _File:
-    stat = path.stat()
-    return _File(path, name, stat.st_size, stat.st_mtime_ns)
+def _sample(pieces: Sequence[Piece], fields: Fields) -> Iterator[str]:
+    """At most 16 Mi characters: the beginnings of at most 64 pieces, spread evenly over the input."""
+    chosen = min(len(pieces), _SAMPLE_PIECES)
+    for index in range(chosen):
+        left = _SAMPLE_CHARS // chosen
+        for text in _texts(pieces[index * len(pieces) // chosen], fields):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                break
 
 
-def _check_settings(tokenizer: str, val_fraction: float, shard_tokens: int) -> None:
-    if tokenizer not in KINDS:
-        raise unknown_tokenizer(tokenizer)
+def _texts(piece: Piece, fields: Fields) -> Iterator[str]:
+    for part in piece.parts:
+        yield from (stretch.text for stretch in PartReader(part, fields).stretches())
+
+
+def _check_settings(val_fraction: float, shard_tokens: int, engine: str, workers: int | None) -> None:
     if not 0 <= val_fraction < 1:
         raise DataError(f"val_fraction={val_fraction}: must be at least 0 and below 1")
     if shard_tokens < 1:
         raise DataError(f"shard_tokens={shard_tokens}: must be at least 1")
+    if engine not in ENGINES:
+        raise DataError(f"engine={engine!r}: must be {', '.join(ENGINES)}")
+    if workers is not None and workers < 1:
+        raise DataError(f"workers={workers}: must be at least 1")
 
 
 def _check_target(out: Path) -> None:
@@ -150,134 +237,44 @@ def _check_target(out: Path) -> None:
         raise DataError(f"{out}: holds other files and is no dataset; choose another directory to write to")
 
 
-def _prepared_before(
-    out: Path, tokenizer: Tokenizer, inputs: tuple[Input, ...], settings: dict[str, Any]
-) -> Manifest | None:
-    """The manifest of the dataset at `out` if it is the one asked for; None if nothing is there; else DataError."""
+def _choose_executor(engine: str, workers: int | None, address: str | None, job: _Job) -> Executor:
+    total = sum(file.bytes for file in job.files)
+    address = address or os.environ.get("RAY_ADDRESS")
+    if engine == "ray" or (engine == "auto" and (address or total > RAY_FROM_BYTES)):
+        from raytrain_hpc.data.ray_prepare import RayData  # Ray takes a second to import
+
+        return RayData(address, workers)
+    if workers is None:
+        workers = 1 if total < _ONE_PROCESS_BYTES.get(job.spec.kind, 8 << 20) else cpus()
+    return ThisProcess() if min(workers, len(job.pieces)) == 1 else ProcessPool(workers)
+
+
+def _prepared_before(out: Path, job: _Job) -> Manifest | None:
+    """The manifest of the dataset at `out` if it is the one asked for; None if nothing is there; else DataError.
+
+    A tokenizer made from the input is the same if the input is.
+    """
     if not (out / MANIFEST).exists():
         return None
     manifest = load_manifest(out)
-    if (manifest.tokenizer, manifest.inputs, manifest.settings) != (tokenizer.to_json(), inputs, settings):
+    same = manifest.settings == job.settings and (job.given is None or manifest.tokenizer == job.given.to_json())
+    same = same and [(i.name, i.bytes) for i in manifest.inputs] == [(f.name, f.bytes) for f in job.files]
+    if not same or manifest.inputs != _checksummed(job.pieces):
         raise DataError(f"{out}: holds a dataset of other inputs or settings; delete it or choose another directory")
     verify(out, manifest, limit_bytes=0)
     return manifest
 
 
-def _survey(files: list[_File], spec: str, tick: _Meter) -> tuple[Tokenizer, tuple[Input, ...], int | None]:
-    """First pass: the tokenizer, the checksum of every input, and the number of characters (None for bytes)."""
-    found: list[Input] = []
-    characters = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal characters
-        for file in files:
-            digest = hashlib.sha256()
-            raw = _read(file, tick, digest)
-            if spec == ByteTokenizer.name:
-                deque(raw, maxlen=0)
-            else:
-                for text in _decode(file, raw):
-                    characters += len(text)
-                    yield text
-            found.append(Input(file.name, file.bytes, digest.hexdigest()))
-
-    unread = texts()
-    tokenizer = build_tokenizer(spec, unread)
-    deque(unread, maxlen=0)  # a tokenizer that needs no vocabulary leaves the texts unread, and so the inputs unhashed
-    return tokenizer, tuple(found), None if spec == ByteTokenizer.name else characters
+def _checksummed(pieces: Sequence[Piece]) -> tuple[Input, ...]:
+    """The inputs as they are now."""
+    with ThreadPoolExecutor(cpus()) as threads:
+        checksums = threads.map(checksum, [part for piece in pieces for part in piece.parts])
+        return _inputs(pieces, [tuple(islice(checksums, len(piece.parts))) for piece in pieces])
 
 
-def _encode(files: list[_File], tokenizer: Tokenizer, tick: _Meter) -> Iterator[npt.NDArray[Any]]:
-    """Second pass: the tokens, block by block."""
-    for file in files:
-        raw = _read(file, tick)
-        if isinstance(tokenizer, ByteTokenizer):  # any bytes are tokens, valid UTF-8 or not
-            yield from (np.frombuffer(block, dtype=np.uint8) for block in raw)
-        else:
-            yield from (tokenizer.encode(text) for text in _decode(file, raw))
-
-
-def _read(file: _File, tick: _Meter, digest: _Digest | None = None) -> Iterator[bytes]:
-    """The bytes of a file in blocks. DataError where it cannot be read or is not the file found at the start."""
-    try:
-        if _found(file.path, file.name) != file:
-            raise DataError(f"{file.path}: changed while it was prepared; prepare again")
-        with file.path.open("rb") as stream:
-            seen = 0
-            while block := stream.read(BLOCK_BYTES):
-                seen += len(block)
-                if digest is not None:
-                    digest.update(block)
-                yield block
-                tick(len(block))
-    except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror or error})") from error
-    if seen != file.bytes:
-        raise DataError(f"{file.path}: changed while it was prepared; prepare again")
-
-
-def _decode(file: _File, blocks: Iterator[bytes]) -> Iterator[str]:
-    """UTF-8 to text; a character may lie across two blocks. DataError naming the first byte that is no UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    consumed = 0
-    for block in itertools.chain(blocks, [b""]):
-        begin = consumed - len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file.path}: byte {begin + error.start} is not UTF-8 ({error.reason}); convert the file, or use "
-                "tokenizer byte"
-            ) from error
-        consumed += len(block)
-        if text:
-            yield text
-
-
-def _write_splits(
-    directory: Path, blocks: Iterator[npt.NDArray[Any]], sizes: dict[str, int], dtype: str, shard_tokens: int
-) -> dict[str, Split]:
-    """Deal the stream of tokens out to the splits, one after the other."""
-    writers = {name: ShardWriter(directory, name, dtype, shard_tokens) for name in sizes}
-    left = dict(sizes)
-    for block in blocks:
-        for name, writer in writers.items():
-            writer.append(block[: left[name]])
-            taken = min(left[name], block.size)
-            left[name] -= taken
-            block = block[taken:]
-    return {name: writer.close() for name, writer in writers.items()}
-
-
-@contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that takes its place when the block ends well, and vanishes otherwise."""
-    out = Path(os.path.abspath(out))  # "." has no name and no parent of its own
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
-    partial.mkdir()
-    try:
-        yield partial
-        _sync_directory(partial)
-        partial.rename(out)  # fails where a directory that is not empty has come up in the meantime
-        _sync_directory(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _inputs(pieces: Sequence[Piece], checksums: Iterable[Sequence[str]]) -> tuple[Input, ...]:
+    files = file_checksums(zip(pieces, checksums, strict=True))
+    return tuple(Input(file.name, file.bytes, digest) for file, digest in files)
 
 
 class _Meter:

@@ -11,7 +11,7 @@ buffer that numpy can look at in place:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +64,18 @@ class TokenSource(Protocol):
 class ShardWriter:
     """Writes one split as shards of `shard_tokens` tokens. Holds one shard in memory, whatever the split's size."""
 
-    def __init__(self, directory: Path, split: str, dtype: str, shard_tokens: int, *, masked: bool = False):
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        dtype: str,
+        shard_tokens: int,
+        *,
+        masked: bool = False,
+        finished: Sequence[Shard] = (),
+        on_shard: Callable[[Shard], None] = lambda shard: None,
+    ):
+        """`finished`: shards of this split that are there already, to go on after; `on_shard` hears of each new one."""
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens}: must be at least 1")
         self._directory, self._split = directory, split
@@ -73,7 +84,8 @@ class ShardWriter:
         self._ends: list[Ints] = []
         self._filled = 0
         self._open = False  # whether a document has begun and not ended
-        self._shards: list[Shard] = []
+        self._shards = list(finished)
+        self._on_shard = on_shard
 
     def append(
         self, tokens: npt.NDArray[Any], ends: npt.ArrayLike = (), counted: npt.NDArray[Any] | None = None
@@ -118,6 +130,7 @@ class ShardWriter:
         offset = _offset(path)
         self._shards.append(Shard(path.name, self._filled, ends.size, offset, path.stat().st_size, file_sha256(path)))
         self._filled, self._ends = 0, []
+        self._on_shard(self._shards[-1])
 
 
 def write_shard(path: Path, columns: dict[str, npt.NDArray[Any]]) -> None:

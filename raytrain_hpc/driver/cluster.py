@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayError
 
+from raytrain_hpc.address import LOCAL, answers, auth_notice_hidden, named_address
 from raytrain_hpc.config import AUTO, Config
-from raytrain_hpc.driver.address import LOCAL, answers, named_address
 from raytrain_hpc.errors import ClusterError
 
 
@@ -67,18 +67,6 @@ def _connect(config: Config, workers_wanted: int) -> bool:
     except Exception as error:  # Ray raises a plain one where its processes start too slowly
         raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}; see /tmp/ray") from error
     return True
-
-
-@contextmanager
-def auth_notice_hidden() -> Iterator[None]:
-    """Ray uses a token where it starts or finds a cluster by itself, as it should, and says so with a warning."""
-    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _address(config: Config) -> str | None:

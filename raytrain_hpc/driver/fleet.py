@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from raytrain_hpc.address import check_address
 from raytrain_hpc.config import Config
-from raytrain_hpc.driver.address import check_address
 from raytrain_hpc.worker.spec import WorkerSpec
 
 

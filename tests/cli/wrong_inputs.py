@@ -153,6 +153,23 @@ WRONG = [
         "prepare {dir}/latin1.txt --out {dir}/o --tokenizer char",
         ("{dir}/latin1.txt", "byte 3 is not UTF-8", "tokenizer byte"),
     ),
+    Wrong(
+        "prepare: missing field",
+        "prepare {dir}/rows.jsonl --out {dir}/o --field body",
+        ("{dir}/rows.jsonl: line 2", "no field 'body'", "'text'"),
+    ),
+    Wrong(
+        "prepare: tokenizers not installed",
+        "prepare {dir}/text.txt --out {dir}/o --tokenizer bpe:300",
+        ("pip install tokenizers",),
+        without="tokenizers",
+    ),
+    Wrong(
+        "prepare: no Ray at the address",
+        "prepare {dir}/text.txt --out {dir}/o --address 127.0.0.1:1",
+        ("address=127.0.0.1:1", "nothing answers there"),
+        alone=True,
+    ),
     Wrong("prepare: fraction", "prepare {dir}/text.txt --out {dir}/o --val-fraction 1.5", ("1.5", "below 1")),
     Wrong("prepare: onto a file", "prepare {dir}/text.txt --out {dir}/list.yaml", ("{dir}/list.yaml", "another")),
     Wrong("prepare: onto others", "prepare {dir}/text.txt --out {dir}/chars", ("{dir}/chars", "choose another")),
@@ -182,6 +199,7 @@ def build_workshop(root: Path) -> None:
     (root / "other.txt").write_text(text[::-1])
     (root / "latin1.txt").write_bytes("café".encode("latin-1"))
     (root / "empty.txt").write_text("")
+    (root / "rows.jsonl").write_text('{"body": "one"}\n{"text": "two"}\n')
     (root / "folder").mkdir()
     (root / "broken.yaml").write_text("train:\n  steps: 5\n lr: 1\n")
     (root / "list.yaml").write_text("- 1\n")

@@ -1,13 +1,16 @@
+import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import raytrain_hpc.data.prepare as prepare_module
+import raytrain_hpc.data.chunks as chunks_module
+import raytrain_hpc.data.pieces as pieces_module
+from raytrain_hpc.data.assembly import split_sizes
 from raytrain_hpc.data.inspection import describe, summary
 from raytrain_hpc.data.manifest import load_manifest, verify
-from raytrain_hpc.data.prepare import prepare, split_sizes
+from raytrain_hpc.data.prepare import prepare
 from raytrain_hpc.data.shards import ShardWriter, TokenArray
 from raytrain_hpc.data.tokenizer import tokenizer_from_json
 from raytrain_hpc.errors import DataError
@@ -62,7 +65,7 @@ def test_the_split_point_is_exact():
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 1 << 20])
 def test_characters_may_lie_across_blocks(tmp_path, text_file, monkeypatch, block):
-    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", block)
+    monkeypatch.setattr(pieces_module, "BLOCK_BYTES", block)
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=100)
     decoded = tokenizer_from_json(manifest.tokenizer).decode(np.concatenate(list(tokens_of(tmp_path / "out").values())))
     assert decoded == TEXT
@@ -117,22 +120,41 @@ def test_the_same_dataset_is_reused_and_another_is_never_overwritten(tmp_path, t
     verify(tmp_path / "out", first)
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("No space left on device")])
-def test_an_interrupted_prepare_leaves_nothing(tmp_path, text_file, monkeypatch, interruption):
-    append, calls = ShardWriter.append, []
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_what_was_interrupted_is_gone_on_with(tmp_path, text_file, monkeypatch, interruption):
+    """Wherever the shards are left, the next call makes the same dataset of what is there, and leaves nothing else."""
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 400)
+    expected = prepare([text_file], tmp_path / "expected", shard_tokens=150).dataset_hash
+    append = ShardWriter.append
+    for allowed in range(7):
+        calls = []
 
-    def fail_later(self, tokens):
-        calls.append(len(list(tmp_path.glob(".out.*/*.arrow"))))
-        if calls[-1] >= 2:
-            raise interruption
-        append(self, tokens)
+        def fail_later(self, *columns, allowed=allowed, calls=calls):
+            calls.append(columns)
+            if len(calls) > allowed:
+                raise interruption
+            append(self, *columns)
 
-    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(ShardWriter, "append", fail_later)
-    with pytest.raises((KeyboardInterrupt, DataError)):
-        prepare([text_file], tmp_path / "out", shard_tokens=100)
-    assert calls[-1] == 2  # shards had been written
-    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+        with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, DataError)) as stopped:
+            patched.setattr(ShardWriter, "append", fail_later)
+            prepare([text_file], tmp_path / "out", shard_tokens=150)
+        assert stopped.type is KeyboardInterrupt or "the same command goes on" in str(stopped.value)
+        assert not (tmp_path / "out").exists()
+        with monkeypatch.context() as patched:
+            patched.setattr(chunks_module, "write_chunk", None)  # encoding again would fail
+            assert prepare([text_file], tmp_path / "out", shard_tokens=150).dataset_hash == expected
+        verify(tmp_path / "out", load_manifest(tmp_path / "out"))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["expected", "out", "text.txt"]
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_leftovers_of_other_settings_are_not_used(tmp_path, text_file, monkeypatch):
+    expected = prepare([text_file], tmp_path / "expected", tokenizer="char").dataset_hash
+    with monkeypatch.context() as patched, pytest.raises(TypeError):
+        patched.setattr(ShardWriter, "append", None)
+        prepare([text_file], tmp_path / "out")
+    assert (tmp_path / ".out.preparing" / "chunks" / "chunk-000000.json").exists()
+    assert prepare([text_file], tmp_path / "out", tokenizer="char").dataset_hash == expected
 
 
 def test_several_at_once_agree(tmp_path, text_file):
@@ -149,20 +171,21 @@ def test_several_at_once_agree(tmp_path, text_file):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
-def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file):
-    def grow(done, total):
-        if done == total // 2:
-            text_file.write_bytes(TEXT.encode() + b"more")
+def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 400)
 
-    with pytest.raises(DataError, match="changed while it was prepared"):
+    def grow(done, total):
+        text_file.write_bytes(TEXT.encode() + b"more")
+
+    with pytest.raises(DataError, match="text.txt: changed while it was prepared"):
         prepare([text_file], tmp_path / "out", progress=grow)
-    assert not (tmp_path / "out").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize("prefix", [0, 3, 4, 61])
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe4\xb8", b"\xe4\xb8x"])
 def test_text_that_is_not_utf8_names_the_byte(tmp_path, monkeypatch, prefix, bad):
-    monkeypatch.setattr(prepare_module, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(pieces_module, "BLOCK_BYTES", 4)
     raw = b"a" * prefix + bad
     (tmp_path / "latin.txt").write_bytes(raw)
     with pytest.raises(UnicodeDecodeError) as expected:
@@ -186,7 +209,7 @@ def test_inputs_and_settings_that_cannot_be_used(tmp_path, text_file):
         ([text_file], {"val_fraction": 0.0001}, "left for val"),
         ([text_file], {"val_fraction": 0.9999}, "left for train"),
         ([text_file], {"shard_tokens": 0}, "shard_tokens=0"),
-        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': known are byte, char"),
+        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': known are byte, char, tiktoken:FILE"),
     ]
     for inputs, settings, message in cases:
         with pytest.raises(DataError, match=message):

@@ -1,10 +1,19 @@
 import json
+import pickle
 
 import numpy as np
 import pytest
 
-from raytrain_hpc.data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer, tokenizer_from_json
+from raytrain_hpc.data.bpe import load_tokenizer, train_tokenizer
+from raytrain_hpc.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    characters_of,
+    parse_spec,
+    tokenizer_from_json,
+)
 from raytrain_hpc.errors import DataError
+from tests.data.texts import rank_file
 
 TEXT = "naïve 中文 😀\r\n\ttail"
 
@@ -23,7 +32,7 @@ def test_bytes_of_an_undecodable_command_line_come_through():
 
 def test_characters_are_numbered_in_sorted_order():
     chars = sorted(set(TEXT))
-    tokenizer = build_tokenizer("char", [TEXT[:5], TEXT[5:]])
+    tokenizer = CharTokenizer(characters_of([TEXT[:5], TEXT[5:]]))
     assert tokenizer.vocab_size == len(chars)
     assert tokenizer.encode(TEXT).tolist() == [chars.index(c) for c in TEXT]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
@@ -52,8 +61,33 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 def test_what_cannot_be_built_names_what_can():
     with pytest.raises(DataError, match="byte, char"):
-        build_tokenizer("word", [])
+        parse_spec("word")
     with pytest.raises(DataError, match="byte, char"):
         tokenizer_from_json({"name": "word"})
     with pytest.raises(DataError, match="needs text"):
-        build_tokenizer("char", [])
+        CharTokenizer(characters_of([]))
+
+
+def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
+    """Pickled to workers, stored as JSON, and unmoved by special tokens in a text."""
+    text = "the reader's naïve 中文字 <|endoftext|> 😀\n\n  tail"
+    trained = train_tokenizer([text] * 3, 280)
+    ranked = load_tokenizer(parse_spec(f"tiktoken:{rank_file(tmp_path / 'ranks')}"))
+    assert train_tokenizer([text] * 3, 280).to_json() == trained.to_json()
+    for tokenizer in (trained, ranked):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids.tolist()
+        stored = json.loads(json.dumps(tokenizer.to_json()))
+        for again in (pickle.loads(pickle.dumps(tokenizer)), tokenizer_from_json(stored)):
+            assert again.encode(text).tolist() == ids.tolist()
+            assert (again.vocab_size, again.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+    assert (ranked.vocab_size, ranked.end_of_text) == (269, 268)
+
+
+def test_the_end_of_text_is_what_the_configuration_beside_the_file_says(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(["abc"], 257).to_json()["tokenizer"])
+    assert load_tokenizer(parse_spec(f"hf:{tmp_path}")).end_of_text == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    tokenizer = load_tokenizer(parse_spec(f"hf:{tmp_path}"))
+    assert tokenizer.decode([tokenizer.end_of_text]) == "a"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import ClusterError
@@ -42,3 +45,15 @@ def answers(address: str) -> bool:
             return True
     except OSError:
         return False
+
+
+@contextmanager
+def auth_notice_hidden() -> Iterator[None]:
+    """Ray uses a token where it starts or finds a cluster by itself, as it should, and says so with a warning."""
+    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,56 @@
+"""What a command and everything it started hold in memory: PSS, which counts a shared page once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from raytrain_hpc.errors import RunFailed
+
+_EVERY_S = 0.25
+
+
+def peak_of(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[float, float]:
+    """Run a command; (peak of the sum of PSS over its processes in MiB, seconds). RunFailed where it fails.
+
+    Pages of Ray's object store that some process has mapped are in it; the file system's cache is not.
+    """
+    began, peak = time.perf_counter(), 0
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | dict(environment))
+        while process.poll() is None:
+            peak = max(peak, sum(map(_pss, _family(process.pid))))
+            time.sleep(_EVERY_S)
+    if process.returncode:
+        raise RunFailed(f"{' '.join(command)}: exit code {process.returncode}: {log.read_text().strip()[-500:]}")
+    return peak / 2**10, time.perf_counter() - began
+
+
+def _family(root: int) -> set[int]:
+    """A process and all its descendants."""
+    parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    family, more = {root}, True
+    while more:
+        found = {pid for pid, parent in parents.items() if parent in family} - family
+        family |= found
+        more = bool(found)
+    return family
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):  # it has ended
+        return 0
+
+
+def _pss(pid: int) -> int:
+    """KiB."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)

@@ -1,0 +1,248 @@
+"""Byte-pair tokenizers: tiktoken rank files, Hugging Face tokenizer.json, and byte-level BPE trained on the input.
+
+Nothing is ever downloaded, and nothing but the text of the file is needed later: it is the tokenizer's identity.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_hpc.data.tokenizer import Ids, Tokenizer, TokenizerSpec, checked_ids, tokenizer_from_json
+from raytrain_hpc.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+# What files call the end of a document, most specific first.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|endofdoc|>", "</s>", "<eos>", "<|eos|>")
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s"
+)
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a rank file does not say itself: how text is split first, and the special tokens."""
+
+    pattern: str
+    specials: dict[str, int]
+    end_of_text: str
+
+
+def _llama3_specials() -> dict[str, int]:
+    named = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+    free = iter(range(256))
+    return {f"<|{named.get(i) or f'reserved_special_token_{next(free)}'}|>": 128000 + i for i in range(256)}
+
+
+# By the number of ranks in the file.
+_FAMILIES = {
+    50256: _Family(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # gpt2, r50k_base
+    50280: _Family(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # p50k_base
+    100256: _Family(
+        _CL100K,
+        {
+            END_OF_TEXT: 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+        END_OF_TEXT,
+    ),
+    199998: _Family(_O200K, {END_OF_TEXT: 199999, "<|endofprompt|>": 200018}, END_OF_TEXT),
+    128000: _Family(_LLAMA3, _llama3_specials(), "<|end_of_text|>"),
+}
+
+
+class TiktokenTokenizer:
+    """A tiktoken rank file: lines of base64 bytes and rank. Special tokens in a text are ordinary text."""
+
+    name = "tiktoken"
+
+    def __init__(self, ranks: str):
+        """`ranks`: the file's text. DataError where it is none, or tiktoken is not installed."""
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise _missing("tiktoken") from error
+        self._ranks = ranks
+        parsed = _parse_ranks(ranks)
+        after = max(parsed.values()) + 1
+        family = _FAMILIES.get(len(parsed)) or _Family(_CL100K, {END_OF_TEXT: after}, END_OF_TEXT)
+        self._encoding = tiktoken.Encoding(
+            "file", pat_str=family.pattern, mergeable_ranks=parsed, special_tokens=family.specials
+        )
+        self.vocab_size = int(self._encoding.n_vocab)
+        self.end_of_text: int | None = family.specials[family.end_of_text]
+        self._known = np.zeros(self.vocab_size, dtype=bool)  # cl100k and o200k leave gaps between special tokens
+        self._known[[*parsed.values(), *family.specials.values()]] = True
+
+    def encode(self, text: str) -> Ids:
+        """Token ids, int64[n]."""
+        return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """`encode` of each text, in this thread."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Text of ids[n]; ids that stand for nothing are left out. DataError for an id outside the vocabulary."""
+        flat = checked_ids(ids, self.vocab_size)
+        return str(self._encoding.decode(flat[self._known[flat]].tolist()))
+
+    def to_json(self) -> dict[str, Any]:
+        """The tokenizer as JSON values: the text of its rank file."""
+        return {"name": self.name, "ranks": self._ranks}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return tokenizer_from_json, (self.to_json(),)
+
+
+class HfTokenizer:
+    """A Hugging Face tokenizer.json. Special tokens in a text are ordinary text, and none are added but the end."""
+
+    def __init__(self, text: str, end_of_text: int | None, *, name: str = "hf"):
+        """`text`: of the file. DataError where it is none, or `tokenizers` is not installed."""
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise _missing("tokenizers") from error
+        self.name, self._text, self.end_of_text = name, text, end_of_text
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises a plain one
+            raise DataError(f"not a tokenizer.json that `tokenizers` can read ({_line(error)})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = int(largest) + 1
+
+    def encode(self, text: str) -> Ids:
+        """Token ids, int64[n]."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """`encode` of each text; in this thread, unless TOKENIZERS_PARALLELISM says otherwise."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in found]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Text of ids[n]. DataError for an id outside the vocabulary."""
+        flat = checked_ids(ids, self.vocab_size)
+        return str(self._tokenizer.decode(flat.tolist(), skip_special_tokens=False))
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, None where there is none."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The tokenizer as JSON values: the text of its tokenizer.json."""
+        return {"name": self.name, "tokenizer": self._text, "end_of_text": self.end_of_text}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The package's own way would forget that special tokens in a text are ordinary text.
+        return tokenizer_from_json, (self.to_json(),)
+
+
+def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer of tiktoken:FILE or hf:PATH. DataError naming the file where it cannot be used."""
+    path = Path(spec.argument).expanduser()
+    if spec.kind == "hf" and path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"tokenizer={spec.kind}:{spec.argument}: {path} cannot be read ({_line(error)})") from error
+    try:
+        if spec.kind == "tiktoken":
+            return TiktokenTokenizer(text)
+        return HfTokenizer(text, _end_of_text(HfTokenizer(text, None), path))
+    except DataError as error:
+        raise DataError(f"tokenizer={spec.kind}:{spec.argument}: {error}") from error
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
+    """Byte-level BPE with GPT-2's splitting, trained on `texts`; its last merges may fall short of `vocab_size`.
+
+    A function of the texts alone. DataError where `tokenizers` is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer as Trained
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise _missing("tokenizers") from error
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    return HfTokenizer(trained.to_str(), trained.token_to_id(END_OF_TEXT), name="bpe")
+
+
+def _end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
+    """What the tokenizer_config.json beside the file calls eos_token, else a usual name that the vocabulary has."""
+    config = path.parent / "tokenizer_config.json"
+    if config.is_file():
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{config} cannot be read ({_line(error)})") from error
+        token = eos.get("content") if isinstance(eos, dict) else eos
+        if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
+            return found
+    return next((found for token in _ENDS if (found := tokenizer.token_to_id(token)) is not None), None)
+
+
+def _parse_ranks(text: str) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(f"line {number} of the rank file is not base64 and a number") from error
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
+        raise DataError("not a complete rank file: it lacks single bytes, or has a rank twice")
+    return ranks
+
+
+def _missing(package: str) -> DataError:
+    return DataError(f"this tokenizer needs the package {package}; run `pip install {package}`")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

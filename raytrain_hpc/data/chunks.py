@@ -1,0 +1,216 @@
+"""A piece of the input as tokens, on its way to the shards: written by whoever encodes it, read once in order.
+
+chunk-000012.arrow   Arrow IPC file; each record batch has one row of the columns of a shard (see shards.py)
+chunk-000012.json    what it holds; a chunk without it is none
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raytrain_hpc.data.inputs import Fields
+from raytrain_hpc.data.pieces import Piece, checksum
+from raytrain_hpc.data.reading import PartReader, Stretch
+from raytrain_hpc.data.shards import Ints
+from raytrain_hpc.data.tokenizer import ByteTokenizer, Tokenizer, characters_of, tokenizer_from_json
+
+_BATCH_TOKENS = 1 << 20
+_BATCH_CHARS = 1 << 16
+_BATCH_STRETCHES = 1 << 10
+
+Columns = tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8] | None]  # tokens, ends, counted
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a chunk holds. `checksums`: of the parts of its piece; `empty`: documents left out as they had no text."""
+
+    piece: int
+    tokens: int
+    characters: int
+    empty: int
+    checksums: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+def report_from_json(data: dict[str, Any]) -> Report:
+    """Read what `Report.to_json` wrote. TypeError where it is not that."""
+    return Report(**{**data, "checksums": tuple(data["checksums"])})
+
+
+def chunk_path(directory: Path, piece: int) -> Path:
+    """Where the tokens of a piece are kept."""
+    return directory / f"chunk-{piece:06d}.arrow"
+
+
+def write_chunk(directory: Path, piece: Piece, tokenizer: Tokenizer, fields: Fields, dtype: str) -> Report:
+    """Encode a piece and publish its chunk, complete or not at all, in bounded memory. Replaces one that is there.
+
+    DataError for an input that cannot be used, OSError where the directory cannot be written.
+    """
+    final = chunk_path(directory, piece.index)
+    partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}")  # of two writers, neither sees the other's
+    try:
+        with partial.open("xb") as file:
+            writer = _ChunkWriter(file, dtype, masked=fields.pairs)
+            empty = _encode(piece, tokenizer, fields, writer)
+            writer.close()
+            file.flush()
+            os.fsync(file.fileno())
+        checksums = tuple(checksum(part) for part in piece.parts)
+        report = Report(piece.index, writer.tokens, writer.characters, empty, checksums)
+        partial.replace(final)
+        publish_json(final.with_suffix(".json"), report.to_json())
+    finally:
+        partial.unlink(missing_ok=True)
+    return report
+
+
+def read_reports(directory: Path) -> dict[int, Report]:
+    """The reports of all chunks that are there, by piece."""
+    found = [report_from_json(json.loads(path.read_text())) for path in directory.glob("chunk-*.json")]
+    return {report.piece: report for report in found}
+
+
+def read_chunk(path: Path) -> Iterator[Columns]:
+    """The columns of a chunk, batch by batch."""
+    with pa.memory_map(str(path)) as source:
+        reader = pa.ipc.open_file(source)
+        for index in range(reader.num_record_batches):
+            batch = reader.get_batch(index)
+            columns = [column.values.to_numpy(zero_copy_only=True) for column in batch.columns]
+            yield columns[0], columns[1], columns[2] if len(columns) == 3 else None
+
+
+def publish_json(path: Path, data: Any) -> None:
+    """Write a JSON file that is there complete or not at all. OSError where that fails."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            json.dump(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _encode(piece: Piece, tokenizer: Tokenizer, fields: Fields, writer: _ChunkWriter) -> int:
+    """Encode the documents of a piece; return how many were empty."""
+    empty = 0
+    for part in piece.parts:
+        reader = PartReader(part, fields, any_bytes=tokenizer.name == ByteTokenizer.name)
+        for stretches in _batches(reader.stretches()):
+            writer.append(stretches, tokenizer)
+        empty += reader.empty
+    return empty
+
+
+def _batches(stretches: Iterator[Stretch]) -> Iterator[list[Stretch]]:
+    """Enough at once that the tokenizer's cost of a call does not matter, little enough that memory does not."""
+    batch: list[Stretch] = []
+    size = 0
+    for stretch in stretches:
+        batch.append(stretch)
+        size += len(stretch.text)
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_STRETCHES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _ChunkWriter:
+    """Appends stretches of text as tokens to an Arrow file, a record batch at a time."""
+
+    def __init__(self, file: Any, dtype: str, *, masked: bool):
+        self._file, self._dtype, self._masked = file, np.dtype(dtype), masked
+        self._writer: Any = None
+        self._held: list[tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8]]] = []
+        self.tokens, self.characters = 0, 0
+        self._pending = 0  # tokens held
+
+    def append(self, stretches: Sequence[Stretch], tokenizer: Tokenizer) -> None:
+        """Encode stretches, each last one followed by the end of text."""
+        end = tokenizer.end_of_text
+        closing = np.array([] if end is None else [end], dtype=np.int64)
+        encoded = tokenizer.encode_batch([stretch.text for stretch in stretches])
+        parts = [part for s, ids in zip(stretches, encoded, strict=True) for part in (ids, closing[: s.last])]
+        sizes = [ids.size + (closing.size if s.last else 0) for s, ids in zip(stretches, encoded, strict=True)]
+        stops = np.cumsum(sizes, dtype=np.int64)
+        last = np.array([stretch.last for stretch in stretches])
+        counted = np.repeat(np.array([s.counted for s in stretches], dtype=np.uint8), sizes if self._masked else 0)
+        tokens = np.concatenate(parts).astype(self._dtype)
+        self._held.append((tokens, stops[last] + self._pending, counted))
+        self._pending += tokens.size
+        self.tokens += tokens.size
+        self.characters += sum(len(stretch.text) for stretch in stretches)
+        if self._pending >= _BATCH_TOKENS:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is held, and the end of the file; an empty chunk has a batch too."""
+        if self._held or self._writer is None:
+            self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        none = (np.empty(0, self._dtype), np.empty(0, np.int64), np.empty(0, np.uint8))
+        columns = [np.concatenate(parts) for parts in zip(*(self._held or [none]), strict=True)]
+        names = ["tokens", "ends", "counted"] if self._masked else ["tokens", "ends"]
+        rows = [
+            pa.LargeListArray.from_arrays(pa.array([0, values.size], pa.int64()), pa.array(values))
+            for values in columns[: len(names)]
+        ]
+        batch = pa.record_batch(rows, names=names)
+        self._writer = self._writer or pa.ipc.new_file(self._file, batch.schema)
+        self._writer.write_batch(batch)
+        self._held, self._pending = [], 0
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """Encodes pieces into chunks wherever it is sent; `tokenizer` is the file with the tokenizer's JSON form."""
+
+    directory: Path
+    tokenizer: Path
+    fields: Fields
+    dtype: str
+
+    def __call__(self, piece: Piece) -> dict[str, Any]:
+        """The report of the chunk, as JSON values."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # pieces are what runs in parallel
+        tokenizer = _stored_tokenizer(self.tokenizer, self.tokenizer.stat().st_mtime_ns)
+        return write_chunk(self.directory, piece, tokenizer, self.fields, self.dtype).to_json()
+
+
+@dataclass(frozen=True)
+class CharactersTask:
+    """Finds the characters in a piece, sorted: what a char tokenizer's vocabulary is made of."""
+
+    fields: Fields
+
+    def __call__(self, piece: Piece) -> str:
+        """Every character of the piece's documents, once."""
+        readers = [PartReader(part, self.fields) for part in piece.parts]
+        return characters_of(stretch.text for reader in readers for stretch in reader.stretches())
+
+
+@lru_cache(maxsize=1)
+def _stored_tokenizer(path: Path, mtime_ns: int) -> Tokenizer:
+    """Read once a process: a large vocabulary takes longer to load than a piece to encode."""
+    return tokenizer_from_json(json.loads(path.read_text(encoding="utf-8")))
