@@ -7,7 +7,6 @@ touches the tokens.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -29,7 +28,8 @@ _LOOK_S = 0.005
 _PATIENCE_S = 1.0  # a rank that has waited this long for a block reads it itself
 _ANSWER_S = 30.0
 
-Answer = tuple[str, Any]  # ("block", [reference]), ("later", None) or ("lost", reason)
+# ("block", [reference]); ("soon", None), worth waiting for; ("later", None), too far away to be; ("lost", reason)
+Answer = tuple[str, Any]
 
 
 class Reader:
@@ -59,23 +59,19 @@ class Feeder:
         self._lock = threading.Condition()
         threading.Thread(target=self._run, name="pipeline", daemon=True).start()
 
-    async def take(self, rank: int, group: int) -> Answer:
-        """What there is for a rank that wants its block of a group, and wants none before it any more."""
+    def take(self, rank: int, group: int) -> Answer:
+        """What there is for a rank that wants its block of a group, and none before it any more. Never waits."""
         key = (group, self._plan.data_ranks[rank])
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            with self._lock:
-                self._asked[rank] = group
-                self._drop()
-                self._lock.notify_all()
-                if key in self._blocks:
-                    return "block", [self._blocks[key]]
-                if self._lost is not None:
-                    return "lost", self._lost
-                near = self._front > 0 and abs(group - self._front // len(self._plan.shares)) <= 1
-            if not near or time.monotonic() > until:  # no block yet at all, or too far behind to be waited for
-                return "later", None
-            await asyncio.sleep(_LOOK_S)
+        with self._lock:
+            self._asked[rank] = group
+            self._drop()
+            self._lock.notify_all()
+            if key in self._blocks:
+                return "block", [self._blocks[key]]
+            if self._lost is not None:
+                return "lost", self._lost
+            near = self._front > 0 and abs(group - self._front // len(self._plan.shares)) <= 1
+        return ("soon" if near else "later"), None
 
     def _drop(self) -> None:
         """Forget the blocks that no rank will ask for."""
@@ -120,7 +116,7 @@ class Feeder:
         if free < 1:
             raise Lost("no CPU is free for them: leave one to them, or set data.engine=local")
         if self._readers == AUTO:
-            nodes = sum(1 for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+            nodes = len([node for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
             return min(free, nodes)
         return min(free, wanted)
 
@@ -190,14 +186,18 @@ class RayBlocks:
 
     def block(self, group: int) -> Block | None:
         """As `Blocks.block`."""
+        until = time.monotonic() + _PATIENCE_S
         asked = self._next[1] if self._next is not None and self._next[0] == group else self._ask(group)
         try:
             answer, value = ray.get(asked, timeout=_ANSWER_S)
+            while answer == "soon" and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+                answer, value = ray.get(self._ask(group), timeout=_ANSWER_S)
             if answer == "lost":
                 raise Lost(value)
             if group + 1 < self.plan.groups:
                 self._next = group + 1, self._ask(group + 1)
-            return None if answer == "later" else block_of(ray.get(value[0], timeout=_ANSWER_S))
+            return block_of(ray.get(value[0], timeout=_ANSWER_S)) if answer == "block" else None
         except GetTimeoutError:
             return None  # a slow cluster; the feeder goes on
         except RayError as error:

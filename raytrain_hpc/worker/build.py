@@ -154,8 +154,8 @@ def _norm(parallel: Parallel, indexes: list[StateIndex], place: Place) -> Gradie
     return GradientNorm(regions, place.state_group, place.device)
 
 
-def _discard(record: Record) -> None:
-    """Only rank 0 reports steps: every rank would say the same."""
+def _discard(said: object) -> None:
+    """Only rank 0 reports steps and notes: every rank would say the same."""
 
 
 def _set_kernels(config: Config, device: torch.device) -> None:
@@ -257,13 +257,11 @@ def _check_replicas(holding: Holding, place: Place) -> None:
 
 def _data(spec: WorkerSpec, place: Place, control: Control, blocks: Blocks | None) -> tuple[Feed, EvaluationSet | None]:
     config, layout = spec.config, spec.layout
-    recipe = spec.recipe
-    dataset = recipe.dataset()
-    stream: Stream = recipe.stream(dataset)
+    dataset = spec.recipe.dataset()
+    local = spec.recipe.stream(dataset)
+    stream: Stream = local
     if blocks is not None:
-        stream = DeliveredStream(
-            recipe.stream(dataset), blocks, lambda text: control.emit({"type": "note", "text": text})
-        )
+        stream = DeliveredStream(local, blocks, control.note if place.rank == 0 else _discard)
     share = spec.batching.shares(layout.data_parallel)[layout.data_rank(place.rank)]
     feed = Feed(stream, spec.batching, share, place.device, config.data)
     if dataset.val is None:

@@ -80,7 +80,9 @@ class Feed:
         return next(self._ready(range(step, step + 1), range(v, v + 1)))
 
     def _ready(self, steps: range, share: range | None = None) -> Generator[_Ready, None, None]:
-        copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        copies = None
+        if self._device.type == "cuda":
+            copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         for microbatch in self.stream.microbatches(steps, self._share if share is None else share):
             first = int(microbatch.samples[0])
             if copies is None:
