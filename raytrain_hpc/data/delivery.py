@@ -70,7 +70,7 @@ class DeliveredStream:
     """Microbatches out of blocks; what is not delivered is read here. The bytes are the same either way."""
 
     def __init__(self, local: LocalStream, blocks: Blocks, note: Callable[[str], None]):
-        """`note` is told, in one line, when blocks stop coming."""
+        """`note` is told, in one line, when blocks begin to come, and when they stop."""
         self._local, self._blocks, self._note = local, blocks, note
         self._lost = False
         self.delivered = 0  # groups that came as blocks
@@ -88,6 +88,8 @@ class DeliveredStream:
                 yield from self._local.microbatches(some, share)
                 continue
             self._check(block, some, share)
+            if not self.delivered:
+                self._note(f"data: readers deliver from step {some.start + 1} on")
             self.delivered += 1
             yield from block.microbatches(self._local.micro_batch)
 

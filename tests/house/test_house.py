@@ -95,7 +95,7 @@ def test_imports_run_one_way(path: Path) -> None:
             if other != room and other not in MAY_IMPORT[room].split():
                 wrong.append(f"line {line}: {room} may not import {name}")
         if top == "ray" and not may_import_ray(module):
-            wrong.append(f"line {line}: ray is imported in driver/, worker/actor.py and data/ray_*.py alone")
+            wrong.append(f"line {line}: ray is imported in driver/, worker/actor.py, bench/ and data/ray_*.py alone")
         if top in ("ray", "torch") and room in NEITHER_TORCH_NOR_RAY:
             wrong.append(f"line {line}: {room} must load without {top}")
     assert not wrong, f"{path}: {wrong}"
