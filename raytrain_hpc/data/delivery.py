@@ -7,7 +7,7 @@ the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class DeliveredStream:
         self._lost = False
         self.delivered = 0  # groups that came as blocks
 
-    def microbatches(self, steps: range, share: range) -> Iterator[Microbatch]:
+    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
         """As `Stream.microbatches`."""
         plan = self._blocks.plan
         if share not in plan.shares or (steps.start - plan.first) % plan.group_steps:

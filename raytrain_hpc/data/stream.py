@@ -6,7 +6,7 @@ not known here, so no layout can change what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -90,7 +90,7 @@ class Block:
 class Stream(Protocol):
     """Where a rank's microbatches come from."""
 
-    def microbatches(self, steps: range, share: range) -> Iterator[Microbatch]:
+    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
         """Logical microbatches `share` of each of the steps, in order. DataError where there are no such ones."""
 
 
@@ -141,12 +141,16 @@ class LocalStream:
         """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
         return Microbatch.of(self.samples(step, v), self.rows(step, v))
 
+    def places(self, step: int, v: int) -> Ints:
+        """Where these samples begin in their sources, int64[b]."""
+        return self._locate([(step, v)])[1]
+
     def block(self, steps: range, share: range) -> Block:
         """Microbatches `share` of each of the steps, read at once."""
         wanted = [(step, v) for step in steps for v in share]
         return Block(self.samples_of(steps, share), self._read(*self._locate(wanted)))
 
-    def microbatches(self, steps: range, share: range) -> Iterator[Microbatch]:
+    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
         """As `Stream.microbatches`: many are located at once, each is read when it is asked for."""
         wanted = ((step, v) for step in steps for v in share)
         while some := list(islice(wanted, max(1, LOCATED // self.micro_batch))):

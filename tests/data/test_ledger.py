@@ -128,20 +128,26 @@ def test_readers_on_ray_give_the_same_bytes_and_may_be_killed(ray_cluster, recip
 
     from raytrain_hpc.data.ray_feed import Feeder, RayBlocks
 
+    # Two generations: the first one's readers are up and killed, those of the last one come up in the middle.
     plans = [BlockPlan(s.start, STEPS, 4, shares(world), tuple(range(world))) for world, s in SEGMENTS]
-    feeders = [Feeder.remote(recipe, plan, 1, 100_000) for plan in plans]
+    feeders = [Feeder.remote(recipe, plan, 1, 200_000) for plan in (plans[0], plans[-1])]
     notes: list[str] = []
     try:
         position = 0
-        for (world, steps), plan, feeder in zip(SEGMENTS, plans, feeders, strict=True):
-            until(lambda feeder=feeder: ray.get(feeder.take.remote(0, 0))[0] == "block")
-            for pid in readers()[:2]:
-                os.kill(pid, signal.SIGKILL)
-            streams = [DeliveredStream(stream, RayBlocks(feeder, plan, rank), notes.append) for rank in range(world)]
-            for one in consumed(streams, world, steps):
+        until(lambda: ray.get(feeders[0].take.remote(0, 0))[0] == "block")
+        for number, ((world, steps), plan) in enumerate(zip(SEGMENTS, plans, strict=True)):
+            streams = [stream] * world
+            if number in (0, len(SEGMENTS) - 1):
+                feeder = feeders[0 if number == 0 else 1]
+                streams = [DeliveredStream(stream, RayBlocks(feeder, plan, r), notes.append) for r in range(world)]
+            for turn, one in enumerate(consumed(streams, world, steps)):
                 assert same(one, single[position]), position
                 position += 1
-            assert all(one.delivered for one in streams)
+                if turn == 100:
+                    for pid in readers():
+                        os.kill(pid, signal.SIGKILL)
+            if number == 0:
+                assert all(one.delivered for one in streams)
         assert position == len(single)
         assert not [note for note in notes if "lost" in note]
     finally:
