@@ -30,7 +30,9 @@ class RemoteFolder:
     uri: str
 
     def __str__(self) -> str:
-        return self.uri.partition("?")[0]  # options can hold secrets, and errors are printed
+        scheme, _, rest = self.uri.partition("?")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"  # errors are printed, and keys are secret
 
     def __truediv__(self, name: str) -> RemoteFile:
         return RemoteFile(self, name)
