@@ -22,7 +22,7 @@ WORDS = ["train.steps=2500", "train.global_batch=4", "cluster.workers=2", "check
 def local(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list:
     run_dir = tmp_path_factory.mktemp("local")
     rt.train(small(run_dir, *WORDS))
-    return joined(run_dir)
+    return joined(run_dir, 2500)
 
 
 @pytest.mark.timeout(200)
@@ -43,7 +43,7 @@ def test_readers_on_ray_give_the_same_losses_and_may_be_killed(
     killer.start()
     run.result(timeout=180)
     killer.join()
-    assert joined(tmp_path) == local
+    assert joined(tmp_path, 2500) == local
     assert killed and count(tmp_path) == 2500
     assert "lost" not in capfd.readouterr().out
     until(lambda: not readers())
