@@ -160,7 +160,7 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare"]))
+@click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
 @_one_line_errors

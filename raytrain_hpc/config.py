@@ -88,8 +88,8 @@ class DataConfig:
 
     path: str = key(
         "stdlib",
-        "A directory written by `raytrain-hpc prepare`, or a built-in: stdlib (source text of the Python standard "
-        "library, as bytes) or synthetic (random tokens).",
+        "A directory written by `raytrain-hpc prepare`, on disk or as a URI (s3://bucket/folder); or a built-in: "
+        "stdlib (source text of the Python standard library, as bytes) or synthetic (random tokens).",
     )
     sources: list[SourceConfig] = key([], "A mixture instead of data.path: [{path: A, weight: 2}, ...].")
     order: Literal["shuffle", "sequential", "random"] = key(
@@ -103,7 +103,19 @@ class DataConfig:
         "loss stay inside each document; padded: a document a sample, cut or padded to seq_len.",
     )
     stages: list[StageConfig] = key([], "Later weights of data.sources: [{from_tokens: 1e9, weights: [1, 3]}, ...].")
-    engine: Literal["local"] = key("local", "local: memory-mapped reading in the worker.")
+    engine: Literal["auto", "ray", "local"] = key(
+        AUTO,
+        "Who reads for the workers, the same bytes either way. ray: readers on the cluster's CPUs, through Ray Data; "
+        "local: a thread of the worker, from memory-mapped shards; auto: ray on a cluster that was named or found.",
+    )
+    readers: int | str = key(
+        AUTO, "engine=ray: reader processes, a CPU each; auto: one a node, as far as CPUs are free.", minimum=1
+    )
+    ahead_steps: int = key(8, "Steps that a worker reads ahead of the one in training, at most.", minimum=1)
+    ahead_mib: int = key(256, "Memory for what was read ahead: of each worker, and of engine=ray.", minimum=1)
+    preload: str = key(
+        "", "A directory on every node's own disk: shards are copied there before training, verified, and read there."
+    )
 
 
 @dataclass

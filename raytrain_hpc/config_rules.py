@@ -76,6 +76,8 @@ def _data(config: Config) -> None:
     if d.sources and not sum(source.weight for source in d.sources):
         raise _fail(config, "data.sources", "one weight at least must be above 0")
     _stages(config)
+    if d.engine == "ray" and config.cluster.workers == 0:
+        raise _fail(config, "data.engine", "cluster.workers=0 trains without Ray; use engine=local")
     if not d.path and not d.sources:
         raise _fail(config, "data.path", "needs a dataset directory, stdlib or synthetic")
 

@@ -171,6 +171,7 @@ def _train(rank: int, meeting: Any, spec: Any) -> list[dict[str, Any]]:
 
 SMALL = [
     "data.path=synthetic",
+    "data.engine=local",
     "model.vocab_size=64",
     "model.hidden_size=32",
     "model.num_layers=2",

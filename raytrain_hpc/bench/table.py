@@ -14,7 +14,7 @@ Value = str | int | float | bool | None | list[float]
 
 def machine() -> str:
     """The machine and the versions that a figure holds for."""
-    packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray"))
+    packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "pyarrow", "numpy"))
     return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from raytrain_hpc.data.storage import Location, RemoteFile, location, size_of
 from raytrain_hpc.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -117,16 +118,16 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def load_manifest(directory: Path | str) -> Manifest:
-    """The manifest of the dataset at `directory`. DataError where there is none or it cannot be read."""
-    directory = Path(directory)
+def load_manifest(directory: Location | str) -> Manifest:
+    """The manifest of the dataset at `directory`, which may be a URI. DataError where there is none to be read."""
+    directory = location(directory) if isinstance(directory, str) else directory
     path = directory / MANIFEST
-    if not directory.exists():
+    if isinstance(directory, Path) and not directory.exists():
         raise DataError(f"{directory}: no such directory; write a dataset with `raytrain-hpc prepare`")
-    if not path.is_file():
+    if size_of(path) is None:
         raise DataError(f"{directory}: not a dataset (no {MANIFEST}); write one with `raytrain-hpc prepare`")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read() if isinstance(path, RemoteFile) else path.read_text(encoding="utf-8"))
         version = data["version"]
         if version == VERSION:
             return manifest_from_json(data)
@@ -138,27 +139,29 @@ def load_manifest(directory: Path | str) -> Manifest:
     raise DataError(f"{path}: version={version!r} is not known here (only {VERSION}); prepare the dataset again")
 
 
-def verify(directory: Path | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
+def verify(directory: Location | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
     """Check the shards against the manifest; return how many bytes had their checksum computed.
 
     Presence and size of every shard are always checked; checksums of the shards that fit into `limit_bytes` in
-    total, in order (None: of all). DataError naming the first shard that is missing, cut or changed.
+    total, in order (None: of all), where they are on disk: those of remote ones are when they are preloaded. DataError
+    naming the first shard that is missing, cut or changed.
     """
-    directory = Path(directory)
+    directory = location(directory) if isinstance(directory, str) else directory
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     for shard in shards:
         path = directory / shard.file
-        if not path.is_file():
+        size = size_of(path)
+        if size is None:
             raise DataError(f"{path}: shard is missing; prepare the dataset again")
-        size = path.stat().st_size
         if size != shard.bytes:
             raise DataError(f"{path}: shard has {size} bytes instead of {shard.bytes}; prepare the dataset again")
     hashed = 0
     for shard in shards:
-        if limit_bytes is not None and hashed + shard.bytes > limit_bytes:
+        path = directory / shard.file
+        if isinstance(path, RemoteFile) or (limit_bytes is not None and hashed + shard.bytes > limit_bytes):
             continue
-        if file_sha256(directory / shard.file) != shard.sha256:
-            raise DataError(f"{directory / shard.file}: shard does not match its sha256; prepare the dataset again")
+        if file_sha256(path) != shard.sha256:
+            raise DataError(f"{path}: shard does not match its sha256; prepare the dataset again")
         hashed += shard.bytes
     return hashed
 

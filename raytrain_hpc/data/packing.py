@@ -26,13 +26,18 @@ Name = Literal["stream", "documents", "padded"]
 class Rows:
     """n samples as they are read: compact, to be sent around.
 
-    `tokens` integers [n, T + 1] of the stored type; `documents` int64[n, T + 1] numbered from 0 in each row, or None
-    where all are one; `counted` bool[n, T + 1], which tokens count as targets, or None where all do.
+    `tokens` integers [n, T + 1] of the stored type; `documents` integers [n, T + 1] numbered from 0 in each row, or
+    None where all are one; `counted` bool[n, T + 1], which tokens count as targets, or None where all do.
     """
 
     tokens: npt.NDArray[Any]
-    documents: Ints | None
+    documents: npt.NDArray[Any] | None
     counted: Bools | None
+
+    def cut(self, rows: slice) -> Rows:
+        """Some of the rows, without a copy."""
+        documents = None if self.documents is None else self.documents[rows]
+        return Rows(self.tokens[rows], documents, None if self.counted is None else self.counted[rows])
 
     def targets(self) -> Ints:
         """The token after each position, int64[n, T], IGNORED where it counts for nothing."""

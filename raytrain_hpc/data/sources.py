@@ -13,7 +13,9 @@ from typing import Any
 from raytrain_hpc.config import DataConfig, SourceConfig
 from raytrain_hpc.data.builtin import SyntheticTokens, stdlib_dataset
 from raytrain_hpc.data.manifest import Manifest, load_manifest, verify
+from raytrain_hpc.data.preload import preload
 from raytrain_hpc.data.shards import TokenArray, TokenSource
+from raytrain_hpc.data.storage import Location, location
 from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
@@ -39,12 +41,18 @@ class Dataset:
 
 
 def open_dataset(
-    data: DataConfig, *, seed: int, vocab_size: int | None = None, verify_limit_bytes: int | None = 256 << 20
+    data: DataConfig,
+    *,
+    seed: int,
+    vocab_size: int | None = None,
+    verify_limit_bytes: int | None = 256 << 20,
+    preloaded: Path | None = None,
 ) -> Dataset:
-    """Open what `data.path` or `data.sources` names: a dataset directory, stdlib or synthetic.
+    """Open what `data.path` or `data.sources` names: a dataset directory or URI, stdlib or synthetic.
 
     `vocab_size` is used by synthetic tokens only (None: 256); `seed` too. Checksums of up to `verify_limit_bytes` of
-    each dataset are verified (None: all), sizes always. DataError for a path that is no sound dataset, and for
+    each dataset are verified (None: all), sizes always. `preloaded`: a directory of this node to which shards are
+    copied first, unless they already were. DataError for a path that is no sound dataset, and for
     sources that do not share one tokenizer.
     """
     sources = list(data.sources) or [SourceConfig(path=data.path)]
@@ -52,7 +60,7 @@ def open_dataset(
         if len(sources) > 1:
             raise DataError("data.sources: synthetic tokens share no tokenizer with other sources; use them alone")
         return _synthetic(256 if vocab_size is None else vocab_size, seed)
-    return _prepared(sources, verify_limit_bytes)
+    return _prepared(sources, verify_limit_bytes, preloaded)
 
 
 def _synthetic(vocab_size: int, seed: int) -> Dataset:
@@ -62,8 +70,8 @@ def _synthetic(vocab_size: int, seed: int) -> Dataset:
     return Dataset((train,), val, (1.0,), None, vocab_size, identity, _mixture([identity], [1.0]))
 
 
-def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None) -> Dataset:
-    directories = [stdlib_dataset() if s.path == STDLIB else Path(s.path).expanduser() for s in sources]
+def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None, preloaded: Path | None) -> Dataset:
+    directories = [stdlib_dataset() if s.path == STDLIB else location(s.path) for s in sources]
     manifests = [load_manifest(directory) for directory in directories]
     for directory, manifest in zip(directories, manifests, strict=True):
         if manifest.tokenizer != manifests[0].tokenizer:
@@ -71,7 +79,10 @@ def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None) -
                 f"data.sources: {directory} and {directories[0]} have different tokenizers or vocabularies; "
                 "prepare them with the same one"
             )
-        verify(directory, manifest, limit_bytes=verify_limit_bytes)
+        if preloaded is None:
+            verify(directory, manifest, limit_bytes=verify_limit_bytes)
+    if preloaded is not None:
+        directories = [preload(*one, preloaded) for one in zip(directories, manifests, strict=True)]
     opened = list(zip(directories, manifests, strict=True))
     weights = [source.weight for source in sources]
     hashes = [manifest.dataset_hash for manifest in manifests]
@@ -86,7 +97,7 @@ def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None) -
     )
 
 
-def _validation(opened: Sequence[tuple[Path, Manifest]]) -> TokenArray | None:
+def _validation(opened: Sequence[tuple[Location, Manifest]]) -> TokenArray | None:
     splits = [TokenArray.open(path, manifest, "val") for path, manifest in opened if "val" in manifest.splits]
     return reduce(add, splits) if splits else None
 

@@ -6,8 +6,10 @@ not known here, so no layout can change what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +18,10 @@ from raytrain_hpc.config import DataConfig
 from raytrain_hpc.data.order import BLOCK, Mixture, Order
 from raytrain_hpc.data.packing import IGNORED, Packing, Rows, check_source, interleave, packing_of
 from raytrain_hpc.data.shards import Ints
-from raytrain_hpc.data.sources import Dataset
+from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.errors import DataError
+
+LOCATED = 4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Microbatch:
     @classmethod
     def of(cls, samples: Ints, rows: Rows) -> Microbatch:
         """The samples int64[b], from what was read of them."""
-        documents = None if rows.documents is None else rows.documents[:, :-1].copy()
+        documents = None if rows.documents is None else rows.documents[:, :-1].astype(np.int64)
         return cls(rows.tokens[:, :-1].astype(np.int64), rows.targets(), samples, documents)
 
     @property
@@ -69,11 +73,25 @@ class Microbatch:
         return int((self.targets != IGNORED).sum())
 
 
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Several microbatches one after the other: their samples int64[n], and what these hold."""
+
+    samples: Ints
+    rows: Rows
+
+    def microbatches(self, size: int) -> Iterator[Microbatch]:
+        """Cut into microbatches of `size` samples."""
+        for first in range(0, len(self.samples), size):
+            cut = slice(first, first + size)
+            yield Microbatch.of(self.samples[cut], self.rows.cut(cut))
+
+
 class Stream(Protocol):
     """Where a rank's microbatches come from."""
 
-    def microbatch(self, step: int, v: int) -> Microbatch:
-        """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
+    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
+        """Logical microbatches `share` of each of the steps, in order. DataError where there are no such ones."""
 
 
 class LocalStream:
@@ -111,25 +129,55 @@ class LocalStream:
             raise DataError(f"microbatch {v} of step {step}: a step has microbatches 0..{self.num_microbatches - 1}")
         return step * self.global_batch + v * self.micro_batch + np.arange(self.micro_batch, dtype=np.int64)
 
+    def samples_of(self, steps: range, share: range) -> Ints:
+        """The samples of microbatches `share` of each of the steps, int64[n]."""
+        return np.concatenate([self.samples(step, v) for step in steps for v in share])
+
     def rows(self, step: int, v: int) -> Rows:
         """What these samples hold."""
-        samples = self.samples(step, v)
+        return self._read(*self._locate([(step, v)]))
+
+    def microbatch(self, step: int, v: int) -> Microbatch:
+        """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
+        return Microbatch.of(self.samples(step, v), self.rows(step, v))
+
+    def places(self, step: int, v: int) -> Ints:
+        """Where these samples begin in their sources, int64[b]."""
+        return self._locate([(step, v)])[1]
+
+    def block(self, steps: range, share: range) -> Block:
+        """Microbatches `share` of each of the steps, read at once."""
+        wanted = [(step, v) for step in steps for v in share]
+        return Block(self.samples_of(steps, share), self._read(*self._locate(wanted)))
+
+    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
+        """As `Stream.microbatches`: many are located at once, each is read when it is asked for."""
+        wanted = ((step, v) for step in steps for v in share)
+        while some := list(islice(wanted, max(1, LOCATED // self.micro_batch))):
+            source, places = self._locate(some)
+            for number, (step, v) in enumerate(some):
+                mine = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
+                yield Microbatch.of(self.samples(step, v), self._read(source[mine], places[mine]))
+
+    def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+        """Source and place in it of every sample of some microbatches (step, v), int64[n] both."""
+        samples = [self.samples(step, v) for step, v in microbatches]
         if self._order.kind == "random":
-            source, places = self._order.locate_random(step, v, samples)
-        else:
-            source, numbers = self._order.locate(samples)
-            places = self._packing.places(numbers)
+            drawn = [
+                self._order.locate_random(step, v, of) for (step, v), of in zip(microbatches, samples, strict=True)
+            ]
+            return np.concatenate([source for source, _ in drawn]), np.concatenate([places for _, places in drawn])
+        source, numbers = self._order.locate(np.concatenate(samples))
+        return source, self._packing.places(numbers)
+
+    def _read(self, source: Ints, places: Ints) -> Rows:
         tokens = self._dataset.train
-        present = np.unique(source).tolist()
+        present = np.unique(source).tolist() if len(tokens) > 1 else [0]
         if len(present) == 1:
             return self._packing.read(tokens[present[0]], places)
         mine = [np.flatnonzero(source == s) for s in present]
         parts = [self._packing.read(tokens[s], places[rows]) for s, rows in zip(present, mine, strict=True)]
         return interleave(mine, parts)
-
-    def microbatch(self, step: int, v: int) -> Microbatch:
-        """As `Stream.microbatch`."""
-        return Microbatch.of(self.samples(step, v), self.rows(step, v))
 
     def state(self, step: int) -> DataState:
         """The data state once `step` steps are committed. Of a mixture it says what has been dealt so far."""
@@ -178,3 +226,33 @@ def mixtures_of(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mixtur
         Mixture(-(-stage.from_tokens // (seq_len * BLOCK)) * BLOCK, tuple(stage.weights)) for stage in data.stages
     ]
     return [Mixture(0, dataset.weights), *stages]
+
+
+@dataclass(frozen=True)
+class StreamRecipe:
+    """What any process needs to open the same training stream. Small, and picklable."""
+
+    data: DataConfig
+    vocab_size: int
+    seed: int
+    seq_len: int
+    global_batch: int
+    micro_batch: int
+
+    def dataset(self) -> Dataset:
+        """The dataset, preloaded where data.preload says so; its checksums were the driver's affair."""
+        preloaded = Path(self.data.preload) if self.data.preload else None
+        return open_dataset(
+            self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, preloaded=preloaded
+        )
+
+    def stream(self, dataset: Dataset) -> LocalStream:
+        """The training stream of the dataset."""
+        return open_stream(
+            dataset,
+            self.data,
+            seed=self.seed,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+        )

@@ -14,6 +14,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.packing import Padded, packing_of
 from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
+from raytrain_hpc.data.storage import is_remote
 from raytrain_hpc.data.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, ConfigError, LayoutError, RunDirectoryError
@@ -166,6 +167,7 @@ def located(config: Config) -> Config:
     moved = deepcopy(config)
     moved.run.dir = str(Path(config.run.dir).absolute())
     moved.data.path = _absolute(config.data.path)
+    moved.data.preload = _absolute(config.data.preload)
     moved.parallel.offload_dir = _absolute(config.parallel.offload_dir)
     for source in moved.data.sources:
         source.path = _absolute(source.path)
@@ -173,7 +175,7 @@ def located(config: Config) -> Config:
 
 
 def _absolute(path: str) -> str:
-    return path if path in ("", STDLIB, SYNTHETIC) else str(Path(path).expanduser().absolute())
+    return path if path in ("", STDLIB, SYNTHETIC) or is_remote(path) else str(Path(path).expanduser().absolute())
 
 
 def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:

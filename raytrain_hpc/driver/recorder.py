@@ -93,6 +93,8 @@ class RunRecorder:
                 self.ready[record["rank"]] = record
             elif record["type"] == "timeline":
                 self._take_timeline(record)
+            elif record["type"] == "note":
+                self._console.line(record["text"])
 
     @property
     def step(self) -> int:

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
 from raytrain_hpc.errors import ClusterError, RaytrainError, WorkerFailed
@@ -37,15 +37,18 @@ Info = dict[str, Any]
 
 
 class RayFleet:
-    """A connected cluster, the store at which its workers meet, and how many there are."""
+    """A connected cluster, the store at which its workers meet, and how many there are.
 
-    def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore):
+    `readers`: whether processes on the cluster read for the workers.
+    """
+
+    def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool):
         self.world = world
-        self._config, self._cluster, self._store = config, cluster, store
+        self._config, self._cluster, self._store, self._readers = config, cluster, store, readers
 
     def crew(self) -> RayWorkers:
         """Fresh actors for one generation."""
-        return RayWorkers(self._config, self.world, self._cluster, self._store)
+        return RayWorkers(self._config, self.world, self._cluster, self._store, readers=self._readers)
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     """Connect to Ray, or start it, and count the slots."""
     # The store needs torch, whose import takes as long as Ray's start and can pass while that is waited for.
     threading.Thread(target=import_module, args=("raytrain_hpc.driver.rendezvous",), daemon=True).start()
-    with connected(config, fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, model_ranks(config))):
+    with connected(config, fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, model_ranks(config))) as started:
         cluster = topology(config)
         world = world_size(config, cluster)
         # Refuses a world that the cluster is too small for, before anything is written.
@@ -62,14 +65,17 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
         from raytrain_hpc.driver.rendezvous import RendezvousStore
 
         store = RendezvousStore(host, config)
-        yield RayFleet(config, world, cluster, store)
+        # A Ray that is there for this run alone has no CPUs beside those of the workers.
+        readers = config.data.engine == "ray" or (config.data.engine == AUTO and not started)
+        yield RayFleet(config, world, cluster, store, readers=readers)
 
 
 class RayWorkers:
     """One actor a slot, in a placement group of node-shaped bundles; ranks are numbered in node order."""
 
-    def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore):
-        self._config, self._cluster, self._store = config, cluster, store
+    def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool):
+        self._config, self._cluster, self._store, self._readers = config, cluster, store, readers
+        self._feeder: Any = None
         self._group = self._reserve(node_shares(world, cluster, config.parallel.tp))
         self._actors: list[Any] = []
         self._seen: list[float] = []  # when each rank last answered
@@ -112,7 +118,11 @@ class RayWorkers:
         Raises WorkerFailed naming the guilty rank, or the worker's own RaytrainError.
         """
         meeting = self._store.meeting(spec.generation)
-        runs = [actor.run.remote(spec, rank, meeting) for rank, actor in enumerate(self._actors)]
+        if self._readers and spec.blocks.groups:
+            from raytrain_hpc.data.ray_feed import start_feeder  # not every run needs it
+
+            self._feeder = start_feeder(spec.recipe, spec.blocks)
+        runs = [actor.run.remote(spec, rank, meeting, self._feeder) for rank, actor in enumerate(self._actors)]
         left, told, fetched = list(runs), False, 0.0
         self._seen = [time.time()] * len(runs)
         while left:
@@ -131,8 +141,8 @@ class RayWorkers:
 
     def close(self) -> None:
         """End all actors and give their slots back."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        for actor in [*self._actors, *([] if self._feeder is None else [self._feeder])]:
+            ray.kill(actor, no_restart=True)  # readers end with the feeder, who owns them
         remove_placement_group(self._group)
 
     def _reserve(self, shares: list[int]) -> PlacementGroup:

@@ -58,12 +58,17 @@ class WorkerActor:
             "imported": self._imported,
         }
 
-    def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None) -> str:
-        """Train until done or stopped. Returns which of the two."""
+    def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any = None) -> str:
+        """Train until done or stopped, on what the feeder hands out, if there is one. Returns which of the two."""
         from raytrain_hpc.worker.build import build_trainer
         from raytrain_hpc.worker.groups import leave
 
-        trainer = build_trainer(spec, rank, self._device, meeting, self._control)
+        blocks = None
+        if feeder is not None:
+            from raytrain_hpc.data.ray_feed import RayBlocks
+
+            blocks = RayBlocks(feeder, spec.blocks, rank)
+        trainer = build_trainer(spec, rank, self._device, meeting, self._control, blocks)
         outcome = trainer.run(spec.resume_step or 0, spec.steps_to)
         leave()
         return outcome

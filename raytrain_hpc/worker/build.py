@@ -16,10 +16,10 @@ from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
+from raytrain_hpc.data.delivery import Blocks, DeliveredStream
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of
-from raytrain_hpc.data.sources import Dataset, open_dataset
-from raytrain_hpc.data.stream import LocalStream, open_stream
+from raytrain_hpc.data.stream import Stream
 from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
@@ -31,6 +31,7 @@ from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_
 from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
+from raytrain_hpc.worker.feeding import Feed
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.norm import GradientNorm, Region
@@ -44,9 +45,17 @@ from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
 
 
 def build_trainer(
-    spec: WorkerSpec, rank: int, device: torch.device, meeting: Rendezvous | None, control: Control
+    spec: WorkerSpec,
+    rank: int,
+    device: torch.device,
+    meeting: Rendezvous | None,
+    control: Control,
+    blocks: Blocks | None = None,
 ) -> Trainer:
-    """Everything that rank `rank` of this generation needs, its state loaded and checked against its replicas."""
+    """Everything that rank `rank` of this generation needs, its state loaded and checked against its replicas.
+
+    `blocks`: where others read for it; without it reads for itself.
+    """
     config = spec.config
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
     _set_kernels(config, device)
@@ -67,8 +76,7 @@ def build_trainer(
     _check_replicas(holding, place)
     home.rest()
     marks["model"] = time.time()
-    dataset = open_dataset(config.data, vocab_size=spec.shape.vocab_size, seed=config.run.seed, verify_limit_bytes=0)
-    stream, evaluation = _data(config, dataset, spec)
+    feed, evaluation = _data(spec, place, control, blocks)
     control.emit(marks)
     return Trainer(
         config=config,
@@ -79,7 +87,7 @@ def build_trainer(
         passes=_passes(task, parallel, spec, place, control.emit),
         optimizer=optimizer,
         norm=_norm(parallel, indexes, place),
-        stream=stream,
+        feed=feed,
         evaluation=evaluation,
         saver=Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit),
         profiler=StepProfiler(config.observe, rank, Path(config.run.dir)),
@@ -146,8 +154,8 @@ def _norm(parallel: Parallel, indexes: list[StateIndex], place: Place) -> Gradie
     return GradientNorm(regions, place.state_group, place.device)
 
 
-def _discard(record: Record) -> None:
-    """Only rank 0 reports steps: every rank would say the same."""
+def _discard(said: object) -> None:
+    """Only rank 0 reports steps and notes: every rank would say the same."""
 
 
 def _set_kernels(config: Config, device: torch.device) -> None:
@@ -247,16 +255,16 @@ def _check_replicas(holding: Holding, place: Place) -> None:
             )
 
 
-def _data(config: Config, dataset: Dataset, spec: WorkerSpec) -> tuple[LocalStream, EvaluationSet | None]:
-    stream = open_stream(
-        dataset,
-        config.data,
-        seed=config.run.seed,
-        seq_len=config.train.seq_len,
-        global_batch=config.train.global_batch,
-        micro_batch=spec.batching.size,
-    )
+def _data(spec: WorkerSpec, place: Place, control: Control, blocks: Blocks | None) -> tuple[Feed, EvaluationSet | None]:
+    config, layout = spec.config, spec.layout
+    dataset = spec.recipe.dataset()
+    local = spec.recipe.stream(dataset)
+    stream: Stream = local
+    if blocks is not None:
+        stream = DeliveredStream(local, blocks, control.note if place.rank == 0 else _discard)
+    share = spec.batching.shares(layout.data_parallel)[layout.data_rank(place.rank)]
+    feed = Feed(stream, spec.batching, share, place.device, config.data)
     if dataset.val is None:
-        return stream, None
+        return feed, None
     packing = packing_of(config.data.packing, config.train.seq_len)
-    return stream, EvaluationSet(dataset.val, packing, spec.batching.size, limit=config.train.eval_samples)
+    return feed, EvaluationSet(dataset.val, packing, spec.batching.size, limit=config.train.eval_samples)

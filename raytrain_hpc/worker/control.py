@@ -30,6 +30,10 @@ class Control:
         with self._lock:
             self._records.append(record)
 
+    def note(self, text: str) -> None:
+        """Add a line for the console."""
+        self.emit({"type": "note", "text": text})
+
     def drain(self) -> list[Record]:
         """Take all records made since the last call, in order."""
         with self._lock:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
-from raytrain_hpc.data.stream import Microbatch, Stream
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Record
+from raytrain_hpc.worker.feeding import Feed, on_device
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.norm import GradientNorm
 from raytrain_hpc.worker.optim import Optimizer
@@ -53,7 +53,7 @@ class Trainer:
     balance: Balance
     optimizer: Optimizer
     norm: GradientNorm
-    stream: Stream
+    feed: Feed
     evaluation: EvaluationSet | None
     saver: Saver
     profiler: StepProfiler
@@ -64,6 +64,13 @@ class Trainer:
 
     def run(self, first: int, steps_to: int) -> str:
         """Train from `first` committed steps to `steps_to` and save. Returns "done" or "stopped"."""
+        with self.feed.reading(first, steps_to):
+            stopped = self._run(first, steps_to)
+        self.saver.finish()
+        return "stopped" if stopped else "done"
+
+    def _run(self, first: int, steps_to: int) -> bool:
+        """Whether a stop cut the run short."""
         step, stopped = first, False
         if self.unevaluated is not None:
             stopped = not self._evaluate_into(self.unevaluated)
@@ -84,23 +91,22 @@ class Trainer:
                 if stopped and not saving:
                     record["time/checkpoint_s"] = self._save(step)
             self.emit({"type": "step", "metrics": record})
-        self.saver.finish()
-        return "stopped" if stopped else "done"
+        return stopped
 
     def train_step(self, step: int) -> StepResult:
         """One optimizer step over this rank's microbatches. Raises RunFailed on a loss that is not finite."""
-        mine = self.batching.shares(self.place.layout.data_parallel)[self.place.layout.data_rank(self.place.rank)]
+        layout = self.place.layout
         # Where collectives run inside a microbatch every rank runs as many; a spare one repeats data at weight zero.
-        slots = -(-self.batching.count // self.place.layout.data_parallel) if self.place.layout.lockstep else len(mine)
+        mine = len(self.batching.shares(layout.data_parallel)[layout.data_rank(self.place.rank)])
+        slots = -(-self.batching.count // layout.data_parallel) if layout.lockstep else mine
         data_s = 0.0
 
         def read(slot: int) -> Batch:
             nonlocal data_s
             began = time.perf_counter()
-            spare = slot >= len(mine)
-            batch = self.stream.microbatch(step, mine[-1] if spare else mine[slot])
+            batch = self.feed.batch(step, slot)
             data_s += time.perf_counter() - began
-            return self._on_device(batch, spare)
+            return batch
 
         sums = self._counted(self.passes.train(step, slots, read))
         totals = torch.cat((sums, sums.new_tensor([float(self.stop_requested())])))
@@ -156,17 +162,7 @@ class Trainer:
         layout = self.place.layout
         index = (first + number) * layout.data_parallel + layout.data_rank(self.place.rank)
         spare = index >= windows.num_batches
-        return self._on_device(windows.batch(0 if spare else index), spare)
-
-    def _on_device(self, batch: Microbatch, spare: bool) -> Batch:
-        inputs, targets, samples = (
-            torch.from_numpy(part).to(self.place.device, non_blocking=True)
-            for part in (batch.inputs, batch.targets, batch.samples)
-        )
-        documents = None
-        if batch.documents is not None:
-            documents = torch.from_numpy(batch.documents).to(self.place.device, non_blocking=True)
-        return Batch(inputs, targets, samples, documents, batch.valid_tokens, spare)
+        return on_device(windows.batch(0 if spare else index), self.place.device, spare=spare)
 
     def _counted(self, sums: Tensor) -> Tensor:
         """What of (sum of losses, valid targets) counts in a sum over all ranks: peers compute or read the same."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config import Config
+from raytrain_hpc.data.delivery import BlockPlan
+from raytrain_hpc.data.stream import StreamRecipe
 from raytrain_hpc.plan.layout import Batching, Layout
 from raytrain_hpc.shape import ModelShape
 
@@ -34,3 +36,28 @@ class WorkerSpec:
     resume_step: int | None  # the published checkpoint to start from; None: start from the first weights
     steps_to: int  # train until this many steps are committed
     unevaluated: dict[str, Any] | None = None  # the metrics of `resume_step`, where its evaluation was cut short
+
+    @property
+    def recipe(self) -> StreamRecipe:
+        """The training stream."""
+        train = self.config.train
+        return StreamRecipe(
+            self.config.data,
+            self.shape.vocab_size,
+            self.config.run.seed,
+            train.seq_len,
+            train.global_batch,
+            self.batching.size,
+        )
+
+    @property
+    def blocks(self) -> BlockPlan:
+        """How the training data of this generation is cut, where readers deliver it."""
+        layout, width = self.layout, 2 if self.shape.vocab_size <= 1 << 16 else 4
+        return BlockPlan.of(
+            self.resume_step or 0,
+            self.steps_to,
+            tuple(self.batching.shares(layout.data_parallel)),
+            tuple(layout.data_rank(rank) for rank in range(layout.world)),
+            self.batching.size * (self.config.train.seq_len + 1) * width,
+        )

@@ -83,7 +83,7 @@ def state_of_rank(rank: int, meeting: Any, spec: Any) -> int:
 
         trainer.passes.parallel.finish = partial(counts_before, trainer.passes.parallel.finish)
         if spec.layout.pp == 1:
-            trainer.stream.microbatch = partial(counts_before, trainer.stream.microbatch)
+            trainer.feed.batch = partial(counts_before, trainer.feed.batch)
         trainer.train_step(0)
     return max(counted)
 
@@ -101,7 +101,7 @@ def test_state_is_as_large_as_planned(pool: WarmPool, layout: str) -> None:
 def activation_bytes(trainer: Any) -> int:
     """Bytes that a forward pass of one microbatch leaves."""
     task, module = trainer.passes.task, trainer.passes.parallel.modules[0]
-    batch: Batch = trainer._on_device(trainer.stream.microbatch(0, 0), False)
+    batch: Batch = trainer.feed.batch(0, 0)
     made = Made()
     made.leave_out([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
     with made:

@@ -1,0 +1,128 @@
+"""`bench data`: the two engines beside a bare gather, plain Ray Data over Parquet, and torch's DataLoader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_hpc.bench.arms import say, scratch
+from raytrain_hpc.bench.ray_idle import idle_ray
+from raytrain_hpc.bench.readers import Case, bare_gather, loader_rate, local_rate
+from raytrain_hpc.bench.table import Table
+from raytrain_hpc.config import DataConfig
+from raytrain_hpc.data.delivery import BlockPlan
+from raytrain_hpc.data.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.shards import ShardWriter
+from raytrain_hpc.data.stream import StreamRecipe
+
+TOKENS, SHARD_TOKENS, VOCAB = 128 << 20, 32 << 20, 50_257
+SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 2048, 64, 16
+STEPS = 768  # of 131,072 tokens; one arm of a round
+READERS = 2
+LOCAL_GOAL, RAY_GOAL = 0.8, 2.0
+FAR_STEP = 10**6
+
+
+def run(rounds: int) -> Table:
+    """Alternate the readers over the same tokens, `rounds` times."""
+    table = Table(
+        f"bench data: windows of {SEQ_LEN:,} tokens in a shuffled order, microbatches of {MICRO_BATCH}, as int64",
+        ("measure", "platform", "peer", "ratio", "ratio each round", "goal", "met"),
+    )
+    with scratch() as directory:
+        case = _write(directory)
+        ours, peers = [], []
+        for _ in range(rounds):
+            ours.append(local_rate(case, STEPS))
+            peers.append(bare_gather(case, STEPS))
+            say(f"local engine {ours[-1] / 1e6:.0f}, bare gather {peers[-1] / 1e6:.0f} M tok/s")
+        _compare(table, "local engine; peer: bare gather, M tok/s", ours, peers, LOCAL_GOAL)
+        with idle_ray(cpus=8):
+            _measure_ray(rounds, case, directory / "parquet", table)
+    table.notes += [
+        f"{TOKENS:,} tokens of random text in uint16, in the page cache; rates are medians over the rounds",
+        "bare gather: the same windows, placed beforehand, from numpy.memmap into the same two arrays",
+        f"Ray engine: {READERS} readers; microbatches in order in another process, from the first block on",
+        "streaming_split: over Parquet of the same windows, iter_torch_batches in that process; in no set order",
+        "DataLoader: 2 workers, a memory-mapped dataset of the same windows, shuffled, collated to int64",
+        "first: until a consumer that is up could train; Ray: from starting the feeder to its first block",
+        "resident memory: what consumer, feeder and readers do not share, summed",
+    ]
+    return table
+
+
+def _compare(table: Table, measure: str, ours: list[float], peers: list[float], goal: float) -> None:
+    ratios = [mine / peer for mine, peer in zip(ours, peers, strict=True)]
+    rates = (median(ours) / 1e6, median(peers) / 1e6)
+    table.add(measure, *rates, median(ratios), ratios, goal, median(ratios) >= goal)
+
+
+def _measure_ray(rounds: int, case: Case, parquet: Path, table: Table) -> None:
+    import ray
+
+    from raytrain_hpc.bench.ray_readers import Consumer, ray_rate, split_rate
+
+    _write_parquet(case, parquet)
+    consumer = Consumer.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    ray.get(consumer.ready.remote())
+    engine, split, loader = [], [], []
+    memory = 0.0
+    for _ in range(rounds):
+        rate, memory = ray_rate(consumer, case, _plan(0, STEPS))
+        engine.append(rate)
+        split.append(split_rate(consumer, parquet, SEQ_LEN, MICRO_BATCH))
+        loader.append(loader_rate(case, STEPS))
+        say(f"Ray engine {rate / 1e6:.0f}, streaming_split {split[-1] / 1e6:.0f}, DataLoader {loader[-1] / 1e6:.0f}")
+    _compare(table, "Ray engine; peer: streaming_split, M tok/s", engine, split, RAY_GOAL)
+    _compare(table, "Ray engine; peer: DataLoader, M tok/s", engine, loader, RAY_GOAL)
+    for step in (0, FAR_STEP):
+        waits = [ray.get(consumer.local_first.remote(case.recipe, step)) for _ in range(rounds)]
+        table.add(f"first batch at step {step:,}, local engine, s", median(waits), None, None, None, None, None)
+        waits = [_first_on_ray(consumer, case, step) for _ in range(rounds)]
+        table.add(f"first block at step {step:,}, Ray engine, s", median(waits), None, None, None, None, None)
+    table.add("resident memory, Ray engine, MiB", memory, None, None, None, None, None)
+
+
+def _first_on_ray(consumer: Any, case: Case, step: int) -> float:
+    from raytrain_hpc.bench.ray_readers import first_delivery
+
+    return first_delivery(consumer, case, _plan(step, step + 64))
+
+
+def _plan(first: int, stop: int) -> BlockPlan:
+    microbatch_bytes = MICRO_BATCH * (SEQ_LEN + 1) * 2
+    return BlockPlan.of(first, stop, (range(GLOBAL_BATCH // MICRO_BATCH),), (0,), microbatch_bytes)
+
+
+def _write(directory: Path) -> Case:
+    """The tokens as a dataset, and once more as one flat file."""
+    dataset = directory / "dataset"
+    dataset.mkdir()
+    writer, random = ShardWriter(dataset, "train", "uint16", SHARD_TOKENS), np.random.default_rng(0)
+    with (directory / "flat").open("wb") as flat:
+        for _ in range(TOKENS // SHARD_TOKENS):
+            tokens = random.integers(0, VOCAB, SHARD_TOKENS).astype(np.uint16)
+            writer.append(tokens)
+            flat.write(tokens.tobytes())
+    manifest = Manifest({"name": "byte"}, VOCAB, "uint16", False, None, {}, (), {"train": writer.close()})
+    (dataset / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    data = DataConfig(path=str(dataset), readers=READERS)
+    recipe = StreamRecipe(data, VOCAB, 1, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH)
+    return Case(recipe, directory / "flat", TOKENS)
+
+
+def _write_parquet(case: Case, directory: Path) -> None:
+    directory.mkdir()
+    flat = np.memmap(case.flat, dtype=np.uint16, mode="r")
+    windows = (TOKENS - 1) // SEQ_LEN
+    for number in range(0, windows, 8192):
+        some = range(number, min(number + 8192, windows))
+        rows = np.stack([flat[w * SEQ_LEN : (w + 1) * SEQ_LEN + 1] for w in some])
+        column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), SEQ_LEN + 1)
+        pq.write_table(pa.table({"tokens": column}), directory / f"{number:06d}.parquet", row_group_size=512)

@@ -1,0 +1,104 @@
+"""Readers in one process: the local engine, a bare gather of the same windows, and torch's DataLoader."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raytrain_hpc.data.prefetch import Prefetcher
+from raytrain_hpc.data.stream import LocalStream, Microbatch, StreamRecipe
+
+WORKERS = 2
+_AHEAD = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tokens as a dataset that a recipe opens, and as one flat file of uint16."""
+
+    recipe: StreamRecipe
+    flat: Path
+    tokens: int
+
+
+def local_rate(case: Case, steps: int) -> float:
+    """Tokens a second of the local engine: a thread reads ahead, this one takes microbatches."""
+    stream = case.recipe.stream(case.recipe.dataset())
+    return prefetched_rate(stream, steps)
+
+
+def prefetched_rate(stream: LocalStream, steps: int) -> float:
+    """Tokens a second through the thread that reads ahead."""
+    share = range(stream.num_microbatches)
+    list(stream.microbatches(range(1), share))
+    began = time.perf_counter()
+    ahead: Prefetcher[Microbatch] = Prefetcher(
+        stream.microbatches(range(steps), share),
+        size=lambda one: one.inputs.nbytes + one.targets.nbytes,
+        max_items=_AHEAD,
+        max_bytes=1 << 30,
+    )
+    tokens = 0
+    for _ in range(steps * len(share)):
+        tokens += ahead.take().inputs.size
+    seconds = time.perf_counter() - began
+    ahead.close()
+    return tokens / seconds
+
+
+def bare_gather(case: Case, steps: int) -> float:
+    """Tokens a second of nothing but the copies, from places computed beforehand."""
+    stream = case.recipe.stream(case.recipe.dataset())
+    share, length = range(stream.num_microbatches), case.recipe.seq_len
+    places = [stream.places(step, v) for step in range(steps) for v in share]
+    flat = np.memmap(case.flat, dtype=np.uint16, mode="r")
+    began = time.perf_counter()
+    tokens = 0
+    for starts in places:
+        inputs, targets = np.empty((len(starts), length), np.int64), np.empty((len(starts), length), np.int64)
+        for row, start in enumerate(starts.tolist()):
+            inputs[row] = flat[start : start + length]
+            targets[row] = flat[start + 1 : start + 1 + length]
+        tokens += inputs.size
+    return tokens / (time.perf_counter() - began)
+
+
+class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Windows of a flat file; each worker maps it for itself."""
+
+    def __init__(self, flat: Path, tokens: int, length: int):
+        self._flat, self._count, self._length = flat, (tokens - 1) // length, length
+        self._tokens: npt.NDArray[np.uint16] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._tokens is None:
+            self._tokens = np.memmap(self._flat, dtype=np.uint16, mode="r")
+        first = number * self._length
+        window = torch.from_numpy(self._tokens[first : first + self._length + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def loader_rate(case: Case, steps: int) -> float:
+    """Tokens a second of a DataLoader with workers, from its first batch on."""
+    batch = case.recipe.micro_batch
+    windows = Windows(case.flat, case.tokens, case.recipe.seq_len)
+    batches = min(steps * case.recipe.global_batch // batch, len(windows) // batch - 1)
+    # Ray is up, and a fork of a process with its threads can hang.
+    loader = DataLoader(windows, batch, shuffle=True, num_workers=WORKERS, multiprocessing_context="forkserver")
+    taken = iter(loader)
+    next(taken)
+    began, tokens = time.perf_counter(), 0
+    for _ in range(batches):
+        tokens += next(taken)[0].numel()
+    seconds = time.perf_counter() - began
+    del taken
+    return tokens / seconds

@@ -1,0 +1,96 @@
+"""Copying a dataset to a disk of the node that reads it: once a node, verified, and found again by later runs."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.data.manifest import MANIFEST, Manifest, Shard
+from raytrain_hpc.data.storage import Location, RemoteFile
+from raytrain_hpc.errors import DataError
+
+_PIECE = 8 << 20
+
+
+def preload(source: Location, manifest: Manifest, into: Path) -> Path:
+    """The dataset's directory below `into`, copied there unless it already was. One process a node copies, others wait.
+
+    DataError where the copy does not match the manifest's checksums, or the directory cannot be written.
+    """
+    target = into / f"dataset-{manifest.dataset_hash[:16]}"
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with _locked(target / ".lock"):
+            for shard in shards:
+                if not _there(target / shard.file, shard):
+                    _copy(source, shard, target)
+            _write(target / MANIFEST, json.dumps(manifest.to_json()).encode())
+    except OSError as error:
+        size = sum(shard.bytes for shard in shards) / 2**30
+        raise DataError(
+            f"data.preload={into}: cannot be written ({error.strerror or error}); the dataset takes {size:.2f} GiB: "
+            "free the space, choose another directory, or leave data.preload empty"
+        ) from error
+    return target
+
+
+def _there(path: Path, shard: Shard) -> bool:
+    """A file of the final name was verified before it was given that name."""
+    return path.is_file() and path.stat().st_size == shard.bytes
+
+
+def _copy(source: Location, shard: Shard, target: Path) -> None:
+    digest = hashlib.sha256()
+    unfinished = target / f"{shard.file}.partial"
+    try:
+        with unfinished.open("wb") as copy:
+            for piece in _pieces(source / shard.file):
+                digest.update(piece)
+                copy.write(piece)
+            copy.flush()
+            os.fsync(copy.fileno())
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(f"{source / shard.file}: shard does not match its sha256; prepare the dataset again")
+        unfinished.replace(target / shard.file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.partial")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
+def _pieces(file: Path | RemoteFile) -> Iterator[bytes]:
+    """The content of a file. DataError where it cannot be read: no fault of the place it is copied to."""
+    if isinstance(file, RemoteFile):
+        with file.open() as original:
+            while piece := _read(file, original):
+                yield piece
+        return
+    try:
+        with file.open("rb") as local:
+            yield from iter(partial(local.read, _PIECE), b"")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _read(file: RemoteFile, original: Any) -> bytes:
+    with file.reading():
+        return bytes(original.read(_PIECE))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

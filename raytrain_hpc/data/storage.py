@@ -1,0 +1,103 @@
+"""Where datasets lie: a directory, or a folder of an object store, read through pyarrow's file systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raytrain_hpc.errors import DataError
+
+
+def is_remote(path: Path | str) -> bool:
+    """Whether a dataset's path is a URI (s3://, gs://, hdfs://, ...) and not a directory."""
+    return isinstance(path, str) and "://" in path
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder that a URI names; options of its file system (endpoint_override, region, ...) are in the URI's query.
+
+    Small, and picklable: each process connects for itself.
+    """
+
+    uri: str
+
+    def __str__(self) -> str:
+        scheme, _, rest = self.uri.partition("?")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"  # errors are printed, and keys are secret
+
+    def __truediv__(self, name: str) -> RemoteFile:
+        return RemoteFile(self, name)
+
+    @cached_property
+    def place(self) -> tuple[Any, str]:
+        """The file system and the folder's path in it. DataError where the URI makes no sense."""
+        try:
+            system, path = pa.fs.FileSystem.from_uri(self.uri)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{self}: not a place to read from ({_reason(error)}); see docs/data.md") from error
+        return system, path.rstrip("/")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file in a remote folder."""
+
+    folder: RemoteFolder
+    name: str
+
+    def __str__(self) -> str:
+        return f"{str(self.folder).rstrip('/')}/{self.name}"
+
+    def open(self) -> Any:
+        """The file, for reads at any position. DataError where there is none."""
+        system, folder = self.folder.place
+        with self.reading():
+            return system.open_input_file(f"{folder}/{self.name}")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, what goes wrong is a DataError that names the file."""
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self}: cannot be read ({_reason(error)})") from error
+
+    def read(self) -> bytes:
+        """All of it."""
+        with self.reading(), self.open() as file:
+            return bytes(file.read())
+
+    def size(self) -> int | None:
+        """Bytes, None where there is no such file."""
+        system, folder = self.folder.place
+        with self.reading():
+            info = system.get_file_info(f"{folder}/{self.name}")
+        return int(info.size) if info.is_file else None
+
+
+Location = Path | RemoteFolder
+
+
+def location(path: Path | str) -> Location:
+    """The directory or remote folder that a setting names."""
+    return RemoteFolder(str(path)) if is_remote(path) else Path(path).expanduser()
+
+
+def size_of(file: Path | RemoteFile) -> int | None:
+    """Bytes of a file, None where there is none."""
+    if isinstance(file, RemoteFile):
+        return file.size()
+    return file.stat().st_size if file.is_file() else None
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())
