@@ -48,7 +48,7 @@ class GradientNorm:
 class ExactNorm(GradientNorm):
     """The same bits for any layout: squares are added as whole numbers, which no order changes.
 
-    Everything is scaled by the power of two above the largest element, squared, and cut to 52 bits below 1.
+    Everything is scaled by the power of two above the largest element, squared, and rounded to 52 bits below 1.
     """
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -68,7 +68,7 @@ class ExactNorm(GradientNorm):
             squares = torch.ldexp(piece.double(), -exponent).square_().mul_(2.0**_BITS)
             high = squares.floor()
             digits[0] += high.to(torch.int64).sum()
-            digits[1] += squares.sub_(high).mul_(2.0**_BITS).to(torch.int64).sum()
+            digits[1] += squares.sub_(high).mul_(2.0**_BITS).round_().to(torch.int64).sum()
         if self._group is not None:
             dist.all_reduce(digits, group=self._group)
         whole = (int(digits[0]) << _BITS) + int(digits[1])
