@@ -151,7 +151,11 @@ class TrainConfig:
     dtype: Literal["fp32", "bf16", "fp64"] = key(
         "fp32", "Compute type. bf16 keeps fp32 weights, optimizer and gradient reduction."
     )
-    deterministic: bool = key(False, "Deterministic kernels only: the same layout gives the same bits.")
+    deterministic: bool | str = key(
+        False,
+        "true: deterministic kernels only, so that the same layout gives the same bits; elastic: also one order of all "
+        "sums over microbatches, so that every data-parallel degree and ZeRO stage gives the same bits.",
+    )
     compile: bool = key(False, "torch.compile each block and the loss.")
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", minimum=0)
     eval_samples: int = key(512, "Validation windows an evaluation reads, spread over the split; 0: all.", minimum=0)

@@ -22,6 +22,7 @@ _KINDS = {
     "float": "a number",
     "str": "text",
     "bool": "true or false",
+    "bool | str": "false, true or elastic",
     "int | str": "a whole number or auto",
     "float | str": "a number or auto",
     "list[int]": "a list of whole numbers, like [0, 1]",
@@ -187,6 +188,8 @@ def _kind(setting: Setting) -> str:
 def _exact(setting: Setting) -> Any:
     """Refuse the silent conversions: true is no number; a list of sources has known keys."""
     kind = _kind(setting)
+    if kind == "bool | str":
+        return setting.value
     if isinstance(setting.value, bool) != (kind == "bool"):
         raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}")
     if kind.endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":

@@ -101,6 +101,8 @@ def _train(config: Config) -> None:
     if t.micro_batch != AUTO and t.global_batch % int(t.micro_batch):
         near = _nearest_divisor(t.global_batch, int(t.micro_batch))
         raise _fail(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
+    if isinstance(t.deterministic, str) and t.deterministic != "elastic":
+        raise _fail(config, "train.deterministic", "needs false, true or elastic")
     if t.min_lr != AUTO and float(t.min_lr) > t.lr:
         raise _fail(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
     if t.warmup != TrainConfig().warmup and t.warmup > t.steps > 0:

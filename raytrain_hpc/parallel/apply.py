@@ -18,6 +18,7 @@ from raytrain_hpc.config import Config
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.blocks import blocks_of
+from raytrain_hpc.parallel.canonical import Canonical, CanonicalReplicas
 from raytrain_hpc.parallel.context import held_positions, spread
 from raytrain_hpc.parallel.data import Alone, DataParallel, Several
 from raytrain_hpc.parallel.deferred import Deferral
@@ -80,6 +81,7 @@ def parallelise(
     device: torch.device,
     axes: Mapping[str, Axis],
     experts: ExpertMesh | None,
+    canonical: Canonical | None,
     *,
     keyed_randomness: bool,
 ) -> Parallel:
@@ -102,7 +104,7 @@ def parallelise(
         if config.train.compile:
             for block in blocks[stage] or [module]:
                 block.compile()
-    data = _data_parallel(modules, blocks, config, layout, mesh, device, experts)
+    data = _data_parallel(modules, blocks, config, layout, mesh, device, experts, canonical)
     return Parallel(modules, data, tensor, axes, deferral)
 
 
@@ -126,6 +128,7 @@ def _data_parallel(
     mesh: DeviceMesh | None,
     device: torch.device,
     experts: ExpertMesh | None,
+    canonical: Canonical | None,
 ) -> DataParallel:
     apart = {} if experts is None else expert_parameters(modules.values())
     parts: list[DataParallel] = []
@@ -134,7 +137,8 @@ def _data_parallel(
 
         axes = ("copies", "dp_shard") if layout.copies > 1 else ("dp_shard",)
         of_experts = None if experts is None else experts.mesh
-        parts.append(Sharded(modules, blocks, mesh[axes], config.parallel, config.train.dtype, apart, of_experts))
+        settings, dtype = config.parallel, config.train.dtype
+        parts.append(Sharded(modules, blocks, mesh[axes], settings, dtype, apart, of_experts, canonical))
         if of_experts is not None:
             apart = {}
         for module in modules.values():
@@ -143,7 +147,11 @@ def _data_parallel(
         for module in modules.values():
             _allocate(module, device) if _is_meta(module) else module.to(device)
     named = dict(pair for module in modules.values() for pair in module.named_parameters())
-    if mesh is not None and layout.copies > 1 and layout.dp_shard == 1:
+    if canonical is not None and layout.dp_shard == 1:
+        group = mesh["copies"].get_group() if mesh is not None and layout.copies > 1 else None
+        by_stage = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
+        parts.append(CanonicalReplicas(by_stage, group, canonical.copies, config.parallel.bucket_mib))
+    elif mesh is not None and layout.copies > 1 and layout.dp_shard == 1:
         dense = {name: parameter for name, parameter in named.items() if name not in apart}
         parts.append(Replicated(dense, mesh["copies"].get_group(), config.parallel.bucket_mib))
     if apart and experts is not None and experts.copies is not None:

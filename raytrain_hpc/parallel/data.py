@@ -10,8 +10,11 @@ from typing import Protocol
 class DataParallel(Protocol):
     """What keeps the gradients of data-parallel ranks together."""
 
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
-        """The context in which one backward pass of a stage runs; `last` of the step, `split`: weights come later."""
+    def backward(self, stage: int, microbatch: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
+        """The context in which the backward pass of this rank's n-th microbatch through a stage runs.
+
+        `last` of the step; `split`: gradients of weights come later.
+        """
 
     def weights_done(self, stage: int, *, last: bool) -> None:
         """Called once the weights of a split backward pass have their gradients."""
@@ -23,7 +26,7 @@ class DataParallel(Protocol):
 class Alone:
     """One rank that holds everything and has nobody to synchronise with."""
 
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
+    def backward(self, stage: int, microbatch: int, *, last: bool, split: bool = False) -> AbstractContextManager[None]:
         """The context a backward pass runs in."""
         return nullcontext()
 
@@ -41,11 +44,11 @@ class Several:
         self._parts = parts
 
     @contextmanager
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
+    def backward(self, stage: int, microbatch: int, *, last: bool, split: bool = False) -> Iterator[None]:
         """Every part's context."""
         with ExitStack() as stack:
             for part in self._parts:
-                stack.enter_context(part.backward(stage, last=last, split=split))
+                stack.enter_context(part.backward(stage, microbatch, last=last, split=split))
             yield
 
     def weights_done(self, stage: int, *, last: bool) -> None:

@@ -30,7 +30,7 @@ class Replicated:
         self._group = group
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         # Backward passes give gradients roughly in this order.
-        self._buckets = [_Bucket(part) for part in _partition(trained[::-1], bucket_mib * 2**20)]
+        self._buckets = [_Bucket(part) for part in partition(trained[::-1], bucket_mib * 2**20)]
         self._launched = 0
         self._work: list[dist.Work] = []
         self._last = False
@@ -40,7 +40,7 @@ class Replicated:
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
+    def backward(self, stage: int, microbatch: int, *, last: bool, split: bool = False) -> Iterator[None]:
         """Gradients pile up locally until a stage's last backward pass of the step, which hides the sums.
 
         Where it is split they wait for `finish`.
@@ -122,7 +122,7 @@ class _Bucket:
                 parameter.grad = self._views[parameter]
 
 
-def _partition(parameters: list[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+def partition(parameters: list[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Runs of parameters of one dtype, each closed once it holds `limit_bytes`."""
     run: list[nn.Parameter] = []
     for parameter in parameters:

@@ -11,7 +11,7 @@ The stage only says what is kept between the microbatches of a step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config import ParallelConfig
 from raytrain_hpc.model.experts import Experts
+from raytrain_hpc.parallel.canonical import Canonical, CanonicalReduceScatter, Turn
 from raytrain_hpc.parallel.quantised import QuantisedAllGather, QuantisedReduceScatter, Sent
 from raytrain_hpc.parallel.tiled import Tiles
 
@@ -40,9 +41,17 @@ class Sharded:
         dtype: str,
         experts: Mapping[str, nn.Parameter],
         expert_mesh: DeviceMesh | None,
+        canonical: Canonical | None,
     ):
-        """`experts`: parameters that are not sharded over `mesh`, but over `expert_mesh` where there is one."""
-        self._zero, self._replicated = settings.zero, mesh.ndim == 2
+        """`mesh`: copies, where there are several, and dp_shard. `experts`: parameters that are not sharded over it,
+        but over `expert_mesh` where there is one. `canonical`: in which order gradients are added, None: in any.
+        """
+        self._zero, self._turn = settings.zero, Turn()
+        self._each = settings.zero > 1 or canonical is not None  # reduced after every microbatch
+        copies = mesh["copies"].get_group() if mesh.ndim == 2 else None
+        if canonical is not None:  # sums over copies are then its own affair
+            mesh = mesh["dp_shard"]
+        self._replicated = mesh.ndim == 2
         ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
@@ -55,14 +64,20 @@ class Sharded:
         self._sharded = {stage: _shard(module, blocks[stage], mesh, shard) for stage, module in modules.items()}
         self.sent = Sent()  # what went through quantised collectives
         _quantise([*modules.values()], settings.quantize, self.sent)
+        if canonical is not None:
+            for unit in _units(modules.values()):
+                reduce = CanonicalReduceScatter(self._turn, canonical.shards, canonical.copies, copies)
+                unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+                unit.set_all_reduce_hook(reduce.over_copies)
 
     @contextmanager
-    def backward(self, stage: int, *, last: bool, split: bool = False) -> Iterator[None]:
+    def backward(self, stage: int, microbatch: int, *, last: bool, split: bool = False) -> Iterator[None]:
         """Set what FSDP2 does around this backward pass of a stage.
 
         A split one leaves gradients of weights for later, so nothing is reduced before `weights_done`.
         """
-        self._set(self._sharded[stage], last=last, reduce=not split and (self._zero > 1 or last))
+        self._turn.microbatch, self._turn.last = microbatch, last
+        self._set(self._sharded[stage], last=last, reduce=not split and (self._each or last))
         yield
 
     def weights_done(self, stage: int, *, last: bool) -> None:
@@ -78,7 +93,7 @@ class Sharded:
         self._set(module, last=last, reduce=False)
         for group in groups:
             group.post_backward()
-        if self._zero == 1 and not last:
+        if not self._each and not last:
             return
         self._set(module, last=last, reduce=True)
         # Replicas add theirs up each time: FSDP2 keeps partial sums only where every pass reaches the same parameters,
@@ -115,11 +130,15 @@ def _shard_one(
 
 
 def _quantise(modules: Sequence[nn.Module], what: str, sent: Sent) -> None:
-    for part in (part for module in modules for part in module.modules() if isinstance(part, FSDPModule)):
+    for part in _units(modules):
         if what in ("weights", "both"):
             part.set_custom_all_gather(QuantisedAllGather(sent))  # type: ignore[arg-type]
         if what in ("gradients", "both"):
             part.set_custom_reduce_scatter(QuantisedReduceScatter(sent))  # type: ignore[arg-type]
+
+
+def _units(modules: Iterable[nn.Module]) -> Iterator[FSDPModule]:
+    return (part for module in modules for part in module.modules() if isinstance(part, FSDPModule))
 
 
 def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]) -> FSDPModule:
@@ -128,12 +147,11 @@ def _shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, sha
         shard(part, mesh=mesh)
     for tile in tiles:
         _Turn(tile)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo
-            # is asked for a pre-multiplied sum, which it does not have.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+    for unit in _units([module]):
+        # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo
+        # is asked for a pre-multiplied sum, which it does not have.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     if not isinstance(module, FSDPModule):
         raise TypeError("fully_shard did not wrap the module")
     return module

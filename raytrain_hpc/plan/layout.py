@@ -167,6 +167,8 @@ def check_axes(config: Config) -> None:
         if getattr(p, key) not in (0, "none") and p.zero < needed:
             stages = "parallel.zero=3" if needed == 3 else "parallel.zero=1, 2 or 3"
             raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
+    if config.train.deterministic == "elastic":
+        _check_elastic(config)
     if p.tile_mib and (p.zero != 3 or config.train.compile):
         remedy = "only ZeRO-3 gathers weights layer by layer; set parallel.zero=3 or parallel.tile_mib=0"
         if p.zero == 3:
@@ -175,6 +177,19 @@ def check_axes(config: Config) -> None:
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
         remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
         raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
+
+
+def _check_elastic(config: Config) -> None:
+    p, remedy = config.parallel, "not bit for bit under train.deterministic=elastic; set it to false or true, or {}"
+    apart = [
+        ("ep", p.ep > 1, "parallel.ep=1"),
+        ("quantize", p.quantize in ("gradients", "both"), "parallel.quantize=weights"),
+        ("schedule", p.pp > 1 and p.schedule in ("interleaved_zero_bubble", "zbv"), "a schedule without split passes"),
+    ]
+    for axis, broken, other in apart:
+        if broken:
+            key = f"parallel.{axis}"
+            raise LayoutError(key, getattr(p, axis), config.origin(key), remedy.format(other))
 
 
 def _fits_schedule(schedule: Name, virtual: int) -> bool:

@@ -24,6 +24,7 @@ from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
+from raytrain_hpc.parallel.canonical import canonical_shares
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
 from raytrain_hpc.plan.stages import split_layers
@@ -34,7 +35,7 @@ from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.feeding import Feed
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
 from raytrain_hpc.worker.loop import Trainer
-from raytrain_hpc.worker.norm import GradientNorm, Region
+from raytrain_hpc.worker.norm import ExactNorm, GradientNorm, Region
 from raytrain_hpc.worker.offload import home_of
 from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
 from raytrain_hpc.worker.passes import Passes, WholeModel
@@ -64,7 +65,7 @@ def build_trainer(
     place = join(meeting, rank, spec.layout, device, tied=tied, balanced=balanced)
     marks["groups"] = time.time()
     task = _task(spec, place)
-    parallel = _model(task, config, place)
+    parallel = _model(task, spec, place)
     home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
     optimizer = Optimizer(parallel.parameters, config.train, home)
     holding = state_of(parallel, optimizer)
@@ -86,7 +87,7 @@ def build_trainer(
         balance=Balance(parallel.modules.values() if balanced else (), spec.shape.balance_rate, place.batch_group),
         passes=_passes(task, parallel, spec, place, control.emit),
         optimizer=optimizer,
-        norm=_norm(parallel, indexes, place),
+        norm=_norm(parallel, indexes, place, exact=_elastic(config)),
         feed=feed,
         evaluation=evaluation,
         saver=Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit),
@@ -135,7 +136,7 @@ class _Slice:
         ]
 
 
-def _norm(parallel: Parallel, indexes: list[StateIndex], place: Place) -> GradientNorm:
+def _norm(parallel: Parallel, indexes: list[StateIndex], place: Place, *, exact: bool) -> GradientNorm:
     """Of what several ranks of a replica hold, the first one's counts."""
     ranks = place.state_ranks()
     slices = [_Slice(parallel, name) for name in parallel.parameters]
@@ -151,7 +152,8 @@ def _norm(parallel: Parallel, indexes: list[StateIndex], place: Place) -> Gradie
                 region = Box(tuple(start), box.sizes).slices_in(Box.whole(one.tensor.shape))
                 regions.setdefault(one.name, []).append(None if box.numel == one.tensor.numel() else region)
             numbers[name] += 1
-    return GradientNorm(regions, place.state_group, place.device)
+    kind = ExactNorm if exact else GradientNorm
+    return kind(regions, place.state_group, place.device)
 
 
 def _discard(said: object) -> None:
@@ -160,12 +162,17 @@ def _discard(said: object) -> None:
 
 def _set_kernels(config: Config, device: torch.device) -> None:
     torch.set_num_threads(config.cluster.threads)
-    if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:  # the call imports torch._inductor
-        torch.use_deterministic_algorithms(config.train.deterministic)
+    wanted = config.train.deterministic is not False
+    if torch.are_deterministic_algorithms_enabled() != wanted:  # the call imports torch._inductor
+        torch.use_deterministic_algorithms(wanted)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def _elastic(config: Config) -> bool:
+    return config.train.deterministic == "elastic"
 
 
 def _task(spec: WorkerSpec, place: Place) -> Task:
@@ -192,7 +199,8 @@ def _passes(task: Task, parallel: Parallel, spec: WorkerSpec, place: Place, emit
     return Pipelined(task, parallel, pipeline, dtype, stream_type(dtype, spec.layout), width, place.device, timeline)
 
 
-def _model(task: Task, config: Config, place: Place) -> Parallel:
+def _model(task: Task, spec: WorkerSpec, place: Place) -> Parallel:
+    config = spec.config
     stages = place.layout.pipeline.stages_of(place.at["pp"])
     modules = {stage: task.build(stage).to(compute_type(config.train.dtype)) for stage in stages}
     if place.mesh is not None:
@@ -206,6 +214,7 @@ def _model(task: Task, config: Config, place: Place) -> Parallel:
         place.device,
         place.axes,
         place.experts,
+        canonical_shares(place.layout, spec.batching, place.rank) if _elastic(config) else None,
         keyed_randomness=task.keyed_randomness,
     )
     slices: dict[str, list[_Slice]] = {}

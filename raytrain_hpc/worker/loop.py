@@ -16,6 +16,7 @@ from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
+from raytrain_hpc.parallel.pairwise import pairwise_total
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Record
@@ -97,8 +98,8 @@ class Trainer:
         """One optimizer step over this rank's microbatches. Raises RunFailed on a loss that is not finite."""
         layout = self.place.layout
         # Where collectives run inside a microbatch every rank runs as many; a spare one repeats data at weight zero.
-        mine = len(self.batching.shares(layout.data_parallel)[layout.data_rank(self.place.rank)])
-        slots = -(-self.batching.count // layout.data_parallel) if layout.lockstep else mine
+        mine = self.batching.shares(layout.data_parallel)[layout.data_rank(self.place.rank)]
+        slots = -(-self.batching.count // layout.data_parallel) if layout.lockstep else len(mine)
         data_s = 0.0
 
         def read(slot: int) -> Batch:
@@ -108,9 +109,15 @@ class Trainer:
             data_s += time.perf_counter() - began
             return batch
 
-        sums = self._counted(self.passes.train(step, slots, read))
-        totals = torch.cat((sums, sums.new_tensor([float(self.stop_requested())])))
-        self._sum_over_ranks(totals)
+        # A row a logical microbatch, filled by one data rank, a column a context-parallel peer: adding up ranks rounds
+        # nothing, and the order of the rest is the same for all data-parallel degrees.
+        shape = (self.batching.count + 1, layout.cp, 2)
+        sums = torch.zeros(shape, dtype=torch.float64, device=self.place.device)
+        made = self._counted(self.passes.train(step, slots, read))
+        sums[mine.start : mine.stop, self.place.at["cp"]] = made[: len(mine)]
+        sums[-1, 0, 0] = float(self.stop_requested())
+        self._sum_over_ranks(sums)
+        totals = torch.cat((pairwise_total(sums[:-1].sum(1)), sums[-1, 0, :1]))
         norm = self._clip(totals[1])
         self.optimizer.step(learning_rate(self.config.train, step))
         self.balance.step()
@@ -128,16 +135,19 @@ class Trainer:
         """Mean loss over the validation windows, shared out over the data-parallel ranks; None if asked to stop."""
         if self.evaluation is None:
             raise RunFailed("evaluation asked for, but the dataset has no validation split")
-        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        layout, batches = self.place.layout, self.evaluation.num_batches
         # Every rank runs the same number of passes: forward passes can hold collectives.
-        turns = -(-self.evaluation.num_batches // self.place.layout.data_parallel)
+        turns = -(-batches // layout.data_parallel)
+        shape = (turns, layout.data_parallel, layout.cp, 2)
+        sums = torch.zeros(shape, dtype=torch.float64, device=self.place.device)
+        mine = sums[:, layout.data_rank(self.place.rank), self.place.at["cp"]]
         for first in range(0, turns, _ASK_EVERY):
             if self._stop_agreed():
                 return None
             read = partial(self._validation_batch, self.evaluation, first)
-            totals += self._counted(self.passes.evaluate(min(_ASK_EVERY, turns - first), read))
-        self._sum_over_ranks(totals)
-        loss_sum, tokens = totals.tolist()
+            mine[first : first + _ASK_EVERY] = self._counted(self.passes.evaluate(min(_ASK_EVERY, turns - first), read))
+        self._sum_over_ranks(sums)
+        loss_sum, tokens = pairwise_total(sums.sum(2).view(-1, 2)[:batches]).tolist()
         return float(loss_sum / tokens)
 
     def _evaluate_into(self, record: Record) -> bool:
@@ -165,7 +175,7 @@ class Trainer:
         return on_device(windows.batch(0 if spare else index), self.place.device, spare=spare)
 
     def _counted(self, sums: Tensor) -> Tensor:
-        """What of (sum of losses, valid targets) counts in a sum over all ranks: peers compute or read the same."""
+        """What of rows of (sum of losses, valid targets) counts in a sum over all ranks: peers compute the same."""
         return sums * sums.new_tensor([self.place.counts_loss, self.place.counts_tokens])
 
     def _share_buffers(self) -> None:

@@ -19,11 +19,11 @@ class Passes(Protocol):
     """How a rank takes microbatches through the model."""
 
     def train(self, step: int, count: int, read: Read) -> Tensor:
-        """Leave the summed gradients of `count` microbatches on the parameters. fp64 (sum of losses, valid targets);
-        zeros where this rank does not compute the loss."""
+        """Leave the summed gradients of `count` microbatches on the parameters. Of each of them its sum of losses and
+        its valid targets, fp64 [count, 2]; zeros where it is spare or this rank does not compute the loss."""
 
     def evaluate(self, count: int, read: Read) -> Tensor:
-        """(Sum of losses, valid targets) of `count` microbatches, without gradients."""
+        """The same of `count` microbatches, without gradients."""
 
 
 @dataclass
@@ -38,32 +38,31 @@ class WholeModel:
     def train(self, step: int, count: int, read: Read) -> Tensor:
         """As `Passes.train`."""
         module = self.parallel.modules[0].train()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
         for number in range(count):
             batch = read(number)
             with autocast(self.dtype, self.device):
                 output = self.task.forward(module, batch.inputs, step, batch)
                 loss = self.task.loss(output, batch.targets)
-            with self.parallel.data.backward(0, last=number == count - 1):
+            with self.parallel.data.backward(0, number, last=number == count - 1):
                 (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
-            add(totals, loss, batch)
+            note(sums[number], loss, batch)
         self.parallel.finish()
-        return totals
+        return sums
 
     def evaluate(self, count: int, read: Read) -> Tensor:
         """As `Passes.evaluate`."""
         module = self.parallel.modules[0].eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
         with torch.no_grad(), autocast(self.dtype, self.device):
             for number in range(count):
                 batch = read(number)
                 output = self.task.forward(module, batch.inputs, 0, batch)
-                add(totals, self.task.loss(output, batch.targets), batch)
-        return totals
+                note(sums[number], self.task.loss(output, batch.targets), batch)
+        return sums
 
 
-def add(totals: Tensor, loss: Tensor, batch: Batch) -> None:
-    """Add a microbatch to (sum of losses, valid targets), unless it is a spare one."""
+def note(sums: Tensor, loss: Tensor, batch: Batch) -> None:
+    """Set a microbatch's (sum of losses, valid targets), unless it is a spare one."""
     if not batch.spare:
-        totals[0] += loss.detach()
-        totals[1] += batch.tokens
+        sums[0], sums[1] = loss.detach(), batch.tokens

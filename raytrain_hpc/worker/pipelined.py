@@ -15,7 +15,7 @@ from raytrain_hpc.parallel.deferred import Later
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.plan.timeline import Span
 from raytrain_hpc.worker.control import Record
-from raytrain_hpc.worker.passes import Read, add
+from raytrain_hpc.worker.passes import Read, note
 from raytrain_hpc.worker.task import Batch, Task
 
 
@@ -56,9 +56,9 @@ class Pipelined:
 
     def train(self, step: int, count: int, read: Read) -> Tensor:
         """As `Passes.train`."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
         read = cache(read)
-        stages = {stage: _Stage(self, stage, step, count, read, totals) for stage in self.parallel.modules}
+        stages = {stage: _Stage(self, stage, step, count, read, sums) for stage in self.parallel.modules}
         for module in self.parallel.modules.values():
             module.train()
         orders = self.pipeline.schedule.orders(count)
@@ -69,18 +69,18 @@ class Pipelined:
         if self.timeline.due(step):
             self.timeline.report(step, spans)
         self.parallel.finish()
-        return totals
+        return sums
 
     def evaluate(self, count: int, read: Read) -> Tensor:
         """As `Passes.evaluate`."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
         read = cache(read)
-        stages = {stage: _Stage(self, stage, 0, count, read, totals) for stage in self.parallel.modules}
+        stages = {stage: _Stage(self, stage, 0, count, read, sums) for stage in self.parallel.modules}
         for module in self.parallel.modules.values():
             module.eval()
         with torch.no_grad():
             self.pipeline.run(self.pipeline.schedule.forward_orders(count), stages, self._buffer(read))
-        return totals
+        return sums
 
     def _buffer(self, read: Read) -> Callable[[], Tensor]:
         shape = (len(read(0).samples), *self.width)
@@ -90,8 +90,8 @@ class Pipelined:
 class _Stage:
     """One stage of this rank during one step."""
 
-    def __init__(self, passes: Pipelined, stage: int, step: int, count: int, read: Read, totals: Tensor):
-        self._passes, self._number, self._step, self._read, self._totals = passes, stage, step, read, totals
+    def __init__(self, passes: Pipelined, stage: int, step: int, count: int, read: Read, sums: Tensor):
+        self._passes, self._number, self._step, self._read, self._sums = passes, stage, step, read, sums
         self._module: nn.Module = passes.parallel.modules[stage]
         self._is_last = stage == passes.pipeline.schedule.stages - 1
         self._unfinished = count  # microbatches whose backward pass is to come
@@ -110,7 +110,7 @@ class _Stage:
             output = passes.task.forward(self._module, inputs, self._step, batch)
             if self._is_last:
                 loss = passes.task.loss(output, batch.targets)
-                add(self._totals, loss, batch)
+                note(self._sums[microbatch], loss, batch)
                 output = loss * 0.0 if batch.spare else loss
         if torch.is_grad_enabled():
             self._made[microbatch] = (x, output)
@@ -120,7 +120,8 @@ class _Stage:
         """As `pipeline.Stage.backward`."""
         x, output = self._made.pop(microbatch)
         self._unfinished -= 1
-        with self._passes.parallel.data.backward(self._number, last=self._unfinished == 0, split=split):
+        data, last = self._passes.parallel.data, self._unfinished == 0
+        with data.backward(self._number, microbatch, last=last, split=split):
             torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         if split:
             self._aside[microbatch] = self._passes.parallel.deferral.take()

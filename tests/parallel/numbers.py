@@ -57,7 +57,13 @@ def whole_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, put together from whatever slices were saved."""
     checkpoint = read_manifest(CheckpointStore(directory / "checkpoints").path(step))
     holding = Holding(
-        Held(name, one.shape, one.dtype, Box.whole(one.shape), torch.full(one.shape, torch.nan, dtype=torch.float64))
+        Held(
+            name,
+            one.shape,
+            one.dtype,
+            Box.whole(one.shape),
+            torch.full(one.shape, torch.nan, dtype=getattr(torch, one.dtype)),
+        )
         for name, one in checkpoint.index.items()
     )
     read_pieces(checkpoint, holding)
