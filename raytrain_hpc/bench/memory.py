@@ -21,9 +21,12 @@ def peak_of(command: Sequence[str], environment: Mapping[str, str], log: Path) -
     began, peak = time.perf_counter(), 0
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | dict(environment))
-        while process.poll() is None:
-            peak = max(peak, sum(map(_pss, _family(process.pid))))
-            time.sleep(_EVERY_S)
+        try:
+            while process.poll() is None:
+                peak = max(peak, sum(map(_pss, _family(process.pid))))
+                time.sleep(_EVERY_S)
+        finally:
+            process.terminate()
     if process.returncode:
         raise RunFailed(f"{' '.join(command)}: exit code {process.returncode}: {log.read_text().strip()[-500:]}")
     return peak / 2**10, time.perf_counter() - began
