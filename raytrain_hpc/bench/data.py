@@ -69,7 +69,7 @@ def _measure_ray(rounds: int, case: Case, parquet: Path, table: Table) -> None:
     from raytrain_hpc.bench.ray_readers import Consumer, ray_rate, split_rate
 
     _write_parquet(case, parquet)
-    consumer = Consumer.options(num_cpus=0).remote()
+    consumer = Consumer.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     ray.get(consumer.ready.remote())
     engine, split, loader = [], [], []
     memory = 0.0
