@@ -45,7 +45,7 @@ def loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
     passes, (tokens, targets, documents) = trainer.passes, packed()
     mine = torch.tensor(passes.task.positions)
     loss = loss_sum(passes.parallel.modules[0](tokens[:, mine], None, mine, documents=documents), targets[:, mine])
-    with passes.parallel.data.backward(0, last=True):
+    with passes.parallel.data.backward(0, 0, last=True):
         loss.backward()
     passes.parallel.finish()
     total = loss.detach().clone()

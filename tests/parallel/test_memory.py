@@ -105,7 +105,7 @@ def activation_bytes(trainer: Any) -> int:
     made = Made()
     made.leave_out([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
     with made:
-        output = task.forward(module, batch.inputs, 0, batch.samples, 1.0)
+        output = task.forward(module, batch.inputs, 0, batch)
         gc.collect()
         counted = made.bytes()
     task.loss(output, batch.targets).backward()  # nothing is left waiting for peers

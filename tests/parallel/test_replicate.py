@@ -110,7 +110,7 @@ def test_a_parameter_that_no_rank_reached_has_no_gradient(group: dist.ProcessGro
     replicated = Replicated(dict(module.named_parameters()), group, 1)
     for start in (0, 1):  # what an earlier step left in the buckets is gone
         module.zero_grad(set_to_none=True)
-        with replicated.backward(0, last=True):
+        with replicated.backward(0, 0, last=True):
             module(torch.tensor([[start, 2]])).sum().backward()
         replicated.finish()
         reached = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
@@ -121,7 +121,7 @@ def test_frozen_parameters_stay_out_of_it(group: dist.ProcessGroup) -> None:
     module = Branches(8)
     module.head.requires_grad_(False)
     replicated = Replicated(dict(module.named_parameters()), group, 1)
-    with replicated.backward(0, last=True):
+    with replicated.backward(0, 0, last=True):
         module(torch.tensor([[0, 2]])).sum().backward()
     replicated.finish()
     assert module.head.weight.grad is None
@@ -134,6 +134,6 @@ def test_two_gradients_in_one_pass_are_refused(group: dist.ProcessGroup) -> None
     replicated = Replicated(dict(layer.named_parameters()), group, 1)
     x = torch.ones(2, 4, requires_grad=True)
     refused = pytest.raises(ModelError, match=r"(weight|bias) got two gradients.*use_reentrant=False")
-    with refused, replicated.backward(0, last=True):
+    with refused, replicated.backward(0, 0, last=True):
         once = checkpoint(layer, x, use_reentrant=True)
         checkpoint(layer, once, use_reentrant=True).sum().backward()
