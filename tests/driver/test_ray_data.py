@@ -15,14 +15,14 @@ from tests.data.test_ledger import readers, until
 from tests.driver.lives import count, joined
 from tests.pool import small
 
-WORDS = ["train.steps=2500", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
+WORDS = ["train.steps=1200", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
 
 
 @pytest.fixture(scope="module")
 def local(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list:
     run_dir = tmp_path_factory.mktemp("local")
     rt.train(small(run_dir, *WORDS))
-    return joined(run_dir, 2500)
+    return joined(run_dir, 1200)
 
 
 @pytest.mark.timeout(200)
@@ -43,8 +43,8 @@ def test_readers_on_ray_give_the_same_losses_and_may_be_killed(
     killer.start()
     run.result(timeout=180)
     killer.join()
-    assert joined(tmp_path, 2500) == local
-    assert killed and count(tmp_path) == 2500
+    assert joined(tmp_path, 1200) == local
+    assert killed and count(tmp_path) == 1200
     assert "lost" not in capfd.readouterr().out
     until(lambda: not readers())
 
@@ -61,7 +61,7 @@ def test_no_cpu_for_readers_is_a_line(ray_cluster: None, tmp_path: Path, capfd: 
     hog = Hog.remote()
     ray.get(hog.up.remote())
     try:
-        words = [*WORDS, "data.engine=ray", "train.steps=4000"]
+        words = [*WORDS, "data.engine=ray", "train.steps=1200"]
         rt.train(small(tmp_path, *words))
         assert "no CPU is free for them" in capfd.readouterr().out
     finally:
