@@ -95,8 +95,8 @@ def test_all_numbers_are_those_of_one_process(
     pool: WarmPool, tmp_path: Path, words: list[str], model: str, layout: str
 ) -> None:
     chosen = [*words, *MODELS[model], *(word for word in LAYOUTS[layout] if word.startswith("model."))]
-    expected, state = run(pool, tmp_path / "alone", *chosen, "cluster.workers=1", "train.eval_every=2")
-    steps, mine = run(pool, tmp_path / "layout", *chosen, *LAYOUTS[layout], "train.eval_every=2")
+    expected, state = run(pool, tmp_path / "alone", *chosen, "cluster.workers=1", "train.eval_every=1")
+    steps, mine = run(pool, tmp_path / "layout", *chosen, *LAYOUTS[layout], "train.eval_every=1")
     for here, there in zip(steps, expected, strict=True):
         assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
         assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
