@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 import raytrain_hpc as rt
+from raytrain_hpc.config import DataConfig
+from raytrain_hpc.data.delivery import Lost
 from tests.data.test_ledger import readers, until
 from tests.driver.lives import count, joined
 from tests.pool import small
 
-WORDS = ["train.steps=1200", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
+WORDS = ["train.steps=700", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
 
 
 @pytest.fixture(scope="module")
 def local(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list:
     run_dir = tmp_path_factory.mktemp("local")
     rt.train(small(run_dir, *WORDS))
-    return joined(run_dir, 1200)
+    return joined(run_dir, 700)
 
 
 @pytest.mark.timeout(200)
@@ -43,26 +45,42 @@ def test_readers_on_ray_give_the_same_losses_and_may_be_killed(
     killer.start()
     run.result(timeout=180)
     killer.join()
-    assert joined(tmp_path, 1200) == local
-    assert killed and count(tmp_path) == 1200
+    assert joined(tmp_path, 700) == local
+    assert killed and count(tmp_path) == 700
     assert "lost" not in capfd.readouterr().out
     until(lambda: not readers())
 
 
 @pytest.mark.timeout(120)
-def test_no_cpu_for_readers_is_a_line(ray_cluster: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_cpu_for_readers_is_said(ray_cluster: None) -> None:
+    """The ranks are told, and then read for themselves: `tests/data/test_ledger.py`."""
     import ray
 
-    @ray.remote(num_cpus=6)
+    from raytrain_hpc.data.delivery import BlockPlan
+    from raytrain_hpc.data.ray_feed import Feeder, RayBlocks
+    from raytrain_hpc.data.stream import StreamRecipe
+
+    @ray.remote(num_cpus=8)
     class Hog:
         def up(self) -> bool:
             return True
 
-    hog = Hog.remote()
+    hog, plan = Hog.remote(), BlockPlan(0, 8, 4, (range(2),), (0,))
     ray.get(hog.up.remote())
+    recipe = StreamRecipe(DataConfig(path="synthetic"), 64, 1, 16, 4, 2)
+    feeder = Feeder.remote(recipe, plan, 1, 200_000)
     try:
-        words = [*WORDS, "data.engine=ray", "train.steps=1200"]
-        rt.train(small(tmp_path, *words))
-        assert "no CPU is free for them" in capfd.readouterr().out
+        blocks, told = RayBlocks(feeder, plan, 0), []
+
+        def lost() -> bool:
+            try:
+                return blocks.block(0) is not None
+            except Lost as reason:
+                told.append(str(reason))
+            return True
+
+        until(lost)
+        assert told and "no CPU is free for them: leave one to them, or set data.engine=local" in told[0]
     finally:
         ray.kill(hog)
+        ray.kill(feeder)
