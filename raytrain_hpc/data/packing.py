@@ -74,7 +74,7 @@ class Windows:
 
     def read(self, source: TokenSource, places: Ints) -> Rows:
         """The samples that begin at places int64[n]; one that the source ends in is padded with token 0."""
-        whole = source.num_tokens - places > self.seq_len
+        whole = places < source.num_tokens - self.seq_len
         if whole.all():
             return self._whole(source, places)
         rows = list(np.flatnonzero(~whole)[:, None])

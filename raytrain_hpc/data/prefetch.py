@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from raytrain_hpc.errors import DataError
@@ -14,8 +15,19 @@ Item = TypeVar("Item")
 _END_S = 10.0  # a thread that reads from storage which no longer answers is left behind: it is a daemon
 
 
+@dataclass(frozen=True)
+class _End:
+    """Behind the last item: nothing, or the error that stands in the next one's place."""
+
+    error: Exception | None
+
+
 class Prefetcher(Generic[Item]):
-    """Takes items from a generator in a thread of its own. What it made ahead of `take` was not consumed."""
+    """Takes items from a generator in a thread of its own. What it made ahead of `take` was not consumed.
+
+    Items go one way through a queue, and the sizes of those taken go back through another: neither side holds a lock
+    while the other works.
+    """
 
     def __init__(
         self,
@@ -28,67 +40,56 @@ class Prefetcher(Generic[Item]):
         """`size`: bytes that an item holds. At least one item is made ahead, however large it is."""
         self._items, self._size = items, size
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._made: deque[Item] = deque()
-        self._bytes = 0
-        self._error: Exception | None = None
-        self._ended = self._closed = False
-        self._changed = threading.Condition()
+        self._made: SimpleQueue[Item | _End] = SimpleQueue()
+        self._freed: SimpleQueue[int] = SimpleQueue()
+        self._made_bytes = self._taken_bytes = 0  # the first is the thread's, the second its taker's
+        self._end: _End | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._make, name="data-prefetch", daemon=True)
         self._thread.start()
 
     def take(self) -> Item:
         """The next item. Raises what the generator raised in its place, and DataError behind its last one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._made or self._ended or self._closed)
-            if self._made:
-                item = self._made.popleft()
-                self._bytes -= self._size(item)
-                self._changed.notify_all()
-                return item
-            if self._error is not None:
-                raise self._error
-            raise DataError("nothing is left to be read ahead: more was asked for than the run's steps hold")
+        item = self._made.get() if self._end is None else self._end
+        if not isinstance(item, _End):
+            size = self._size(item)
+            self._taken_bytes += size
+            self._freed.put(size)
+            return item
+        self._end = item
+        if item.error is not None:
+            raise item.error
+        raise DataError("nothing is left to be read ahead: more was asked for than the run's steps hold")
 
     @property
     def ahead(self) -> tuple[int, int]:
         """Items made and not taken, and their bytes."""
-        with self._changed:
-            return len(self._made), self._bytes
+        return self._made.qsize(), self._made_bytes - self._taken_bytes
 
     def close(self) -> None:
         """End the thread and drop what it made."""
-        with self._changed:
-            self._closed = True
-            self._made.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._freed.put(0)
         self._thread.join(_END_S)
+        self._made = SimpleQueue()
+        self._end = _End(None)
 
     def _make(self) -> None:
+        error = None
         try:
+            held = held_bytes = 0
             for item in self._items:
-                if not self._put(item):
+                size = self._size(item)
+                while held and (held >= self._max_items or held_bytes + size > self._max_bytes) and not self._closed:
+                    held_bytes -= self._freed.get()
+                    held -= 1
+                if self._closed:
                     break
-        except Exception as error:  # whatever it is, it belongs to the step that needs this item
-            self._error = error
+                held, held_bytes = held + 1, held_bytes + size
+                self._made_bytes += size
+                self._made.put(item)
+        except Exception as raised:  # whatever it is, it belongs to the step that needs this item
+            error = raised
         finally:
             self._items.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-
-    def _put(self, item: Item) -> bool:
-        """Keep an item, once there is room for it. False where nobody wants it any more."""
-        size = self._size(item)
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room(size))
-            if self._closed:
-                return False
-            self._made.append(item)
-            self._bytes += size
-            self._changed.notify_all()
-            return True
-
-    def _has_room(self, size: int) -> bool:
-        if not self._made:
-            return True
-        return len(self._made) < self._max_items and self._bytes + size <= self._max_bytes
+            self._made.put(_End(error))

@@ -22,6 +22,7 @@ from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.errors import DataError
 
 LOCATED = 4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers
+READ_TOKENS = 1 << 17  # about so many are read at once: few enough to be in a core's cache when they are widened
 
 
 @dataclass(frozen=True)
@@ -133,42 +134,42 @@ class LocalStream:
         """The samples of microbatches `share` of each of the steps, int64[n]."""
         return np.concatenate([self.samples(step, v) for step in steps for v in share])
 
-    def rows(self, step: int, v: int) -> Rows:
-        """What these samples hold."""
-        return self._read(*self._locate([(step, v)]))
-
     def microbatch(self, step: int, v: int) -> Microbatch:
         """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
-        return Microbatch.of(self.samples(step, v), self.rows(step, v))
+        samples, source, places = self._locate([(step, v)])
+        return Microbatch.of(samples, self._read(source, places))
 
     def places(self, step: int, v: int) -> Ints:
         """Where these samples begin in their sources, int64[b]."""
-        return self._locate([(step, v)])[1]
+        return self._locate([(step, v)])[2]
 
     def block(self, steps: range, share: range) -> Block:
         """Microbatches `share` of each of the steps, read at once."""
-        wanted = [(step, v) for step in steps for v in share]
-        return Block(self.samples_of(steps, share), self._read(*self._locate(wanted)))
+        samples, source, places = self._locate([(step, v) for step in steps for v in share])
+        return Block(samples, self._read(source, places))
 
     def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
-        """As `Stream.microbatches`: many are located at once, each is read when it is asked for."""
+        """As `Stream.microbatches`: many are located at once, and some of these read at once."""
+        together = max(1, READ_TOKENS // (self._packing.seq_len * self.micro_batch)) * self.micro_batch
         wanted = ((step, v) for step in steps for v in share)
         while some := list(islice(wanted, max(1, LOCATED // self.micro_batch))):
-            source, places = self._locate(some)
-            for number, (step, v) in enumerate(some):
-                mine = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
-                yield Microbatch.of(self.samples(step, v), self._read(source[mine], places[mine]))
+            samples, source, places = self._locate(some)
+            for first in range(0, len(samples), together):
+                part = slice(first, first + together)
+                block = Block(samples[part], self._read(source[part], places[part]))
+                yield from block.microbatches(self.micro_batch)
 
-    def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-        """Source and place in it of every sample of some microbatches (step, v), int64[n] both."""
+    def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, Ints]:
+        """Every sample of some microbatches (step, v), its source and its place in that, int64[n] each."""
         samples = [self.samples(step, v) for step, v in microbatches]
+        numbers = np.concatenate(samples)
         if self._order.kind == "random":
             drawn = [
                 self._order.locate_random(step, v, of) for (step, v), of in zip(microbatches, samples, strict=True)
             ]
-            return np.concatenate([source for source, _ in drawn]), np.concatenate([places for _, places in drawn])
-        source, numbers = self._order.locate(np.concatenate(samples))
-        return source, self._packing.places(numbers)
+            return numbers, np.concatenate([of for of, _ in drawn]), np.concatenate([places for _, places in drawn])
+        source, within = self._order.locate(numbers)
+        return numbers, source, self._packing.places(within)
 
     def _read(self, source: Ints, places: Ints) -> Rows:
         tokens = self._dataset.train
