@@ -45,6 +45,12 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint directory does not hold what its manifest says."""
 
 
+class StateLost(RaytrainError):
+    """No rank that is left holds some part of the state. The run goes on from its newest checkpoint."""
+
+    exit_code = 4
+
+
 class RunDirectoryError(RaytrainError):
     """The run directory cannot be used: not writable, or it belongs to another run."""
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from raytrain_hpc.checkpoint.shard import write_shard
+from raytrain_hpc.state.aside import Aside
 from raytrain_hpc.state.holding import Held
-from raytrain_hpc.state.index import Box
 
 
 class CheckpointWriter:
@@ -27,7 +25,7 @@ class CheckpointWriter:
         self._report = report
         self._thread: threading.Thread | None = None
         self._unexpected: Exception | None = None
-        self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
+        self._aside = Aside()
 
     def save(self, held: Sequence[Held], path: Path, step: int, *, wait: bool) -> float:
         """Write these slices to `path`. Returns the seconds the caller was held up.
@@ -37,7 +35,7 @@ class CheckpointWriter:
         """
         start = time.monotonic()
         self.finish()
-        copies = self._copy_aside(held)
+        copies = self._aside.copy(held).slices
         # A daemon: an interpreter that wants to exit must not hang on a file server that does not answer. A file that
         # is cut short by that was not reported, and so is never published.
         self._thread = threading.Thread(
@@ -59,24 +57,6 @@ class CheckpointWriter:
         if unexpected is not None:
             raise unexpected
         return True
-
-    def _copy_aside(self, held: Sequence[Held]) -> list[Held]:
-        """Copies in host memory that stays allocated from save to save, page-locked where the data is on a GPU."""
-        before, self._buffers = self._buffers, {}
-        copies = []
-        devices = set()
-        for one in held:
-            buffer = before.get((one.name, one.box))
-            if buffer is None or buffer.shape != one.tensor.shape or buffer.dtype != one.tensor.dtype:
-                buffer = torch.empty(one.box.sizes, dtype=one.tensor.dtype, pin_memory=one.tensor.is_cuda)
-            buffer.copy_(one.tensor, non_blocking=one.tensor.is_cuda)
-            if one.tensor.is_cuda:
-                devices.add(one.tensor.device)
-            self._buffers[one.name, one.box] = buffer
-            copies.append(Held(one.name, one.shape, one.dtype, one.box, buffer))
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return copies
 
     def _write(self, copies: Sequence[Held], path: Path, step: int) -> None:
         try:

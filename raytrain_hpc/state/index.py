@@ -212,6 +212,33 @@ def intersect(source: StateIndex, destination: StateIndex) -> list[Piece]:
     return pieces
 
 
+def route(
+    offers: Sequence[StateIndex], wanted: StateIndex, first: int = 0
+) -> tuple[list[tuple[int, Piece]], list[tuple[str, Box]]]:
+    """Who gives what: (number of the offer, piece) pairs that fill `wanted`, and the regions that nobody offers.
+
+    Offer `first` serves as far as it reaches, then the one after it, and so on around: with `first` the number of the
+    one who wants, ranks that need the same take it from different neighbours.
+    """
+    order = [(first + turn) % len(offers) for turn in range(len(offers))]
+    found, lost = [], []
+    for tensor in wanted.values():
+        there = [
+            (offer, number, box)
+            for offer in order
+            if tensor.name in offers[offer]
+            for number, box in enumerate(offers[offer][tensor.name].boxes)
+        ]
+        for destination, box in enumerate(tensor.boxes):
+            covered, left = _cover(box, [one for _, _, one in there])
+            lost += [(tensor.name, region) for region in left]
+            for number, region in covered:
+                offer, source, held = there[number]
+                slices = region.slices_in(held), region.slices_in(box)
+                found.append((offer, Piece(tensor.name, source, destination, region, *slices)))
+    return found, lost
+
+
 def missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tuple[str, Box]]:
     """The regions of `destination`, in global coordinates, that none of `sources` covers; empty when all is there.
 
