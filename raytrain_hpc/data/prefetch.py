@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -12,6 +14,7 @@ from raytrain_hpc.errors import DataError
 
 Item = TypeVar("Item")
 
+_SOON_S, _TOGETHER = 0.0005, 8  # waking whoever waits costs as much as making a small item: some go together
 _END_S = 10.0  # a thread that reads from storage which no longer answers is left behind: it is a daemon
 
 
@@ -40,9 +43,11 @@ class Prefetcher(Generic[Item]):
         """`size`: bytes that an item holds. At least one item is made ahead, however large it is."""
         self._items, self._size = items, size
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._made: SimpleQueue[Item | _End] = SimpleQueue()
+        self._made: SimpleQueue[list[Item] | _End] = SimpleQueue()
+        self._taking: deque[Item] = deque()
         self._freed: SimpleQueue[int] = SimpleQueue()
-        self._made_bytes = self._taken_bytes = 0  # the first is the thread's, the second its taker's
+        self._count = self._made_bytes = 0  # the thread's, who alone changes them
+        self._taken = self._taken_bytes = 0  # the taker's
         self._end: _End | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._make, name="data-prefetch", daemon=True)
@@ -50,21 +55,26 @@ class Prefetcher(Generic[Item]):
 
     def take(self) -> Item:
         """The next item. Raises what the generator raised in its place, and DataError behind its last one."""
-        item = self._made.get() if self._end is None else self._end
-        if not isinstance(item, _End):
+        if not self._taking and self._end is None:
+            some = self._made.get()
+            if isinstance(some, _End):
+                self._end = some
+            else:
+                self._taking.extend(some)
+        if self._taking:
+            item = self._taking.popleft()
             size = self._size(item)
-            self._taken_bytes += size
+            self._taken, self._taken_bytes = self._taken + 1, self._taken_bytes + size
             self._freed.put(size)
             return item
-        self._end = item
-        if item.error is not None:
-            raise item.error
+        if self._end is not None and self._end.error is not None:
+            raise self._end.error
         raise DataError("nothing is left to be read ahead: more was asked for than the run's steps hold")
 
     @property
     def ahead(self) -> tuple[int, int]:
         """Items made and not taken, and their bytes."""
-        return self._made.qsize(), self._made_bytes - self._taken_bytes
+        return self._count - self._taken, self._made_bytes - self._taken_bytes
 
     def close(self) -> None:
         """End the thread and drop what it made."""
@@ -72,24 +82,37 @@ class Prefetcher(Generic[Item]):
         self._freed.put(0)
         self._thread.join(_END_S)
         self._made = SimpleQueue()
+        self._taking.clear()
         self._end = _End(None)
 
     def _make(self) -> None:
-        error = None
+        error, together = None, list[Item]()
         try:
             held = held_bytes = 0
+            began = time.monotonic()
             for item in self._items:
                 size = self._size(item)
                 while held and (held >= self._max_items or held_bytes + size > self._max_bytes) and not self._closed:
+                    if self._freed.empty():
+                        together = self._hand_over(together)
                     held_bytes -= self._freed.get()
                     held -= 1
                 if self._closed:
                     break
                 held, held_bytes = held + 1, held_bytes + size
-                self._made_bytes += size
-                self._made.put(item)
+                self._count, self._made_bytes = self._count + 1, self._made_bytes + size
+                together.append(item)
+                now = time.monotonic()
+                if now - began > _SOON_S or len(together) == _TOGETHER:
+                    together, began = self._hand_over(together), now
         except Exception as raised:  # whatever it is, it belongs to the step that needs this item
             error = raised
         finally:
             self._items.close()
+            self._hand_over(together)
             self._made.put(_End(error))
+
+    def _hand_over(self, together: list[Item]) -> list[Item]:
+        if together:
+            self._made.put(together)
+        return []
