@@ -47,16 +47,19 @@ def start(
     loss: LossFunction | None = None,
     quiet: bool = True,
 ) -> Run:
-    """Run a training behind this call and give a handle on it: `metrics()`, `stop()`, `result()`."""
+    """Run a training behind this call and give a handle on it: `metrics()`, `resize()`, `stop()`, `result()`."""
     stop = threading.Event()
-    return Run(config, _supervisor(config, model, loss, quiet, stop).run, stop)
+    supervisor = _supervisor(config, model, loss, quiet, stop)
+    return Run(config, supervisor.run, stop, supervisor.resize)
 
 
 class Run:
     """A training that goes on in the background."""
 
-    def __init__(self, config: Config, target: Callable[[], Result], stop: threading.Event):
-        self._config, self._stop = config, stop
+    def __init__(
+        self, config: Config, target: Callable[[], Result], stop: threading.Event, resize: Callable[[int], None]
+    ):
+        self._config, self._stop, self._resize = config, stop, resize
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(target,), name="raytrain-run", daemon=True)
@@ -74,6 +77,13 @@ class Run:
         lines = RunDirectory(Path(self._config.run.dir)).committed_metrics()
         last = {line["step"]: line for line in lines}
         return [last[step] for step in sorted(last)]
+
+    def resize(self, workers: int) -> None:
+        """Go on with this many workers from a step boundary on, as soon as they are up; returns at once.
+
+        The batch stays cut as it is, so the curve is the same. Raises ConfigError for fewer than cluster.min_workers.
+        """
+        self._resize(workers)
 
     def stop(self) -> None:
         """Save and stop after the current step; returns at once."""

@@ -159,6 +159,23 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
     click.echo()
 
 
+@main.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option("--seed", default=0, show_default=True, help="Of the schedule.")
+@click.option("--faults", default=5, show_default=True, type=click.IntRange(min=1), help="How many.")
+@click.option("--workers", default=3, show_default=True, type=click.IntRange(min=2), help="Ranks they strike.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_one_line_errors
+def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, as_json: bool) -> None:
+    """Train with faults of all kinds on purpose, and show what they cost."""
+    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.drill import drill as run_drill
+
+    path, overrides = _split_words(words)
+    found = run_drill(load_config(path, overrides), seed=seed, faults=faults, world=workers, quiet=as_json)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
+
+
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -225,6 +225,10 @@ class ClusterConfig:
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
     interface: str = key(AUTO, "Network interface of the collectives; auto: the one with the node's Ray address.")
     start_timeout: float = key(120.0, "Seconds until all workers must be up.", above=0)
+    min_workers: int | str = key(
+        AUTO, "Fewest workers to go on with when some are lost, until others come; auto: one model's.", minimum=1
+    )
+    spares: int = key(0, "Workers beyond those that train, up and waiting to take a lost one's place.", minimum=0)
 
 
 @dataclass
@@ -234,6 +238,25 @@ class CheckpointConfig:
     every: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped.", minimum=0)
     keep: int = key(3, "Newest checkpoints kept; 0: all.", minimum=0)
     async_: bool = key(True, "Write behind the next steps; false: the step waits for the disk.")
+    snapshot_every: int = key(
+        1, "Steps between snapshots in memory, from which the others go on when a worker is lost; 0: none.", minimum=0
+    )
+
+
+FaultKind = Literal["kill", "stop", "hang", "gil", "exception", "skip_collective", "nan"]
+
+
+@dataclass
+class InjectConfig:
+    """A fault on purpose."""
+
+    kind: FaultKind = key(
+        "kill",
+        "kill: SIGKILL; stop: SIGSTOP; hang: an endless loop; gil: the interpreter's lock held for ever; exception; "
+        "skip_collective: one all-reduce left out; nan: a gradient that is no number.",
+    )
+    rank: int = key(0, "Which rank it hits.", minimum=0)
+    step: int = key(1, "In which step; once, though the step is run again.", minimum=1)
 
 
 @dataclass
@@ -241,9 +264,15 @@ class FaultConfig:
     """What happens when something breaks."""
 
     stall_timeout: float | str = key(
-        AUTO, "Seconds a collective may take before the run is stalled; auto: 300.", above=0
+        AUTO,
+        "Seconds without a sign of progress before a worker is given up on; auto: 3 steps, and at least 1 s.",
+        above=0,
     )
-    max_failures: int = key(3, "Restarts from the newest checkpoint before the run gives up.", minimum=0)
+    max_failures: int = key(3, "Failures without a new step between them before the run gives up.", minimum=0)
+    on_nan: Literal["stop", "skip"] = key(
+        "stop", "A step whose numbers are not finite, twice: end the run, or go on without its update."
+    )
+    inject: list[InjectConfig] = key([], "Faults on purpose: [{kind: kill, rank: 1, step: 10}, ...].")
 
 
 @dataclass

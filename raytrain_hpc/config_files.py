@@ -27,6 +27,7 @@ _KINDS = {
     "float | str": "a number or auto",
     "list[int]": "a list of whole numbers, like [0, 1]",
     "list[SourceConfig]": "a list of sources, like [{path: DIR, weight: 1}]",
+    "list[InjectConfig]": "a list of faults, like [{kind: kill, rank: 1, step: 10}]",
     "list[StageConfig]": "a list of stages, like [{from_tokens: 1000000, weights: [1, 3]}]",
 }
 

@@ -12,7 +12,7 @@ from raytrain_hpc.errors import ConfigError
 def check_rules(config: Config) -> None:
     """Raise ConfigError for the first rule that a config breaks."""
     _ranges(config)
-    for rule in (_run, _model, _data, _train, _parallel, _observe):
+    for rule in (_run, _model, _data, _train, _parallel, _fault, _observe):
         rule(config)
 
 
@@ -127,6 +127,14 @@ def _parallel(config: Config) -> None:
         raise _fail(config, "parallel.offload", "train.optimizer=sgd keeps no state; use none")
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
         raise _fail(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
+
+
+def _fault(config: Config) -> None:
+    workers, least = config.cluster.workers, config.cluster.min_workers
+    if AUTO not in (workers, least) and int(least) > max(1, int(workers)):
+        raise _fail(config, "cluster.min_workers", f"must not exceed cluster.workers={workers}")
+    if workers == 0 and any(fault.kind not in ("nan", "exception") for fault in config.fault.inject):
+        raise _fail(config, "fault.inject", "cluster.workers=0 has one process, which would be gone; use workers")
 
 
 def _observe(config: Config) -> None:

@@ -80,10 +80,18 @@ class WorkerFailed(RaytrainError):
         *,
         detected: float = 0.0,
         last_seen: float | None = None,
+        operation: str = "",
+        stacks: dict[int, str] | None = None,
     ):
-        """`kind` is died, raised or silent; `detected` and `last_seen` (its last sign of life) are unix times."""
+        """`kind` is died, raised, silent, frozen, interpreter held, stalled or out of step.
+
+        `detected` and `last_seen` (its last sign of life) are unix times; `operation` is the collective in which the
+        others stood, where that is known, and `stacks` what the threads of each rank were at.
+        """
         self.rank, self.node, self.pid, self.kind, self.reason = rank, node, pid, kind, reason
         self.detected, self.last_seen = detected, last_seen
+        self.operation, self.stacks = operation, stacks or {}
+        self.ranks: tuple[int, ...] = (rank,)  # all that were lost with it
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}")
 
     def __reduce__(self) -> tuple[object, ...]:

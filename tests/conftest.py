@@ -10,6 +10,7 @@ import pytest
 from tests.pool import WarmPool
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default workers wait for everything else on the machine
 
 
 @pytest.fixture(scope="session")

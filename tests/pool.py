@@ -165,7 +165,7 @@ def _train(rank: int, meeting: Any, spec: Any) -> list[dict[str, Any]]:
 
     control = Control()
     trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control)
-    trainer.run(spec.resume_step or 0, spec.steps_to)
+    trainer.run(spec.first, spec.steps_to)
     return control.drain()
 
 

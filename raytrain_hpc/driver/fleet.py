@@ -1,4 +1,4 @@
-"""Where workers live: a fleet gives one crew of workers a generation."""
+"""Where workers live: a fleet gives a run its crew of workers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,57 @@ from typing import Any, Protocol
 
 from raytrain_hpc.address import check_address
 from raytrain_hpc.config import Config
+from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.worker.spec import WorkerSpec
 
 
 class Crew(Protocol):
-    """The workers of one generation."""
+    """The workers of a run, from which its generations are formed."""
 
-    def start(self) -> list[dict[str, Any]]:
-        """Start them; who and where each rank is."""
+    def start(self) -> None:
+        """Start them. Raises ClusterError where they do not come up."""
 
-    def run(self, spec: WorkerSpec, handle: Callable[[dict[str, Any]], None], stop: threading.Event) -> str:
-        """Let them train, handling their records. Returns "done" or "stopped"; raises WorkerFailed."""
+    def wait(self, count: int) -> None:
+        """Wait until `count` are up. Raises ClusterError where they do not come."""
+
+    def extend(self, count: int) -> None:
+        """Have `count` workers: those that are missing come up behind what runs."""
+
+    def candidates(self) -> list[Candidate]:
+        """Who can be given a rank now."""
+
+    def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Number the ranks of the next generation. Returns who and where each is."""
+
+    def run(
+        self,
+        spec: WorkerSpec,
+        handle: Callable[[dict[str, Any]], None],
+        stop: threading.Event,
+        regroup: Callable[[], bool],
+    ) -> str:
+        """One generation, its records handled. Returns how it ended, "paused" where `regroup` asked for another one.
+
+        Raises WorkerFailed; those that are left are candidates then.
+        """
+
+    def recall(self, after: int) -> list[dict[str, Any]]:
+        """The metrics of steps after this one that workers remember."""
+
+    def forget(self) -> None:
+        """What workers hold in memory is of no use."""
 
     def close(self) -> None:
         """End them."""
 
 
 class Fleet(Protocol):
-    """A home for crews of `world` workers."""
+    """A home for `world` workers."""
 
     world: int
 
     def crew(self) -> Crew:
-        """A fresh crew, not started."""
+        """A crew, not started."""
 
 
 @contextmanager

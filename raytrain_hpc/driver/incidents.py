@@ -22,37 +22,49 @@ class IncidentLog:
         self._lines = directory.past_incidents()
         self._open: dict[str, Any] | None = None
 
-    def failed(self, failure: WorkerFailed, generation: int, committed: int) -> None:
-        """A generation ended with this failure after `committed` steps."""
+    def failed(self, failure: WorkerFailed, generation: int, committed: int, world: int) -> None:
+        """A generation of `world` ranks ended with this failure after `committed` steps."""
         seen = failure.last_seen
         self._open = {
             "kind": failure.kind,
             "rank": failure.rank,
+            "ranks": list(failure.ranks),
             "node": failure.node,
             "pid": failure.pid,
-            "operation": f"training step {committed + 1}",
+            "operation": failure.operation or f"training step {committed + 1}",
             "reason": failure.reason,
             "generation": generation,
+            "world": world,
+            "world_after": None,
             "step": committed,
             "time": failure.detected,
             "detected_s": None if seen is None else failure.detected - seen,
             "recovered_s": None,
             "steps_lost": None,
+            "stacks": failure.stacks,
         }
         self._lines.append("")
         self._write()
 
-    def resumed(self, first: int) -> None:
-        """The next generation starts from `first` committed steps."""
+    def noted(self, record: dict[str, Any], generation: int, committed: int) -> None:
+        """Something that a rank reports, and that is over. Written before an incident that still goes on."""
+        line = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s")) | record
+        line |= {"generation": generation, "step": committed, "time": time.time(), "detected_s": 0.0, "steps_lost": 0}
+        line.pop("type")
+        self._lines.insert(len(self._lines) - (self._open is not None), json.dumps(line))
+        self._directory.write_incidents(self._lines)
+
+    def resumed(self, first: int, world: int) -> None:
+        """The next generation starts from `first` committed steps on `world` ranks."""
         if self._open is not None:
-            self._open["steps_lost"] = self._open["step"] - first
+            self._open |= {"steps_lost": self._open["step"] - first, "world_after": world}
             self._write()
 
-    def committed(self) -> dict[str, Any] | None:
-        """A step was committed. Returns the incident that the run has recovered from with it, if any."""
+    def committed(self, when: float) -> dict[str, Any] | None:
+        """A step was committed at this unix time. Returns the incident that the run has recovered from with it."""
         if self._open is None:
             return None
-        recovered, self._open["recovered_s"] = self._open, time.time() - self._open["time"]
+        recovered, self._open["recovered_s"] = self._open, when - self._open["time"]
         self._write()
         self._open = None
         return recovered

@@ -13,6 +13,7 @@ import torch
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.worker.build import build_trainer
 from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.spec import WorkerSpec
@@ -24,7 +25,27 @@ class LocalWorker:
     def __init__(self, device: torch.device):
         self._device = device
 
-    def start(self) -> list[dict[str, Any]]:
+    def start(self) -> None:
+        """Nothing to start: the process is the caller's."""
+
+    def wait(self, count: int) -> None:
+        """Nobody else will come."""
+
+    def extend(self, count: int) -> None:
+        """One process is one worker."""
+
+    def candidates(self) -> list[Candidate]:
+        """This process."""
+        return [Candidate(0, "local", os.getpid())]
+
+    def recall(self, after: int) -> list[dict[str, Any]]:
+        """Nothing: records were handled as they were made."""
+        return []
+
+    def forget(self) -> None:
+        """It holds nothing."""
+
+    def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         """Who and where: this process."""
         cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
@@ -45,11 +66,17 @@ class LocalWorker:
             }
         ]
 
-    def run(self, spec: WorkerSpec, handle: Callable[[dict[str, Any]], None], stop: threading.Event) -> str:
+    def run(
+        self,
+        spec: WorkerSpec,
+        handle: Callable[[dict[str, Any]], None],
+        stop: threading.Event,
+        regroup: Callable[[], bool],
+    ) -> str:
         """Train until done or stopped. Returns which of the two."""
         control = HandlingControl(stop, handle)
         trainer = build_trainer(spec, 0, self._device, None, control)
-        return trainer.run(spec.resume_step or 0, spec.steps_to)
+        return trainer.run(spec.first, spec.steps_to)
 
     def close(self) -> None:
         """Nothing to end: the process is the caller's."""

@@ -101,6 +101,11 @@ class RunRecorder:
         """The last step known to be committed in this generation, or the one it started from."""
         return self._step
 
+    @property
+    def world(self) -> int:
+        """Ranks of this generation."""
+        return self._world
+
     def close(self) -> None:
         """Flush every file."""
         with self._lock:

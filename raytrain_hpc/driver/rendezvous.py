@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from raytrain_hpc.config import AUTO, Config
-from raytrain_hpc.worker.groups import Rendezvous
+from raytrain_hpc.worker.groups import FALLEN, Rendezvous
 
-STALL_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 300.0  # the last resort: whoever stalls is given up on long before
 
 
 class RendezvousStore:
@@ -17,11 +17,15 @@ class RendezvousStore:
 
     def __init__(self, host: str, config: Config):
         stall = config.fault.stall_timeout
-        self._timeout_s = STALL_TIMEOUT_S if stall == AUTO else float(stall)
+        self._timeout_s = COLLECTIVE_TIMEOUT_S if stall == AUTO else max(10 * float(stall), 10.0)
         self._host = host
         self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
         )
+
+    def fall(self, generation: int) -> None:
+        """Tell the ranks that still wait for others of this generation that it will not be formed."""
+        PrefixStore(f"generation-{generation}", self._store).set(FALLEN, "1")
 
     def meeting(self, generation: int) -> Rendezvous:
         """Where the ranks of `generation` meet."""

@@ -1,28 +1,40 @@
-"""One run from its preparation to its result: generations of workers, each started from the newest checkpoint."""
+"""One run from its preparation to its result: generations of workers, each going on from the one before."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config import Config
-from raytrain_hpc.driver.fleet import Fleet, open_fleet
+from raytrain_hpc.driver.announcement import announce
+from raytrain_hpc.driver.fleet import Crew, Fleet, open_fleet
 from raytrain_hpc.driver.incidents import IncidentLog
 from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
-from raytrain_hpc.errors import ClusterError, RunDirectoryError, RunFailed, WorkerFailed
-from raytrain_hpc.observe.console import Console, short_count
+from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailed, WorkerFailed
+from raytrain_hpc.observe.console import Console
 from raytrain_hpc.observe.devices import peak_tflops
-from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
+from raytrain_hpc.plan.flops import flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
+from raytrain_hpc.plan.recovery import Formation, form, least_workers
 from raytrain_hpc.worker.schedule import evaluates
 from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all generations of a run share."""
+
+    prepared: PreparedRun
+    lease: Lease
+    recorder: RunRecorder
+    incidents: IncidentLog
+    batching: Batching
 
 
 class Supervisor:
@@ -32,7 +44,20 @@ class Supervisor:
         self._config, self._custom, self._console, self._stop = config, custom, console, stop
         self._marks: dict[str, float] = {"began": time.time()}
         self._restarts = 0
+        self._in_a_row, self._furthest = 0, -1  # failures, and the step that none of them was beyond
+        self._infos: list[dict[str, Any]] = []  # of the first generation
         self._warned: set[str] = set()
+        self._wanted = 0  # workers; 0: as many as the settings and the cluster say
+
+    def resize(self, workers: int) -> None:
+        """Go on with this many workers from the next step boundary on, or as soon as they are there. Any thread's.
+
+        Raises ConfigError for fewer than the run may shrink to.
+        """
+        least = least_workers(self._config)
+        if workers < least:
+            raise ConfigError("workers", workers, "resize", f"cluster.min_workers allows no fewer than {least}")
+        self._wanted = workers
 
     def run(self) -> Result:
         """Prepare, train, and write the result. Raises what a user should see."""
@@ -61,8 +86,7 @@ class Supervisor:
 
     def _supervise(self, prepared: PreparedRun, lease: Lease, fleet: Fleet) -> Result:
         layout, batching = prepared.layout(fleet.world)
-        self._incidents = IncidentLog(prepared.directory)
-        self._announce(prepared, layout, batching)
+        announce(prepared, layout, batching, self._console.line)
         prepared.store.discard_staging()
         recorder = RunRecorder(
             self._config,
@@ -73,140 +97,171 @@ class Supervisor:
             prepared.meta(batching),
             None if self._custom else flops_per_token(prepared.shape, self._config.train.seq_len),
         )
+        run = _Run(prepared, lease, recorder, IncidentLog(prepared.directory), batching)
+        self._wanted = self._wanted or fleet.world
         try:
-            while True:
-                try:
-                    outcome = self._generation(prepared, lease, fleet, layout, batching, recorder)
-                    break
-                except WorkerFailed as failure:
-                    self._record_failure(lease, failure, recorder)
-                except ClusterError as error:
-                    if self._restarts:
-                        raise RunFailed(f"gave up after {self._restarts} failures: {error}") from error
-                    raise
+            outcome = "done" if self._already_trained(run) else self._train(run, fleet)
         finally:
             self._console.end()
             recorder.close()
         if outcome == "stopped" and recorder.tally.save_error:
             raise RunFailed(f"stopped without a checkpoint: {recorder.tally.save_error}")
-        result = self._result(prepared, layout, recorder, outcome)
+        result = self._result(layout, recorder, outcome)
         prepared.directory.write_result(result.to_json())
         return result
 
-    def _generation(
-        self,
-        prepared: PreparedRun,
-        lease: Lease,
-        fleet: Fleet,
-        layout: Layout,
-        batching: Batching,
-        recorder: RunRecorder,
-    ) -> str:
-        newest = newest_checkpoint(prepared.store, self._warn)
-        first = 0 if newest is None else newest.step
-        unevaluated = self._unevaluated(prepared, first)
-        if first >= self._config.train.steps and newest is not None and unevaluated is None:
-            self._console.line(f"already trained: {newest.path} is at step {first} of {self._config.train.steps}")
-            recorder.tally.checkpoint = str(newest.path)
-            return "done"
-        crew = fleet.crew()
+    def _already_trained(self, run: _Run) -> bool:
+        newest, steps = newest_checkpoint(run.prepared.store, self._warn), self._config.train.steps
+        if newest is None or newest.step < steps or self._unevaluated(run, newest.step) is not None:
+            return False
+        self._console.line(f"already trained: {newest.path} is at step {newest.step} of {steps}")
+        run.recorder.tally.checkpoint = str(newest.path)
+        return True
+
+    def _train(self, run: _Run, fleet: Fleet) -> str:
+        """Generation after generation, until one has done what there was to do or was stopped."""
+        crew = self._crew(fleet)
         try:
-            infos = crew.start()
-            self._marks["actors"] = time.time()
-            self._write_workers(prepared, lease, layout, infos)
-            recorder.begin(lease.generation, layout.world, device_facts(self._config, infos[0]), first)
-            if newest is not None:
-                self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
-                recorder.tally.checkpoint = str(newest.path)
-            self._console.begin(self._config.train.steps, first)
-            spec = WorkerSpec(
-                config=located(self._config),
-                layout=layout,
-                batching=batching,
-                shape=prepared.shape,
-                custom=self._custom,
-                generation=lease.generation,
-                resume_step=None if newest is None else first,
-                steps_to=self._config.train.steps,
-                unevaluated=unevaluated,
-            )
-            self._infos = infos
-            self._incidents.resumed(first)
-            return crew.run(spec, partial(self._handle, recorder), self._stop)
+            while True:
+                formation = self._formed(run, crew)
+                try:
+                    outcome = self._generation(run, crew, formation)
+                except WorkerFailed as failure:
+                    self._take_stock(run, crew, failure)
+                else:
+                    if outcome in ("done", "stopped"):
+                        return outcome
+                    if outcome == "lost":
+                        crew.forget()
+                        self._console.line("state lost with its ranks; going on from the newest checkpoint")
+                run.lease.next_generation()
         finally:
             crew.close()
 
-    def _unevaluated(self, prepared: PreparedRun, step: int) -> dict[str, Any] | None:
-        """The metrics of `step` where an evaluation follows it and a stop cut that short."""
+    def _crew(self, fleet: Fleet) -> Crew:
+        crew = fleet.crew()
+        try:
+            crew.start()
+        except ClusterError:
+            crew.close()
+            raise
+        self._marks["actors"] = time.time()
+        return crew
+
+    def _formed(self, run: _Run, crew: Crew) -> Formation:
+        """The next generation. Who holds a step in memory goes on at once; for a checkpoint all are waited for."""
+        while True:
+            candidates = crew.candidates()
+            formation = form(self._config, run.batching, candidates, self._wanted)
+            complete = formation is not None and formation.layout.world == self._wanted
+            if formation is not None and (complete or formation.step is not None):
+                return formation
+            try:
+                crew.wait(len(candidates) + 1)
+            except ClusterError as error:
+                if formation is not None:  # others will not come; these can go on
+                    return formation
+                raise RunFailed(f"gave up after {self._restarts} failures: {error}") from error
+
+    def _generation(self, run: _Run, crew: Crew, formation: Formation) -> str:
+        prepared, recorder, layout = run.prepared, run.recorder, formation.layout
+        infos = crew.arrange(formation.members)
+        self._infos = self._infos or infos
+        newest = None if formation.step is not None else newest_checkpoint(prepared.store, self._warn)
+        first = formation.step if formation.step is not None else 0 if newest is None else newest.step
+        self._write_workers(run, layout, infos)
+        recorder.begin(run.lease.generation, layout.world, device_facts(self._config, infos[0]), first)
+        if newest is not None:
+            self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
+            recorder.tally.checkpoint = str(newest.path)
+        self._console.begin(self._config.train.steps, first)
+        spec = WorkerSpec(
+            config=located(self._config),
+            layout=layout,
+            batching=run.batching,
+            shape=prepared.shape,
+            custom=self._custom,
+            generation=run.lease.generation,
+            resume_step=None if newest is None else first,
+            memory_step=formation.step,
+            steps_to=self._config.train.steps,
+            unevaluated=self._unevaluated(run, first),
+            unsaved=formation.step is not None and self._unsaved(run, first),
+        )
+        run.incidents.resumed(first, layout.world)
+
+        looked = 0, 0  # wanted workers and those there, at the last look
+
+        def regroup() -> bool:
+            nonlocal looked
+            candidates = crew.candidates()
+            if looked == (self._wanted, len(candidates)):
+                return False
+            looked = self._wanted, len(candidates)
+            crew.extend(self._wanted)
+            other = form(self._config, run.batching, candidates, self._wanted)
+            return other is not None and other.layout.world != layout.world
+
+        return crew.run(spec, partial(self._handle, run), self._stop, regroup)
+
+    def _unevaluated(self, run: _Run, step: int) -> dict[str, Any] | None:
+        """The metrics of `step` where an evaluation follows it and was cut short."""
         train = self._config.train
-        if prepared.dataset.val is None or not evaluates(train, step, train.steps):
+        if not step or run.prepared.dataset.val is None or not evaluates(train, step, train.steps):
             return None
-        line = prepared.directory.metrics_of(step)
+        last = run.recorder.tally.last
+        line = last if last.get("step") == step else run.prepared.directory.metrics_of(step)
         return None if line is None or "val/loss" in line else line
 
-    def _handle(self, recorder: RunRecorder, record: dict[str, Any]) -> None:
-        before = recorder.step
-        recorder.handle(record)
-        if recorder.step > before and (incident := self._incidents.committed()) is not None:
+    def _unsaved(self, run: _Run, step: int) -> bool:
+        """Whether a checkpoint of `step` is due and was cut short."""
+        every = self._config.checkpoint.every
+        due = step == self._config.train.steps or (step and every and step % every == 0)
+        return bool(due) and step not in run.prepared.store.steps()
+
+    def _handle(self, run: _Run, record: dict[str, Any]) -> None:
+        before = run.recorder.step
+        if record["type"] == "incident":
+            run.incidents.noted(record, run.lease.generation, before)
+            self._console.line(f"{record['operation']}: {record['reason']}")
+            return
+        run.recorder.handle(record)
+        if (
+            run.recorder.step > before
+            and (incident := run.incidents.committed(record["metrics"]["time/unix"])) is not None
+        ):
             self._console.line(
                 f"recovered: rank {incident['rank']} {incident['kind']} at step {incident['step'] + 1}; "
+                f"{incident['world']} -> {incident['world_after']} ranks; "
                 f"{incident['steps_lost']} steps lost; {incident['recovered_s']:.1f} s"
             )
 
-    def _record_failure(self, lease: Lease, failure: WorkerFailed, recorder: RunRecorder) -> None:
+    def _take_stock(self, run: _Run, crew: Crew, failure: WorkerFailed) -> None:
+        """A generation failed: record what it committed, and the failure. RunFailed where it is one too many."""
+        held = [max(one.steps) for one in crew.candidates() if one.steps]
+        for metrics in crew.recall(run.recorder.step):
+            if held and metrics["step"] <= min(held):  # a step that some have taken and others not is not committed
+                run.recorder.handle({"type": "step", "metrics": metrics})
+        step = run.recorder.step
         self._restarts += 1
-        self._incidents.failed(failure, lease.generation, recorder.step)
-        if self._restarts > self._config.fault.max_failures:
+        self._in_a_row = self._in_a_row + 1 if step <= self._furthest else 1
+        self._furthest = max(step, self._furthest)
+        run.incidents.failed(failure, run.lease.generation, step, run.recorder.world)
+        if self._in_a_row > self._config.fault.max_failures:
             raise RunFailed(
-                f"gave up after {self._restarts} failures (fault.max_failures={self._config.fault.max_failures}): "
+                f"gave up after {self._in_a_row} failures (fault.max_failures={self._config.fault.max_failures}): "
                 f"{failure}"
             ) from failure
-        self._console.line(
-            f"worker failed: {failure}; restarting from the newest checkpoint (step {recorder.step} reached)"
-        )
-        lease.next_generation()
+        self._console.line(f"worker failed: {failure}; {step} steps are committed")
 
-    def _announce(self, prepared: PreparedRun, layout: Layout, batching: Batching) -> None:
-        config, shape, train = self._config, prepared.shape, self._config.train
-        own = parameters_of_rank(shape, layout, train.seq_len)
-        state = (
-            None if self._custom else state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
-        )
-        plan = {
-            "layout": asdict(layout),
-            "workers": layout.world,
-            "microbatches": asdict(batching),
-            "state_bytes_per_rank": state,
-            "flops_per_token": None if self._custom else flops_per_token(shape, train.seq_len),
-            "flops_convention": CAUSAL_CONVENTION,
-        }
-        tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
-        prepared.directory.write_start(config, plan, tokenizer)
-        line = self._console.line
-        line(f"run     {config.run.dir}  seed {config.run.seed}")
-        if self._custom:
-            line("model   given by the caller")
-        else:
-            line(
-                f"model   {short_count(shape.num_parameters())} parameters: {shape.num_layers} layers, width "
-                f"{shape.hidden_size}, {shape.num_heads} heads, vocabulary {shape.vocab_size}; {train.dtype}"
-            )
-        line(f"data    {_data_line(prepared)}")
-        memory = "" if state is None else f"; {state / 2**30:.2f} GiB of state a worker"
-        line(f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}")
-        line(
-            f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
-            f"(observe.peak_tflops={config.observe.peak_tflops})"
-        )
-
-    def _write_workers(self, prepared: PreparedRun, lease: Lease, layout: Layout, infos: list[dict[str, Any]]) -> None:
+    def _write_workers(self, run: _Run, layout: Layout, infos: list[dict[str, Any]]) -> None:
         keys = ("rank", "pid", "node", "host", "device")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.coordinates(info["rank"])} for info in infos
         ]
-        prepared.directory.write_workers(lease.generation, workers)
+        run.prepared.directory.write_workers(run.lease.generation, workers)
 
-    def _result(self, prepared: PreparedRun, layout: Layout, recorder: RunRecorder, outcome: str) -> Result:
+    def _result(self, layout: Layout, recorder: RunRecorder, outcome: str) -> Result:
         tally, wall = recorder.tally, time.time() - self._marks["began"]
         return Result(
             outcome=outcome,
@@ -243,15 +298,6 @@ class Supervisor:
         for name, end in ends.items():
             parts[name], last = max(0.0, end - last), max(last, end)
         return parts | {"total_s": recorder.tally.first_step_unix - began}
-
-
-def _data_line(prepared: PreparedRun) -> str:
-    data, dataset = prepared.config.data, prepared.dataset
-    name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
-    kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
-    counts = f"{short_count(sum(s.num_tokens for s in dataset.train))} for training"
-    val = "none" if dataset.val is None else short_count(dataset.val.num_tokens)
-    return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"
 
 
 def device_facts(config: Config, info: dict[str, Any]) -> DeviceFacts:

@@ -1,37 +1,40 @@
-"""The workers of one generation as Ray actors: placed, started, listened to, and ended."""
+"""The crew of a run on Ray: a generation of it runs, is listened to, and leaves behind who can go on."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError, RayTaskError
 
 from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.driver.actors import Actors, Worker, last_line
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
-from raytrain_hpc.errors import ClusterError, RaytrainError, WorkerFailed
+from raytrain_hpc.driver.listening import Listener
+from raytrain_hpc.driver.watch import Watch
+from raytrain_hpc.errors import RaytrainError, WorkerFailed
+from raytrain_hpc.plan.blame import Call, blame, pending
 from raytrain_hpc.plan.layout import fixed_world, model_ranks
 from raytrain_hpc.plan.placement import node_shares
+from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.plan.topology import Topology
-from raytrain_hpc.worker.actor import WorkerActor
+from raytrain_hpc.plan.watch import Suspect
+from raytrain_hpc.worker.control import Ended, Record
 from raytrain_hpc.worker.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.rendezvous import RendezvousStore
 
-_LISTEN_S = 1.0  # between two fetches of records: often enough to read along, seldom enough to cost nothing
-_LOOK_S = 0.25  # between two looks at whether a stop was asked for; the end of a worker is heard at once
-_HURRY_S = 0.05  # while stopping
+_LOOK_S = 0.05  # between two looks at signs of life and requests; the end of a worker is heard at once
 _ANSWER_S = 10.0
-_SETTLE_S = 1.0  # after a failure, wait this long for others to fail too: the first to be heard is not always guilty
+_SAY_S = 0.3
 
 Info = dict[str, Any]
 
@@ -47,8 +50,9 @@ class RayFleet:
         self._config, self._cluster, self._store, self._readers = config, cluster, store, readers
 
     def crew(self) -> RayWorkers:
-        """Fresh actors for one generation."""
-        return RayWorkers(self._config, self.world, self._cluster, self._store, readers=self._readers)
+        """Fresh actors."""
+        actors = Actors(self._config, self.world + self._config.cluster.spares, self._cluster)
+        return RayWorkers(self._config, actors, self._store, readers=self._readers)
 
 
 @contextmanager
@@ -56,11 +60,12 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     """Connect to Ray, or start it, and count the slots."""
     # The store needs torch, whose import takes as long as Ray's start and can pass while that is waited for.
     threading.Thread(target=import_module, args=("raytrain_hpc.driver.rendezvous",), daemon=True).start()
-    with connected(config, fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, model_ranks(config))) as started:
+    wanted = fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, model_ranks(config))
+    with connected(config, wanted + config.cluster.spares) as started:
         cluster = topology(config)
         world = world_size(config, cluster)
         # Refuses a world that the cluster is too small for, before anything is written.
-        node_shares(world, cluster, config.parallel.tp)
+        node_shares(world + config.cluster.spares, cluster, config.parallel.tp)
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         from raytrain_hpc.driver.rendezvous import RendezvousStore
 
@@ -71,151 +76,233 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
 
 
 class RayWorkers:
-    """One actor a slot, in a placement group of node-shaped bundles; ranks are numbered in node order."""
+    """The actors of a run, some of which are the ranks of its present generation."""
 
-    def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool):
-        self._config, self._cluster, self._store, self._readers = config, cluster, store, readers
+    def __init__(self, config: Config, actors: Actors, store: RendezvousStore, *, readers: bool):
+        self._config, self._actors, self._store, self._readers = config, actors, store, readers
+        self._watch = Watch(config)
+        self._ranks: list[Worker] = []
+        self._runs: list[Any] = []
         self._feeder: Any = None
-        self._group = self._reserve(node_shares(world, cluster, config.parallel.tp))
-        self._actors: list[Any] = []
-        self._seen: list[float] = []  # when each rank last answered
-        self.infos: list[Info] = []
+        self._generation = 0
+        self._listener = Listener([], lambda record: None)
+        self._broken: dict[int, Sequence[Call]] = {}  # what ranks were last in, of those that broke
 
-    def start(self) -> list[Info]:
-        """Start the actors and learn where each one is. Raises ClusterError past cluster.start_timeout."""
-        gpus = 1 if self._cluster.device == "cuda" else 0
-        actors = [
-            WorkerActor.options(  # type: ignore[attr-defined]
-                num_cpus=0 if gpus else 1,
-                num_gpus=gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=bundle
-                ),
-            ).remote(self._cluster.device, self._config.cluster.threads)
-            for bundle, share in enumerate(self._shares)
-            for _ in range(share)
+    def start(self) -> None:
+        """Start the actors. Raises ClusterError past cluster.start_timeout."""
+        self._actors.start()
+
+    def wait(self, count: int) -> None:
+        """Wait until `count` workers are up. Raises ClusterError past cluster.start_timeout."""
+        self._actors.wait(count)
+
+    def extend(self, count: int) -> None:
+        """Have `count` workers, besides spares: those that are missing come up behind what runs."""
+        self._actors.extend(count + self._config.cluster.spares)
+
+    def candidates(self) -> list[Candidate]:
+        """Who can be given a rank: all that are up, with what they hold since their last generation."""
+        self._actors.arrived()
+        return [
+            Candidate(worker.number, worker.info["node"], worker.info["pid"], worker.steps)
+            for worker in self._actors.up
         ]
-        self._actors = actors
-        asked = [actor.describe.remote(self._config.cluster.interface) for actor in actors]
-        try:
-            infos = ray.get(asked, timeout=self._config.cluster.start_timeout)
-        except GetTimeoutError as error:
-            waited = self._config.cluster.start_timeout
-            raise ClusterError(
-                f"cluster.start_timeout={waited:g}: the {len(actors)} workers were not up in time; see `ray status` "
-                "and the worker logs, or raise it"
-            ) from error
-        except RayError as error:
-            raise ClusterError(f"a worker did not start: {last_line(error)}") from error
-        order = sorted(range(len(actors)), key=lambda i: (infos[i]["node"], infos[i]["pid"]))
-        self._actors = [actors[i] for i in order]
-        self.infos = [{"rank": rank, **infos[i]} for rank, i in enumerate(order)]
-        return self.infos
 
-    def run(self, spec: WorkerSpec, handle: Callable[[dict[str, Any]], None], stop: threading.Event) -> str:
-        """Let the workers train, passing on their records. Returns "done" or "stopped".
+    def arrange(self, members: tuple[int, ...]) -> list[Info]:
+        """Number the ranks of the next generation. Returns who and where each is."""
+        by_number = {worker.number: worker for worker in self._actors.up}
+        self._ranks = [by_number[number] for number in members]
+        return [{"rank": rank, **worker.info} for rank, worker in enumerate(self._ranks)]
 
-        Raises WorkerFailed naming the guilty rank, or the worker's own RaytrainError.
+    def run(
+        self,
+        spec: WorkerSpec,
+        handle: Callable[[Record], None],
+        stop: threading.Event,
+        regroup: Callable[[], bool],
+    ) -> str:
+        """One generation, its records passed on. Returns "done", "stopped", "lost", or "paused", as `regroup` asked.
+
+        Raises WorkerFailed naming the guilty rank, or a worker's own RaytrainError. Whoever is left can go on.
         """
+        self._launch(spec, handle)
+        left, stopping, pausing = list(self._runs), False, False
+        while left:
+            ready, left = ray.wait(left, num_returns=1, timeout=_LOOK_S)
+            if any(self._failure(self._runs.index(run)) is not None for run in ready):
+                raise self._fall(time.time(), [])
+            if left and (guilty := self._given_up()):
+                raise self._fall(time.time(), guilty)
+            if stop.is_set() and not stopping:
+                stopping = True
+                self._tell("request_stop")
+            if not (stopping or pausing) and regroup():
+                pausing = True
+                self._tell("request_pause")
+            self._listener.listen(hurry=stopping)
+        self._listener.finish()
+        ended = [self._ended(rank) for rank in range(len(self._runs))]
+        return ended[0].outcome
+
+    def recall(self, after: int) -> list[Record]:
+        """The metrics of the steps after this one, from the first rank that is left: not all were fetched."""
+        for worker in self._ranks:
+            if worker in self._actors.up and worker.steps:
+                try:
+                    recalled: list[Record] = ray.get(worker.actor.recall.remote(after), timeout=_ANSWER_S)
+                    return recalled
+                except RayError:
+                    continue
+        return []
+
+    def forget(self) -> None:
+        """What workers hold in memory is of no use."""
+        for worker in self._actors.up:
+            worker.steps = ()
+
+    def close(self) -> None:
+        """End all actors and give their slots back."""
+        self._end_feeder()
+        self._watch.close()
+        self._actors.close()
+
+    def _launch(self, spec: WorkerSpec, handle: Callable[[Record], None]) -> None:
+        self.forget()  # until they end; who is no member holds what nobody will go on from
+        self._generation = spec.generation
         meeting = self._store.meeting(spec.generation)
+        self._end_feeder()
         if self._readers and spec.blocks.groups:
             from raytrain_hpc.data.ray_feed import start_feeder  # not every run needs it
 
             self._feeder = start_feeder(spec.recipe, spec.blocks)
-        runs = [actor.run.remote(spec, rank, meeting, self._feeder) for rank, actor in enumerate(self._actors)]
-        left, told, fetched = list(runs), False, 0.0
-        self._seen = [time.time()] * len(runs)
-        while left:
-            ready, left = ray.wait(left, num_returns=len(left), timeout=_HURRY_S if told else _LOOK_S)
-            if any(self._failure(runs.index(run), run) is not None for run in ready):
-                raise self._guilty(runs, handle, time.time())
-            if stop.is_set() and not told:
-                told = True
-                for actor in self._actors:
-                    actor.request_stop.remote()
-            if time.monotonic() - fetched > (_HURRY_S if told else _LISTEN_S) or not left:
-                fetched = time.monotonic()
-                self._fetch(handle)
-        outcome: str = ray.get(runs[0])
-        return outcome
+        self._runs = [
+            worker.actor.run.remote(spec, rank, meeting, self._feeder) for rank, worker in enumerate(self._ranks)
+        ]
+        self._listener, self._broken = Listener([worker.actor for worker in self._ranks], handle), {}
+        self._watch.begin({"rank": rank, **worker.info} for rank, worker in enumerate(self._ranks))
 
-    def close(self) -> None:
-        """End all actors and give their slots back."""
-        for actor in [*self._actors, *([] if self._feeder is None else [self._feeder])]:
-            ray.kill(actor, no_restart=True)  # readers end with the feeder, who owns them
-        remove_placement_group(self._group)
+    def _end_feeder(self) -> None:
+        if self._feeder is not None:
+            ray.kill(self._feeder, no_restart=True)  # readers end with the feeder, who owns them
+            self._feeder = None
 
-    def _reserve(self, shares: list[int]) -> PlacementGroup:
-        resource = "GPU" if self._cluster.device == "cuda" else "CPU"
-        strategy = "STRICT_SPREAD" if len(shares) > 1 else "PACK"
-        group: PlacementGroup = placement_group([{resource: share} for share in shares], strategy=strategy)
-        self._shares = shares
-        if not group.wait(self._config.cluster.start_timeout):
-            remove_placement_group(group)
-            raise ClusterError(
-                f"cluster.start_timeout={self._config.cluster.start_timeout:g}: {sum(shares)} free {resource} slots "
-                "did not turn up; other jobs hold them (see `ray status`)"
-            )
-        return group
+    def _tell(self, method: str) -> None:
+        for worker in self._ranks:
+            getattr(worker.actor, method).remote()
 
-    def _fetch(self, handle: Callable[[dict[str, Any]], None]) -> None:
-        answers = [actor.drain.remote() for actor in self._actors]
-        for rank, answer in enumerate(answers):
-            try:
-                records = ray.get(answer, timeout=_ANSWER_S)
-            except GetTimeoutError as error:
-                reason = f"gave no answer on its control path for {_ANSWER_S:g} s"
-                raise self._failed(rank, "silent", reason) from error
-            except RayError:
-                continue  # its run call reports the death
-            self._seen[rank] = time.time()
-            for record in records:
-                handle(record)
+    def _ended(self, rank: int) -> Ended:
+        """How a rank's part ended; of those that are left, what they hold is noted. Raises RayError."""
+        ended: Ended = ray.get(self._runs[rank])
+        self._ranks[rank].steps = ended.steps
+        if ended.outcome == "broken":
+            self._broken[rank] = ended.calls
+        return ended
 
-    def _failure(self, rank: int, run: Any) -> RaytrainError | None:
+    def _failure(self, rank: int) -> RaytrainError | None:
         try:
-            ray.get(run)
+            ended = self._ended(rank)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RaytrainError):
                 return cause
             return self._failed(rank, "raised", last_line(error))
         except RayError as error:
-            return self._failed(rank, "died", last_line(error))
-        return None
+            return self._failed(rank, "died", last_line(error).split(" Some common causes")[0])
+        return self._failed(rank, "raised", ended.reason) if ended.outcome == "broken" else None
 
-    def _guilty(self, runs: list[Any], handle: Callable[[dict[str, Any]], None], detected: float) -> RaytrainError:
-        """Of all that failed, the one that began it: a dead process before an exception of its own before a
-        collective that broke because its peer was gone."""
-        seen = list(self._seen)
-        ready, _ = ray.wait(runs, num_returns=len(runs), timeout=_SETTLE_S)
-        failures = [failure for run in ready if (failure := self._failure(runs.index(run), run)) is not None]
-        try:
-            self._fetch(handle)
-        except WorkerFailed as silent:
-            failures.append(silent)
-        guilty = min(failures, key=_innocence)
-        if isinstance(guilty, WorkerFailed):
-            guilty.detected, guilty.last_seen = detected, seen[guilty.rank]
+    def _given_up(self) -> list[WorkerFailed]:
+        """The ranks that are to be ended, if any."""
+        if found := self._watch.suspects():
+            return self._accused(found)
+        return [self._failed(rank, "silent", "gave no answer on its control path") for rank in self._listener.silent()]
+
+    def _accused(self, found: Sequence[Suspect]) -> list[WorkerFailed]:
+        """Of ranks that show no life, those that the others wait for; none where that is no fault or cannot be told."""
+        detected, silent = time.time(), {one.rank: one for one in found}
+        kinds: dict[int, str] = {one.rank: one.kind for one in found if one.kind != "stalled"}
+        answers = self._calls(rank for rank in range(len(self._ranks)) if rank not in kinds)
+        blamed = blame(answers)
+        if not kinds and blamed:
+            kinds = {rank: blamed.kind for rank in blamed.ranks if rank in silent}
+        if not kinds and not blamed:  # alone with its own work, or with its silence
+            kinds = {rank: "stalled" for rank in silent if not any(call.pending for call in answers.get(rank, ()))}
+            kinds = {} if len(kinds) == len(self._ranks) or kinds.keys() - answers.keys() else kinds
+        if not kinds:
+            return []
+        stacks, operation = self._watch.stacks(), blamed.operation if blamed else pending(answers)
+        guilty = []
+        for rank, kind in sorted(kinds.items()):
+            failure = self._failed(rank, kind, f"no sign of life for {silent[rank].silent_s:.1f} s")
+            failure.last_seen, failure.operation, failure.stacks = detected - silent[rank].silent_s, operation, stacks
+            guilty.append(failure)
         return guilty
 
+    def _calls(self, ranks: Iterable[int]) -> dict[int, Sequence[Call]]:
+        """The collectives that these ranks were last in, of those that say so soon."""
+        asked = {rank: self._ranks[rank].actor.calls.remote() for rank in ranks}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SAY_S) if asked else ([], [])
+        calls: dict[int, Sequence[Call]] = {}
+        for rank, answer in asked.items():
+            with contextlib.suppress(RayError):
+                calls |= {rank: ray.get(answer)} if answer in ready else {}
+        return calls
+
+    def _fall(self, detected: float, known: Sequence[WorkerFailed]) -> RaytrainError:
+        """A generation falls: end who is known to be guilty, wait for the others, and name the one that began it.
+
+        Of all that failed that is a dead process, or one given up on, before one that does not end before an exception
+        of its own before one that was in another collective than the rest.
+        """
+        seen, failures = list(self._listener.seen), {failure.rank: failure for failure in known}
+        for failure in known:
+            self._watch.kill(failure.node, failure.rank)
+        self._store.fall(self._generation)
+        settle_s = self._watch.settle_s()
+        ready, stuck = ray.wait(self._runs, num_returns=len(self._runs), timeout=settle_s)
+        for run in ready:
+            rank = self._runs.index(run)
+            found = self._failure(rank)
+            if isinstance(found, RaytrainError) and not isinstance(found, WorkerFailed):
+                return found
+            if found is not None:
+                failures.setdefault(rank, found)
+        for run in stuck:
+            rank = self._runs.index(run)
+            failures.setdefault(rank, self._failed(rank, "silent", f"did not end within {settle_s:g} s"))
+        self._name_out_of_step(failures)
+        guilty = min(failures.values(), key=lambda one: (_innocence(one), one.rank))
+        guilty.ranks = tuple(sorted(rank for rank, one in failures.items() if _innocence(one) < _PEER_GONE))
+        for rank in guilty.ranks:
+            self._actors.replace(self._ranks[rank])
+        self._listener.finish(_SAY_S)
+        guilty.detected = detected
+        guilty.last_seen = seen[guilty.rank] if guilty not in known else guilty.last_seen
+        guilty.operation = guilty.operation or pending(self._broken)
+        return guilty
+
+    def _name_out_of_step(self, failures: dict[int, WorkerFailed]) -> None:
+        """Where collectives broke and nobody is gone, somebody was in another one than the rest."""
+        if all(_innocence(failure) == _PEER_GONE for failure in failures.values()) and (told := blame(self._broken)):
+            for rank in told.ranks:
+                failures[rank] = self._failed(rank, told.kind, failures[rank].reason)
+                failures[rank].operation = told.operation
+
     def _failed(self, rank: int, kind: str, reason: str) -> WorkerFailed:
-        info = self.infos[rank]
+        info = self._ranks[rank].info
         return WorkerFailed(
-            rank, info["node"], info["pid"], kind, reason, detected=time.time(), last_seen=self._seen[rank]
+            rank, info["node"], info["pid"], kind, reason, detected=time.time(), last_seen=self._listener.seen[rank]
         )
 
 
-def last_line(error: BaseException) -> str:
-    """The line of a Ray error that says what went wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+_PEER_GONE = 3
+_OF_A_PEER = ("GenerationFallen", "gloo", "Connection closed by peer", "NCCL", "ECONNRESET")
+_GIVEN_UP = ("died", "frozen", "interpreter held", "stalled", "out of step")
 
 
-def _innocence(failure: RaytrainError) -> int:
-    if not isinstance(failure, WorkerFailed):
-        return 1
+def _innocence(failure: WorkerFailed) -> int:
+    if failure.kind in _GIVEN_UP:
+        return 0
     if failure.kind != "raised":
-        return 0 if failure.kind == "died" else 4
-    peer_gone = any(word in failure.reason for word in ("gloo", "Connection closed by peer", "NCCL", "ECONNRESET"))
-    return 3 if peer_gone else 2
+        return 1
+    peer_gone = any(word in failure.reason for word in _OF_A_PEER)
+    return _PEER_GONE if peer_gone else 2

@@ -22,6 +22,11 @@ class Topology:
     device: str  # "cuda" or "cpu"
 
     @property
+    def resource(self) -> str:
+        """Ray's word for a slot."""
+        return "GPU" if self.device == "cuda" else "CPU"
+
+    @property
     def slots(self) -> int:
         """Workers that fit in all."""
         return sum(node.slots for node in self.nodes)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import time
+import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytrain_hpc.errors import RaytrainError, StateLost
 from raytrain_hpc.worker.allocator import share_one_arena
+from raytrain_hpc.worker.flight import calls, start_recording
 
 if TYPE_CHECKING:
-    from raytrain_hpc.worker.control import Record
+    from raytrain_hpc.config import Config
+    from raytrain_hpc.plan.blame import Call
+    from raytrain_hpc.worker.control import Ended, Record
     from raytrain_hpc.worker.groups import Rendezvous
+    from raytrain_hpc.worker.loop import Outcome
     from raytrain_hpc.worker.spec import WorkerSpec
 
 
@@ -25,22 +32,30 @@ class WorkerActor:
         began = time.time()
         share_one_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        start_recording()
         import torch
 
         import raytrain_hpc.worker.build  # noqa: F401  here, where no rank waits for another
+        from raytrain_hpc.checkpoint.snapshot import Snapshots
         from raytrain_hpc.worker.control import Control
+        from raytrain_hpc.worker.heartbeat import Heartbeat
 
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self._control = Control()
+        self._heartbeat = Heartbeat()
+        self._control, self._memory = Control(heartbeat=self._heartbeat), Snapshots()
+        self._run_began_ns = time.time_ns()
         self._began, self._imported = began, time.time()
 
-    def describe(self, interface: str) -> dict[str, Any]:
-        """Who and where this worker is; settles the network interface its collectives use."""
+    def describe(self, config: Config) -> dict[str, Any]:
+        """Who and where this worker is; settles the network interface its collectives use, and is warm after it."""
         import torch
 
+        from raytrain_hpc.worker.build import set_kernels
         from raytrain_hpc.worker.groups import use_interface
         from raytrain_hpc.worker.network import interface_of
 
+        set_kernels(config, self._device)  # imports for seconds, which others would wait for later
+        interface = config.cluster.interface
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         chosen = interface_of(address) if interface == "auto" else interface
         if chosen is not None:
@@ -54,29 +69,67 @@ class WorkerActor:
             "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
             "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None,
             "gpu_ids": ray.get_gpu_ids() if cuda else [],
+            "pulse": str(self._heartbeat.path),
             "began": self._began,
             "imported": self._imported,
         }
 
-    def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any = None) -> str:
-        """Train until done or stopped, on what the feeder hands out, if there is one. Returns which of the two."""
-        from raytrain_hpc.worker.build import build_trainer
+    def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any = None) -> Ended:
+        """One generation, on what the feeder hands out, if there is one. Whatever broke, it can go on to another.
+
+        Raises what a user should see.
+        """
+        from raytrain_hpc.worker.control import Ended
         from raytrain_hpc.worker.groups import leave
+
+        self._run_began_ns = time.time_ns()
+        self._control.begin()
+        try:
+            ended = Ended(self._train(spec, rank, meeting, feeder))
+        except StateLost as error:
+            ended = Ended("lost", str(error))
+        except RaytrainError:
+            raise
+        except Exception as error:  # most often a collective that broke because a peer is gone
+            made = tuple(calls(self._run_began_ns))
+            leave()  # before anything else: it sets those free who wait for this rank
+            ended = Ended("broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=made)
+            traceback.print_exc()
+        finally:
+            leave()
+            self._control.mark("idle")
+        return replace(ended, steps=self._memory.steps)
+
+    def _train(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any) -> Outcome:
+        from raytrain_hpc.worker.build import build_trainer
 
         blocks = None
         if feeder is not None:
             from raytrain_hpc.data.ray_feed import RayBlocks
 
             blocks = RayBlocks(feeder, spec.blocks, rank)
-        trainer = build_trainer(spec, rank, self._device, meeting, self._control, blocks)
-        outcome = trainer.run(spec.resume_step or 0, spec.steps_to)
-        leave()
-        return outcome
+        trainer = build_trainer(spec, rank, self._device, meeting, self._control, blocks, self._memory)
+        return trainer.run(spec.first, spec.steps_to)
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:
         """Records made since the last call."""
         return self._control.drain()
+
+    @ray.method(concurrency_group="control")
+    def calls(self) -> list[Call]:
+        """The collectives that this rank was last in, in this generation."""
+        return calls(self._run_began_ns)
+
+    @ray.method(concurrency_group="control")
+    def recall(self, after: int) -> list[Record]:
+        """The metrics of the steps after this one."""
+        return self._control.recall(after)
+
+    @ray.method(concurrency_group="control")
+    def request_pause(self) -> None:
+        """End this generation after the current step."""
+        self._control.request_pause()
 
     @ray.method(concurrency_group="control")
     def request_stop(self) -> None:

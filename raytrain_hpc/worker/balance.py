@@ -22,6 +22,11 @@ class Balance:
         self._routers = [part for module in modules for part in module.modules() if isinstance(part, Router)]
         self._rate, self._group = rate, group
 
+    def forget(self) -> None:
+        """Begin to count anew: the step is not taken."""
+        for router in self._routers:
+            router.load.zero_()
+
     @torch.no_grad()
     def step(self) -> None:
         """Move every bias by what this step's positions chose, and begin to count anew."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.delivery import Blocks, DeliveredStream
@@ -28,13 +29,15 @@ from raytrain_hpc.parallel.canonical import canonical_shares
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
 from raytrain_hpc.plan.stages import split_layers
+from raytrain_hpc.state.exchange import fill
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
 from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.feeding import Feed
 from raytrain_hpc.worker.groups import Place, Rendezvous, join
-from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.worker.injection import Injector
+from raytrain_hpc.worker.loop import Trainer, keeps_snapshots
 from raytrain_hpc.worker.norm import ExactNorm, GradientNorm, Region
 from raytrain_hpc.worker.offload import home_of
 from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
@@ -52,29 +55,30 @@ def build_trainer(
     meeting: Rendezvous | None,
     control: Control,
     blocks: Blocks | None = None,
+    memory: Snapshots | None = None,
 ) -> Trainer:
     """Everything that rank `rank` of this generation needs, its state loaded and checked against its replicas.
 
-    `blocks`: where others read for it; without it reads for itself.
+    `blocks`: where others read for it; without it reads for itself. `memory`: the snapshots that this process holds of
+    earlier generations, and where those of this one go. Raises StateLost where nobody holds a part of the step to go
+    on from.
     """
     config = spec.config
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
-    _set_kernels(config, device)
+    set_kernels(config, device)
     ours = spec.custom is None
     tied, balanced = ours and spec.shape.tie_embeddings, ours and spec.shape.balance == "bias"
     place = join(meeting, rank, spec.layout, device, tied=tied, balanced=balanced)
     marks["groups"] = time.time()
     task = _task(spec, place)
-    parallel = _model(task, spec, place)
+    parallel = _model(task, spec, place, fresh=spec.memory_step is None and spec.resume_step is None)
     home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
     optimizer = Optimizer(parallel.parameters, config.train, home)
     holding = state_of(parallel, optimizer)
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     indexes = gather_indexes(holding, place)
-    if spec.resume_step is not None:
-        _load(read_manifest(store.path(spec.resume_step)), holding, indexes)
-        optimizer.set_steps(spec.resume_step)
-    _check_replicas(holding, place)
+    _restore(spec, place, holding, indexes, store, memory)
+    optimizer.set_steps(spec.first)
     home.rest()
     marks["model"] = time.time()
     feed, evaluation = _data(spec, place, control, blocks)
@@ -94,8 +98,12 @@ def build_trainer(
         profiler=StepProfiler(config.observe, rank, Path(config.run.dir)),
         generation=spec.generation,
         emit=control.emit if rank == 0 else _discard,
-        stop_requested=lambda: control.stop_requested,
+        control=control,
+        memory=memory,
+        holding=holding,
+        injector=Injector(config.fault.inject, rank, Path(config.run.dir), task),
         unevaluated=spec.unevaluated,
+        unsaved=spec.unsaved,
     )
 
 
@@ -160,7 +168,8 @@ def _discard(said: object) -> None:
     """Only rank 0 reports steps and notes: every rank would say the same."""
 
 
-def _set_kernels(config: Config, device: torch.device) -> None:
+def set_kernels(config: Config, device: torch.device) -> None:
+    """What a process computes with: threads, determinism, the device."""
     torch.set_num_threads(config.cluster.threads)
     wanted = config.train.deterministic is not False
     if torch.are_deterministic_algorithms_enabled() != wanted:  # the call imports torch._inductor
@@ -199,7 +208,7 @@ def _passes(task: Task, parallel: Parallel, spec: WorkerSpec, place: Place, emit
     return Pipelined(task, parallel, pipeline, dtype, stream_type(dtype, spec.layout), width, place.device, timeline)
 
 
-def _model(task: Task, spec: WorkerSpec, place: Place) -> Parallel:
+def _model(task: Task, spec: WorkerSpec, place: Place, *, fresh: bool) -> Parallel:
     config = spec.config
     stages = place.layout.pipeline.stages_of(place.at["pp"])
     modules = {stage: task.build(stage).to(compute_type(config.train.dtype)) for stage in stages}
@@ -217,6 +226,15 @@ def _model(task: Task, spec: WorkerSpec, place: Place) -> Parallel:
         canonical_shares(place.layout, spec.batching, place.rank) if _elastic(config) else None,
         keyed_randomness=task.keyed_randomness,
     )
+    if fresh:  # what is loaded need not be drawn
+        _draw_weights(task, parallel)
+    if isinstance(task, DecoderTask):  # its buffers are counts and biases
+        for buffer in (one for module in modules.values() for one in module.buffers()):
+            buffer.zero_()
+    return parallel
+
+
+def _draw_weights(task: Task, parallel: Parallel) -> None:
     slices: dict[str, list[_Slice]] = {}
     for name in parallel.parameters:
         slices.setdefault(parallel.cut(name).name, []).append(_Slice(parallel, name))
@@ -225,10 +243,6 @@ def _model(task: Task, spec: WorkerSpec, place: Place) -> Parallel:
         if whole is not None:
             for held in (held for one in parts for held in one.held("model", one.tensor)):
                 held.tensor.copy_(whole[held.box.slices_in(Box.whole(held.shape))])
-    if isinstance(task, DecoderTask):  # its buffers are counts and biases
-        for buffer in (one for module in modules.values() for one in module.buffers()):
-            buffer.zero_()
-    return parallel
 
 
 def _statistics(task: Task, parallel: Parallel) -> list[torch.Tensor]:
@@ -242,6 +256,27 @@ def _broadcast_given_weights(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), 0)
+
+
+def _restore(
+    spec: WorkerSpec,
+    place: Place,
+    holding: Holding,
+    indexes: list[StateIndex],
+    store: CheckpointStore,
+    memory: Snapshots | None,
+) -> None:
+    """Fill the state from memory, a checkpoint, or not at all, have it checked, and snapshot it."""
+    if spec.memory_step is not None:
+        offered = Holding() if memory is None else memory.at(spec.memory_step)
+        fill(holding, offered, place.world_group, place.device)
+    elif spec.resume_step is not None:
+        _load(read_manifest(store.path(spec.resume_step)), holding, indexes)
+    _check_replicas(holding, place)
+    if memory is not None:
+        memory.drop()
+        if keeps_snapshots(spec.config):
+            memory.take(spec.first, holding)
 
 
 def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:

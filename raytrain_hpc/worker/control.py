@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raytrain_hpc.plan.blame import Call
+from raytrain_hpc.plan.watch import Phase
+from raytrain_hpc.worker.heartbeat import Heartbeat
 
 Record = dict[str, Any]
+
+_REMEMBERED = 4096  # steps; the driver fetches those of rank 0 every second
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's part in a generation ended. `steps`: those whose state it holds in memory.
+
+    done, stopped: saved, as it was to be. paused: at a step boundary, to go on in another generation. broken: something
+    raised, its `reason`. lost: a part of the state that was to be gone on from is held by nobody.
+    """
+
+    outcome: Literal["done", "stopped", "paused", "broken", "lost"]
+    reason: str = ""
+    steps: tuple[int, ...] = ()
+    calls: tuple[Call, ...] = ()  # the collectives that it was last in, where it broke
 
 
 class Control:
     """Requests to the loop, and the records it has made and nobody has fetched yet."""
 
-    def __init__(self, stop: threading.Event | None = None) -> None:
+    def __init__(self, stop: threading.Event | None = None, heartbeat: Heartbeat | None = None) -> None:
+        """`heartbeat`: where the loop's signs of life go, if anybody watches."""
+        self._heartbeat = heartbeat
         self._stop = stop or threading.Event()
+        self._pause = threading.Event()
         self._records: list[Record] = []
+        self._committed: deque[Record] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
 
     def request_stop(self) -> None:
@@ -24,6 +50,37 @@ class Control:
     def stop_requested(self) -> bool:
         """Whether a stop was asked for."""
         return self._stop.is_set()
+
+    def request_pause(self) -> None:
+        """Ask for an end after the current step, to go on as another generation."""
+        self._pause.set()
+
+    @property
+    def pause_requested(self) -> bool:
+        """Whether a pause was asked for."""
+        return self._pause.is_set()
+
+    def begin(self) -> None:
+        """A generation begins: a pause that was asked for has come."""
+        self._pause.clear()
+        self.mark("building")
+
+    def mark(self, phase: Phase) -> None:
+        """The loop has come to something new."""
+        if self._heartbeat is not None:
+            self._heartbeat.mark(phase)
+
+    def committed(self, metrics: Record) -> None:
+        """Remember the metrics of a step: every rank has them, should the one that reports be lost."""
+        with self._lock:
+            self._committed.append(dict(metrics))
+        if self._heartbeat is not None:
+            self._heartbeat.committed(metrics["step"])
+
+    def recall(self, after: int) -> list[Record]:
+        """The metrics of the steps after this one, as far as they are remembered."""
+        with self._lock:
+            return [metrics for metrics in self._committed if metrics["step"] > after]
 
     def emit(self, record: Record) -> None:
         """Add a record for the driver."""

@@ -76,6 +76,11 @@ class Feed:
         self._last = ready.batch
         return ready.batch
 
+    def again(self, step: int, slot: int) -> Batch:
+        """The same microbatch once more, read here and now."""
+        v = self._share[min(slot, len(self._share) - 1)]
+        return replace(self._read_now(step, v).batch, spare=slot >= len(self._share))
+
     def _read_now(self, step: int, v: int) -> _Ready:
         return next(self._ready(range(step, step + 1), range(v, v + 1)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,9 @@ from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline import Links
 from raytrain_hpc.plan.layout import Layout
 
+FALLEN = "fallen"  # key of a generation that will not be formed any more
+_CHECK_S = 0.002
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -25,6 +29,10 @@ class Rendezvous:
     port: int
     generation: int
     timeout_s: float
+
+
+class GenerationFallen(Exception):
+    """Not this rank's fault: another one is gone."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ def join(
     timeout = timedelta(seconds=meeting.timeout_s)
     store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
     prefixed = PrefixStore(f"generation-{meeting.generation}", store)
+    _wait_for_all(prefixed, rank, layout.world, meeting.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=layout.world, timeout=timeout)
     mesh = _mesh(layout, device)
@@ -105,6 +114,19 @@ def join(
     batch = _subgroup(layout, lambda other: _stage_and_part(layout, other)) if balanced else None
     experts = None if layout.ep == 1 else _expert_mesh(rank, layout, device)
     return Place(rank, layout, device, mesh, axes, links, experts, batch, _state_group(layout, mesh))
+
+
+def _wait_for_all(store: PrefixStore, rank: int, world: int, timeout_s: float) -> None:
+    """Come together before groups are formed: there, who waits for a rank that has just died waits for the timeout.
+
+    Raises GenerationFallen where the driver says that one has.
+    """
+    store.set(f"here/{rank}", "1")
+    here, until = [f"here/{other}" for other in range(world)], time.monotonic() + timeout_s
+    while not store.check(here):
+        if store.check([FALLEN]) or time.monotonic() > until:
+            raise GenerationFallen("a rank of this generation was lost before it had formed its groups")
+        time.sleep(_CHECK_S)
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -7,21 +7,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.pairwise import pairwise_total
 from raytrain_hpc.plan.layout import Batching
+from raytrain_hpc.plan.watch import Phase
+from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.worker.balance import Balance
-from raytrain_hpc.worker.control import Record
+from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.feeding import Feed, on_device
 from raytrain_hpc.worker.groups import Place
+from raytrain_hpc.worker.injection import Injector
 from raytrain_hpc.worker.norm import GradientNorm
 from raytrain_hpc.worker.optim import Optimizer
 from raytrain_hpc.worker.passes import Passes
@@ -29,7 +35,14 @@ from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
 from raytrain_hpc.worker.task import Batch
 
+Outcome = Literal["done", "stopped", "paused"]
+
 _ASK_EVERY = 8  # evaluation passes between two looks at whether to stop
+
+
+def keeps_snapshots(config: Config) -> bool:
+    """Whether state is kept in memory from step to step: not where it is on disk, for memory is too small for it."""
+    return config.checkpoint.snapshot_every > 0 and config.parallel.offload != "disk"
 
 
 @dataclass
@@ -39,7 +52,14 @@ class StepResult:
     loss: float
     grad_norm: float
     stop: bool
+    pause: bool
     data_s: float
+    bad_microbatches: list[int]  # whose loss is not finite
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step can be taken."""
+        return isfinite(self.loss) and isfinite(self.grad_norm)
 
 
 @dataclass
@@ -60,42 +80,80 @@ class Trainer:
     profiler: StepProfiler
     generation: int
     emit: Callable[[Record], None]
-    stop_requested: Callable[[], bool]
+    control: Control
+    memory: Snapshots | None  # None: nobody would go on from it
+    holding: Holding
+    injector: Injector
     unevaluated: Record | None = None
+    unsaved: bool = False
 
-    def run(self, first: int, steps_to: int) -> str:
-        """Train from `first` committed steps to `steps_to` and save. Returns "done" or "stopped"."""
+    def __post_init__(self) -> None:
+        # The first step of a generation may wait for a compiler.
+        self._busy: Phase = "building" if self.config.train.compile else "training"
+
+    def run(self, first: int, steps_to: int) -> Outcome:
+        """Train from `first` committed steps to `steps_to` and save, unless stopped or paused before."""
         with self.feed.reading(first, steps_to):
-            stopped = self._run(first, steps_to)
+            outcome = self._run(first, steps_to)
+        self.control.mark("saving")
         self.saver.finish()
-        return "stopped" if stopped else "done"
+        return outcome
 
-    def _run(self, first: int, steps_to: int) -> bool:
-        """Whether a stop cut the run short."""
-        step, stopped = first, False
+    def _run(self, first: int, steps_to: int) -> Outcome:
+        step, stopped, paused = first, False, False
+        if self.unsaved:
+            self._save(first)
         if self.unevaluated is not None:
             stopped = not self._evaluate_into(self.unevaluated)
             if not stopped:
                 self.emit({"type": "step", "metrics": self.unevaluated})
-        while step < steps_to and not stopped:
+        while step < steps_to and not (stopped or paused):
             began = time.perf_counter()
             with self.profiler.step(step):
                 result = self.train_step(step)
             step += 1
-            stopped = result.stop and step < steps_to
+            stopped, paused = result.stop and step < steps_to, result.pause and step < steps_to
+            if paused or (keeps_snapshots(self.config) and step % self.config.checkpoint.snapshot_every == 0):
+                self._keep(step)
             record = self._record(step, result, time.perf_counter() - began)
+            self.control.committed(record)
+            self._busy = "training"
             saving = self.saver.due(step) or step == steps_to or stopped
             if saving:  # before the evaluation, which can take its time
                 record["time/checkpoint_s"] = self._save(step)
-            if not stopped and self.evaluation is not None and evaluates(self.config.train, step, steps_to):
+            if not (stopped or paused) and self.evaluation is not None and evaluates(self.config.train, step, steps_to):
                 stopped = not self._evaluate_into(record)
                 if stopped and not saving:
                     record["time/checkpoint_s"] = self._save(step)
             self.emit({"type": "step", "metrics": record})
-        return stopped
+        return "stopped" if stopped else "paused" if paused else "done"
+
+    def _keep(self, step: int) -> None:
+        if self.memory is not None:
+            self.memory.take(step, self.holding)
+            self.optimizer.rest()
 
     def train_step(self, step: int) -> StepResult:
-        """One optimizer step over this rank's microbatches. Raises RunFailed on a loss that is not finite."""
+        """One optimizer step over this rank's microbatches, of which nothing is applied before its numbers are seen.
+
+        Where they are not finite the step is computed once more: a bit that flipped is not there any more. Raises
+        RunFailed where they still are not, unless fault.on_nan=skip.
+        """
+        result = self._gradients(step, self.feed.batch)
+        if not result.finite:
+            began, bad = time.perf_counter(), result
+            self._drop_gradients()
+            result = self._gradients(step, self.feed.again)
+            self._report_bad_numbers(step, bad, result, time.perf_counter() - began)
+            if not result.finite:
+                return self._give_up_step(step, result)
+        self.optimizer.step(learning_rate(self.config.train, step))
+        self.balance.step()
+        self._share_buffers()
+        return result
+
+    def _gradients(self, step: int, batch_of: Callable[[int, int], Batch]) -> StepResult:
+        """Leave the clipped gradients of the mean loss on the parameters."""
         layout = self.place.layout
         # Where collectives run inside a microbatch every rank runs as many; a spare one repeats data at weight zero.
         mine = self.batching.shares(layout.data_parallel)[layout.data_rank(self.place.rank)]
@@ -105,7 +163,9 @@ class Trainer:
         def read(slot: int) -> Batch:
             nonlocal data_s
             began = time.perf_counter()
-            batch = self.feed.batch(step, slot)
+            self.control.mark("loading")
+            batch = batch_of(step, slot)
+            self.control.mark(self._busy)
             data_s += time.perf_counter() - began
             return batch
 
@@ -113,23 +173,55 @@ class Trainer:
         # nothing, and the order of the rest is the same for all data-parallel degrees.
         shape = (self.batching.count + 1, layout.cp, 2)
         sums = torch.zeros(shape, dtype=torch.float64, device=self.place.device)
+        self.injector.poison(step)
         made = self._counted(self.passes.train(step, slots, read))
         sums[mine.start : mine.stop, self.place.at["cp"]] = made[: len(mine)]
-        sums[-1, 0, 0] = float(self.stop_requested())
+        self.injector.strike(step)
+        self.control.mark(self._busy)
+        asked = (float(self.control.stop_requested), float(self.control.pause_requested))
+        sums[-1, 0] = sums.new_tensor(asked)
         self._sum_over_ranks(sums)
-        totals = torch.cat((pairwise_total(sums[:-1].sum(1)), sums[-1, 0, :1]))
+        by_microbatch = sums[:-1].sum(1)
+        totals = torch.cat((pairwise_total(by_microbatch), sums[-1, 0]))
         norm = self._clip(totals[1])
-        self.optimizer.step(learning_rate(self.config.train, step))
-        self.balance.step()
-        self._share_buffers()
-        loss_sum, tokens, stop = totals.tolist()
-        result = StepResult(loss_sum / tokens, float(norm), stop > 0, data_s)
-        if not (abs(result.loss) < float("inf") and result.grad_norm < float("inf")):
+        loss_sum, tokens, stop, pause = totals.tolist()
+        bad = [] if isfinite(loss_sum) else by_microbatch[:, 0].isfinite().logical_not().nonzero().flatten().tolist()
+        return StepResult(loss_sum / tokens, float(norm), stop > 0, pause > 0, data_s, bad)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.drop_gradients()
+        self.balance.forget()
+
+    def _give_up_step(self, step: int, result: StepResult) -> StepResult:
+        if self.config.fault.on_nan == "stop":
             raise RunFailed(
-                f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm}: not finite; lower "
-                "train.lr, check the data, or use train.dtype=fp32. The newest checkpoint is from before this step"
+                f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm}: not finite, twice; lower "
+                "train.lr, check the data, use train.dtype=fp32, or skip such steps with fault.on_nan=skip. The newest "
+                "checkpoint is from before this step"
             )
+        self._drop_gradients()
+        self.optimizer.skip()
         return result
+
+    def _report_bad_numbers(self, step: int, bad: StepResult, again: StepResult, seconds: float) -> None:
+        layout = self.place.layout
+        shares = self.batching.shares(layout.data_parallel)
+        ranks = [
+            rank
+            for rank in range(layout.world)
+            if any(number in shares[layout.data_rank(rank)] for number in bad.bad_microbatches)
+        ]
+        self.emit(
+            {
+                "type": "incident",
+                "kind": "not finite",
+                "rank": ranks[0] if ranks else None,
+                "operation": f"training step {step + 1}",
+                "reason": f"loss {bad.loss}, gradient norm {bad.grad_norm}; "
+                + ("finite when computed again" if again.finite else "the same when computed again"),
+                "recovered_s": seconds,
+            }
+        )
 
     def evaluate(self) -> float | None:
         """Mean loss over the validation windows, shared out over the data-parallel ranks; None if asked to stop."""
@@ -158,17 +250,19 @@ class Trainer:
         return loss is not None
 
     def _save(self, step: int) -> float:
+        self.control.mark("saving")
         waited = self.saver.save(step)
         self.optimizer.rest()
         return waited
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: the same answer on all of them."""
-        asked = torch.tensor([float(self.stop_requested())], dtype=torch.float64, device=self.place.device)
+        asked = torch.tensor([float(self.control.stop_requested)], dtype=torch.float64, device=self.place.device)
         self._sum_over_ranks(asked)
         return bool(asked.item() > 0)
 
     def _validation_batch(self, windows: EvaluationSet, first: int, number: int) -> Batch:
+        self.control.mark("evaluating")
         layout = self.place.layout
         index = (first + number) * layout.data_parallel + layout.data_rank(self.place.rank)
         spare = index >= windows.num_batches

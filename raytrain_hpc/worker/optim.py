@@ -57,7 +57,15 @@ class Optimizer:
             chosen = {name: one for name, one in gradients.items() if (self._parameters[name].ndim >= 2) is decayed}
             for part in self._home.parts(chosen):
                 self._update(part, rate, self._train.weight_decay if decayed else 0.0)
+        self.skip()
+
+    def skip(self) -> None:
+        """Count a step, whose gradients have been used or are not to be."""
         self._steps += 1
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients now on the parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
 

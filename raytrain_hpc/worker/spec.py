@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config import Config
@@ -34,8 +34,15 @@ class WorkerSpec:
     custom: CustomModel | None
     generation: int
     resume_step: int | None  # the published checkpoint to start from; None: start from the first weights
+    memory_step: int | None = field(default=None, kw_only=True)  # go on from this step, which ranks hold in memory
     steps_to: int  # train until this many steps are committed
-    unevaluated: dict[str, Any] | None = None  # the metrics of `resume_step`, where its evaluation was cut short
+    unevaluated: dict[str, Any] | None = None  # the metrics of the first step, where its evaluation was cut short
+    unsaved: bool = False  # whether a checkpoint of the first step is due, and was cut short
+
+    @property
+    def first(self) -> int:
+        """Steps that are committed when this generation begins."""
+        return self.resume_step or 0 if self.memory_step is None else self.memory_step
 
     @property
     def recipe(self) -> StreamRecipe:
@@ -55,7 +62,7 @@ class WorkerSpec:
         """How the training data of this generation is cut, where readers deliver it."""
         layout, width = self.layout, 2 if self.shape.vocab_size <= 1 << 16 else 4
         return BlockPlan.of(
-            self.resume_step or 0,
+            self.first,
             self.steps_to,
             tuple(self.batching.shares(layout.data_parallel)),
             tuple(layout.data_rank(rank) for rank in range(layout.world)),

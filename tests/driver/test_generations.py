@@ -15,6 +15,7 @@ import pytest
 from raytrain_hpc import cli
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.errors import ClusterError, WorkerFailed
+from raytrain_hpc.plan.recovery import Candidate
 from tests.pool import SMALL
 
 
@@ -34,43 +35,77 @@ def metrics(step: int, generation: int) -> dict[str, Any]:
 
 
 class Crew:
-    """Reports some steps, then fails; the last one of the plan goes to the end."""
+    """Each generation reports some steps and fails; with None as its number it goes to the end. An exception in the
+    place of a number: nobody comes up any more. `holds`: what the worker that is left has in memory after a failure."""
 
-    def __init__(self, steps: int | Exception | None):
-        self.steps, self.closed = steps, False
+    def __init__(self, plan: list[int | Exception | None], holds: tuple[int, ...]):
+        self.plan, self.holds, self.closed = plan, holds, False
+        self.specs: list[Any] = []
 
-    def start(self) -> list[dict[str, Any]]:
-        if isinstance(self.steps, Exception):
-            raise self.steps
+    @property
+    def _next(self) -> int | Exception | None:
+        return self.plan[min(len(self.specs), len(self.plan) - 1)]
+
+    def start(self) -> None:
+        self.wait(1)
+
+    def wait(self, count: int) -> None:
+        if isinstance(self._next, Exception):
+            raise self._next
+
+    def extend(self, count: int) -> None:
+        assert count == 1, "nobody asked for more"
+
+    def candidates(self) -> list[Candidate]:
+        if isinstance(self._next, Exception):
+            return []
+        return [Candidate(0, "n", 7, self.holds if self.specs else ())]
+
+    def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         who = {"rank": 0, "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
         return [who | {"began": time.time(), "imported": time.time()}]
 
-    def run(self, spec: Any, handle: Callable[[dict[str, Any]], None], stop: threading.Event) -> str:
-        steps = spec.steps_to if self.steps is None else self.steps
-        for step in range(1, steps + 1):
+    def run(
+        self,
+        spec: Any,
+        handle: Callable[[dict[str, Any]], None],
+        stop: threading.Event,
+        regroup: Callable[[], bool],
+    ) -> str:
+        assert not regroup()
+        planned = self._next
+        self.specs.append(spec)
+        steps = spec.steps_to if planned is None else spec.first + planned
+        for step in range(spec.first + 1, steps + 1):
             handle({"type": "step", "metrics": metrics(step, spec.generation)})
-        if self.steps is None:
+        if planned is None:
             return "done"
         now = time.time()
         raise WorkerFailed(0, "n", 7, "died", "the reason", detected=now, last_seen=now - 0.25)
+
+    def recall(self, after: int) -> list[dict[str, Any]]:
+        """What it had committed and nobody had heard of."""
+        return [metrics(step, 1) for step in range(after + 1, max(self.holds, default=0) + 1)]
+
+    def forget(self) -> None:
+        self.holds = ()
 
     def close(self) -> None:
         self.closed = True
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, list[Crew]]]:
-    """Runs the command with one crew a generation, as planned; the last plan is repeated for ever."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Crew]]:
+    """Runs the command with a crew whose generations go as planned; the last plan is repeated for ever."""
 
-    def start(plan: list[int | Exception | None], *words: str) -> tuple[int, list[Crew]]:
-        crews: list[Crew] = []
+    def start(plan: list[int | Exception | None], *words: str, holds: tuple[int, ...] = ()) -> tuple[int, Crew]:
+        crew = Crew(plan, holds)
 
         class Fleet:
             world = 1
 
             def crew(self) -> Crew:
-                crews.append(Crew(plan[min(len(crews), len(plan) - 1)]))
-                return crews[-1]
+                return crew
 
         @contextmanager
         def fleet(config: Any) -> Any:
@@ -79,8 +114,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
         monkeypatch.setattr(supervisor, "open_fleet", fleet)
         with pytest.raises(SystemExit) as ended:
             cli.main(["train", *SMALL, f"run.dir={tmp_path}", *words])
-        assert all(crew.closed for crew in crews if not isinstance(crew.steps, Exception))
-        return ended.value.code or 0, crews
+        assert crew.closed
+        return ended.value.code or 0, crew
 
     return start
 
@@ -91,8 +126,8 @@ def incidents(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_a_worker_that_fails_every_time(run, tmp_path, capsys, limit: int) -> None:
-    code, crews = run([3], f"fault.max_failures={limit}")
-    assert (code, len(crews), len(incidents(tmp_path))) == (4, limit + 1, limit + 1)
+    code, crew = run([3], f"fault.max_failures={limit}")
+    assert (code, len(crew.specs), len(incidents(tmp_path))) == (4, limit + 1, limit + 1)
     (error,) = capsys.readouterr().err.splitlines()
     gave_up = f"gave up after {limit + 1} failures (fault.max_failures={limit})"
     assert error == f"error: {gave_up}: rank 0 (node n, pid 7) died: the reason"
@@ -113,8 +148,28 @@ def test_what_a_recovery_cost(run, tmp_path, capsys) -> None:
     assert result["restarts"] == 2
     assert result["goodput"] * result["wall_s"] == pytest.approx(result["steps"] * 0.001), "repeated steps count once"
     said = capsys.readouterr().out
-    assert "worker failed: rank 0 (node n, pid 7) died: the reason; restarting" in said
-    assert said.count("recovered: rank 0 died at step 1; 0 steps lost; ") == 1
+    assert "worker failed: rank 0 (node n, pid 7) died: the reason; 3 steps are committed" in said
+    assert said.count("recovered: rank 0 died at step 1; 1 -> 1 ranks; 0 steps lost; ") == 1
+
+
+def test_going_on_from_memory(run, tmp_path) -> None:
+    """A step that was committed and not heard of is recorded first; its evaluation and checkpoint are made up for."""
+    words = ("fault.max_failures=1", "train.steps=9", "train.eval_every=5", "checkpoint.every=5")
+    code, crew = run([3, None], *words, holds=(4, 5))
+    assert code == 0
+    (incident,) = incidents(tmp_path)
+    assert (incident["step"], incident["steps_lost"], incident["world"], incident["world_after"]) == (5, 0, 1, 1)
+    later = crew.specs[1]
+    assert (later.memory_step, later.resume_step, later.first, later.unsaved) == (5, None, 5, True)
+    assert later.unevaluated["step"] == 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+
+
+def test_failures_count_only_where_nothing_was_gained_between_them(run, tmp_path) -> None:
+    code, crew = run([3, 2, 1, 0, 0, 1, None], "fault.max_failures=2", "train.steps=9", holds=())
+    assert code == 4, "without memory each begins anew, and the first was the furthest"
+    assert len(incidents(tmp_path)) == 3
 
 
 def test_a_later_life_adds_to_the_incidents(run, tmp_path) -> None:
@@ -125,7 +180,7 @@ def test_a_later_life_adds_to_the_incidents(run, tmp_path) -> None:
 
 
 def test_a_cluster_that_shrank_for_good_is_a_fault_and_not_a_wrong_input(run, capsys) -> None:
-    code, _ = run([3, ClusterError("no slots")])
+    code, _ = run([3, ClusterError("no slots")], "train.steps=9")
     assert code == 4 and "error: gave up after 1 failures: no slots" in capsys.readouterr().err
     code, _ = run([ClusterError("no slots")])
     assert code == 2

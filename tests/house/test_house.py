@@ -23,6 +23,7 @@ AT_HOME_IN = {
     "config_rules": "config",
     "presets": "config",
     "shape": "config",
+    "drill": "api",
     "sampling": "api",
     "summary": "api",
     "__main__": "cli",

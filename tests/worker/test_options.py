@@ -56,7 +56,7 @@ def test_sgd_takes_plain_gradient_steps(pool: WarmPool, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(pool: WarmPool, tmp_path: Path) -> None:
     words = ["train.lr=1e30", "train.grad_clip=0", "train.warmup=0", "train.optimizer=sgd", "checkpoint.every=1"]
-    with pytest.raises(RankFailed, match="not finite; lower train.lr"):
+    with pytest.raises(RankFailed, match="not finite, twice; lower train.lr"):
         pool.train(small(tmp_path, *words))
 
 

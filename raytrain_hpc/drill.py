@@ -1,0 +1,141 @@
+"""A drill: a seeded schedule of faults against a run, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from raytrain_hpc.api import train
+from raytrain_hpc.config import Config, FaultKind, InjectConfig
+from raytrain_hpc.errors import ConfigError
+
+KINDS: tuple[FaultKind, ...] = ("kill", "stop", "hang", "gil", "exception", "skip_collective", "nan")
+SEEN_AS = {
+    "kill": "died",
+    "stop": "frozen",
+    "hang": "stalled",
+    "gil": "interpreter held",
+    "exception": "raised",
+    "skip_collective": "out of step",
+    "nan": "not finite",
+}
+_APART = 5  # steps between two faults, at least
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that came to pass: `incident` is what the run made of it, None where it made nothing of it."""
+
+    fault: InjectConfig
+    at: float  # unix time
+    incident: dict[str, Any] | None
+
+    @property
+    def named(self) -> bool:
+        """Whether the right rank was named, for what it did."""
+        found = self.incident
+        return found is not None and (found["kind"], found["rank"]) == (SEEN_AS[self.fault.kind], self.fault.rank)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a drill cost. `goodput`: of the time from the first step to the last, what went into committed steps."""
+
+    struck: tuple[Struck, ...]
+    planned: int
+    steps: int
+    steps_lost: int
+    goodput: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "planned": self.planned,
+            "struck": len(self.struck),
+            "named": sum(one.named for one in self.struck),
+            "steps": self.steps,
+            "steps_lost": self.steps_lost,
+            "goodput": self.goodput,
+            "kinds": {kind: self._of(kind) for kind in KINDS if any(one.fault.kind == kind for one in self.struck)},
+        }
+
+    def text(self) -> str:
+        """For a person."""
+        plain = self.to_json()
+        lines = [
+            f"{plain['struck']} of {self.planned} faults struck in {self.steps} steps; {plain['named']} named right; "
+            f"{self.steps_lost} steps lost; goodput {100 * self.goodput:.1f}% from the first step on"
+        ]
+        for kind, found in plain["kinds"].items():
+            lines.append(
+                f"  {kind:16} {found['struck']:3}  detected {_seconds(found['detected_s'])}  "
+                f"recovered {_seconds(found['recovered_s'])}"
+            )
+        return "\n".join(lines)
+
+    def _of(self, kind: str) -> dict[str, Any]:
+        mine = [one for one in self.struck if one.fault.kind == kind]
+        seen = [(one.incident["time"] - one.at, one.incident["recovered_s"]) for one in mine if one.incident]
+        return {
+            "struck": len(mine),
+            "named": sum(one.named for one in mine),
+            "detected_s": [max(0.0, detected) for detected, _ in seen],
+            "recovered_s": [recovered for _, recovered in seen if recovered is not None],
+        }
+
+
+def schedule(seed: int, faults: int, steps: int, world: int) -> list[InjectConfig]:
+    """Faults of all kinds on all ranks, one every so many steps. ConfigError where there are too few steps for them."""
+    apart = steps // (faults + 1)
+    if apart < _APART:
+        remedy = f"{faults} faults need at least {_APART * (faults + 1)} steps; raise it, or use fewer faults"
+        raise ConfigError("train.steps", steps, "drill", remedy)
+    chance = random.Random(seed)
+    return [
+        InjectConfig(chance.choice(KINDS), chance.randrange(world), apart * (number + 1) + chance.randrange(apart // 2))
+        for number in range(faults)
+    ]
+
+
+def drill(config: Config, *, seed: int, faults: int, world: int, quiet: bool = False) -> Report:
+    """Run `config` on `world` workers with a schedule of faults. Its run directory must be a fresh one."""
+    spoilt = deepcopy(config)
+    spoilt.cluster.workers = world
+    spoilt.fault.inject = schedule(seed, faults, config.train.steps, world)
+    spoilt.fault.max_failures = max(config.fault.max_failures, faults)
+    directory = Path(config.run.dir)
+    if (directory / "metrics.jsonl").exists():
+        raise ConfigError("run.dir", config.run.dir, config.origin("run.dir"), "holds a run; a drill begins a new one")
+    train(spoilt, quiet=quiet)
+    return report(spoilt.fault.inject, directory)
+
+
+def report(faults: Sequence[InjectConfig], directory: Path) -> Report:
+    """What a finished run's directory says of these faults."""
+    incidents, metrics = _lines(directory / "incidents.jsonl"), _lines(directory / "metrics.jsonl")
+    marks = {number: directory / "injected" / str(number) for number in range(len(faults))}
+    times = sorted((mark.stat().st_mtime, number) for number, mark in marks.items() if mark.exists())
+    struck = []
+    for place, (at, number) in enumerate(times):
+        until = times[place + 1][0] if place + 1 < len(times) else float("inf")
+        mine = [one for one in incidents if at - 0.05 <= one["time"] < until]
+        struck.append(Struck(faults[number], at, mine[0] if mine else None))
+    last = {line["step"]: line for line in metrics}
+    passed = metrics[-1]["time/unix"] - metrics[0]["time/unix"]
+    spent = sum(line["time/step_s"] for step, line in last.items() if step > 1)
+    lost = sum(one["steps_lost"] or 0 for one in incidents)
+    return Report(tuple(struck), len(faults), len(last), lost, spent / passed if passed else 1.0)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _seconds(found: Sequence[float]) -> str:
+    return f"{median(found):.2f} s (at most {max(found):.2f})" if found else "-"

@@ -1,0 +1,89 @@
+"""Watches the workers of one node through shared memory, has them say where they are, and kills by pid.
+
+In the driver's process for its own node, in an actor of its own on every other one: neither needs a worker's answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.plan.watch import Suspect, limits, suspects
+from raytrain_hpc.worker.heartbeat import Pulse, clear_of_the_dead
+
+_LOOK_S = 0.05
+_SAY_S = 0.1
+_STEPS = 32  # of which the median counts
+
+Pulses = Mapping[int, tuple[int, str]]  # rank -> pid, path of its heartbeat
+
+
+class Agent:
+    """Looks at its workers every 0.05 s; whoever asks hears what it found last."""
+
+    def __init__(self, config: Config):
+        clear_of_the_dead()
+        self._config = config
+        self._pulses: dict[int, Pulse] = {}  # by pid: opened once, since the file loses its name then
+        self._ranks: dict[int, Pulse] = {}
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._counted: dict[int, int] = {}
+        self._found: list[Suspect] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def watch(self, workers: Pulses) -> None:
+        """From now on these are the ranks of this node."""
+        with self._lock:
+            for pid, path in workers.values():
+                if pid not in self._pulses:
+                    with contextlib.suppress(OSError):  # it has ended meanwhile, which is heard otherwise
+                        self._pulses[pid] = Pulse(pid, Path(path))
+            self._ranks = {rank: self._pulses[pid] for rank, (pid, _) in workers.items() if pid in self._pulses}
+            self._found = []
+
+    def suspects(self) -> list[Suspect]:
+        """Who shows no life."""
+        with self._lock:
+            return self._found
+
+    def step_s(self) -> float | None:
+        """How long a step takes: the median of the last ones, None where none is known."""
+        with self._lock:
+            return median(self._steps) if self._steps else None
+
+    def stacks(self) -> dict[int, str]:
+        """What the threads of every rank of this node are at."""
+        with self._lock:
+            for pulse in self._ranks.values():
+                pulse.ask_for_stacks()
+            until = time.monotonic() + _SAY_S
+            return {rank: pulse.stacks(until) for rank, pulse in self._ranks.items()}
+
+    def kill(self, rank: int) -> None:
+        """End a rank, frozen or not."""
+        with self._lock:
+            pulse = self._ranks.pop(rank, None)
+            self._found = [one for one in self._found if one.rank != rank]
+        if pulse is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pulse.pid, signal.SIGKILL)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                signs = [pulse.read(rank) for rank, pulse in self._ranks.items()]
+                for one in signs:
+                    if one.step_s is not None and self._counted.get(one.rank) != one.step:
+                        self._counted[one.rank] = one.step
+                        self._steps.append(one.step_s)
+                self._found = suspects(signs, limits(self._config, self._steps))

@@ -1,0 +1,53 @@
+"""What a run says of itself before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+from raytrain_hpc.driver.preparation import PreparedRun
+from raytrain_hpc.observe.console import short_count
+from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
+from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
+
+
+def announce(prepared: PreparedRun, layout: Layout, batching: Batching, line: Callable[[str], None]) -> None:
+    """Write the settings and the plan to the run directory, and say what is about to be trained."""
+    config, shape, train = prepared.config, prepared.shape, prepared.config.train
+    own = parameters_of_rank(shape, layout, train.seq_len)
+    state = None if prepared.custom else state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
+    plan = {
+        "layout": asdict(layout),
+        "workers": layout.world,
+        "microbatches": asdict(batching),
+        "state_bytes_per_rank": state,
+        "flops_per_token": None if prepared.custom else flops_per_token(shape, train.seq_len),
+        "flops_convention": CAUSAL_CONVENTION,
+    }
+    tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
+    prepared.directory.write_start(config, plan, tokenizer)
+    line(f"run     {config.run.dir}  seed {config.run.seed}")
+    if prepared.custom:
+        line("model   given by the caller")
+    else:
+        line(
+            f"model   {short_count(shape.num_parameters())} parameters: {shape.num_layers} layers, width "
+            f"{shape.hidden_size}, {shape.num_heads} heads, vocabulary {shape.vocab_size}; {train.dtype}"
+        )
+    line(f"data    {_data_line(prepared)}")
+    memory = "" if state is None else f"; {state / 2**30:.2f} GiB of state a worker"
+    line(f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}")
+    line(
+        f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
+        f"(observe.peak_tflops={config.observe.peak_tflops})"
+    )
+
+
+def _data_line(prepared: PreparedRun) -> str:
+    data, dataset = prepared.config.data, prepared.dataset
+    name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
+    kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
+    counts = f"{short_count(sum(s.num_tokens for s in dataset.train))} for training"
+    val = "none" if dataset.val is None else short_count(dataset.val.num_tokens)
+    return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"

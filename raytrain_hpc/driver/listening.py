@@ -1,0 +1,60 @@
+"""Records of the ranks of a generation, fetched behind what runs: a rank that gives no answer holds nobody up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raytrain_hpc.worker.control import Record
+
+_EVERY_S = 1.0  # often enough to read along, seldom enough to cost nothing
+_HURRY_S = 0.05  # while stopping
+_ANSWER_S = 10.0
+
+
+class Listener:
+    """Asks each rank for its records again and again, one question at a time."""
+
+    def __init__(self, actors: Sequence[Any], handle: Callable[[Record], None]):
+        self._actors, self._handle = actors, handle
+        now = time.time()
+        self._asked: dict[int, tuple[float, Any]] = {}
+        self.seen = [now] * len(actors)  # when each rank last answered, unix time
+
+    def listen(self, *, hurry: bool = False) -> None:
+        """Take what has come, and ask who has not been asked for a while. Returns at once."""
+        self._take(0.0)
+        now = time.time()
+        for rank, actor in enumerate(self._actors):
+            if rank not in self._asked and now - self.seen[rank] > (_HURRY_S if hurry else _EVERY_S):
+                self._asked[rank] = now, actor.drain.remote()
+
+    def finish(self, timeout_s: float = _ANSWER_S) -> None:
+        """Take all records that there are, of the ranks that answer in time."""
+        until = time.monotonic() + timeout_s
+        self._take(timeout_s)
+        self._asked |= {rank: (time.time(), actor.drain.remote()) for rank, actor in enumerate(self._actors)}
+        self._take(max(0.0, until - time.monotonic()))
+
+    def silent(self) -> list[int]:
+        """Ranks whose answer has been waited for too long."""
+        return [rank for rank, (when, _) in self._asked.items() if time.time() - when > _ANSWER_S]
+
+    def _take(self, timeout_s: float) -> None:
+        asked = {answer: rank for rank, (_, answer) in self._asked.items()}
+        if not asked:
+            return
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        for rank in sorted(asked[answer] for answer in ready):
+            _, answer = self._asked.pop(rank)
+            try:
+                records = ray.get(answer)
+            except RayError:
+                continue  # its run call reports the death
+            self.seen[rank] = time.time()
+            for record in records:
+                self._handle(record)

@@ -1,0 +1,90 @@
+"""What a run goes on as when workers were lost, or came: which layout, which of them, from which step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that is alive and can be given a rank. `steps`: those whose state it holds in memory."""
+
+    worker: int
+    node: str
+    pid: int
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Formation:
+    """The next generation: `members[r]` is the worker that gets rank r. `step`: the one that they hold in memory and go
+    on from; None: the newest checkpoint."""
+
+    layout: Layout
+    members: tuple[int, ...]
+    step: int | None
+
+
+def least_workers(config: Config) -> int:
+    """The fewest workers that a run goes on with."""
+    least = config.cluster.min_workers
+    return model_ranks(config) if least == AUTO else int(least)
+
+
+def form(config: Config, batching: Batching, candidates: Sequence[Candidate], wanted: int) -> Formation | None:
+    """The largest legal formation of at most `wanted` workers; None where there are too few for any.
+
+    The batch stays cut as it is. Only data-parallel axes change: what cuts a model keeps its size, and a
+    tensor-parallel group stays on one node.
+    """
+    for world in range(min(wanted, len(candidates)), least_workers(config) - 1, -1):
+        layout = legal_layout(config, world, batching)
+        members = None if layout is None else _members(candidates, world, config.parallel.tp)
+        if layout is not None and members is not None:
+            # The least step that all have come to: those who are further hold the one before, too.
+            stands = [max(member.steps) for member in members if member.steps]
+            return Formation(layout, tuple(one.worker for one in members), min(stands) if stands else None)
+    return None
+
+
+def legal_layout(config: Config, world: int, batching: Batching) -> Layout | None:
+    """The layout of the settings on `world` workers; None where none is legal.
+
+    Data-parallel axes that the settings fix are kept as long as they fit: first both, then the shards of a replica.
+    """
+    for freed in ((), ("dp_replicate",), ("dp_replicate", "dp_shard")):
+        fitted = deepcopy(config)
+        for axis in freed:
+            if axis == "dp_replicate" or config.parallel.zero:
+                setattr(fitted.parallel, axis, AUTO)
+        try:
+            layout = resolve_layout(fitted, world)
+            resolve_batching(fitted, layout, batching)
+        except LayoutError:
+            continue
+        return layout
+    return None
+
+
+def _members(candidates: Sequence[Candidate], world: int, together: int) -> list[Candidate] | None:
+    """`world` of the candidates in rank order, `together` neighbours on one node; None where too few fit."""
+    nodes: dict[str, list[Candidate]] = {}
+    for one in sorted(candidates, key=lambda one: (not one.steps, one.pid)):
+        nodes.setdefault(one.node, []).append(one)
+    held = {node: sum(bool(one.steps) for one in there) for node, there in nodes.items()}
+    everybody = {node: len(there) for node, there in nodes.items()}
+    taken = dict.fromkeys(nodes, 0)
+    for available in (held, everybody):  # those who hold state first
+        for node in sorted(nodes, key=lambda node: (-available[node], node)):
+            share = min(world - sum(taken.values()), available[node] // together * together - taken[node])
+            taken[node] += max(0, share)
+    if sum(taken.values()) < world:
+        return None
+    chosen = [one for node, count in taken.items() for one in nodes[node][:count]]
+    return sorted(chosen, key=lambda one: (one.node, one.pid))

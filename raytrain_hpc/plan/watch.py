@@ -1,0 +1,85 @@
+"""When is a worker given up on? Signs of life -> suspects, and every limit of time from one number. Pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from raytrain_hpc.config import AUTO, Config
+
+Phase = Literal["idle", "building", "loading", "training", "evaluating", "saving"]
+Kind = Literal["frozen", "interpreter held", "stalled"]
+
+_BEAT_S = 0.6  # without a beat, which comes every 0.05 s
+_STALL_S, _STALL_STEPS = 1.0, 3.0
+_UNKNOWN_STALL_S = 300.0  # until a step has shown how long one takes
+_SLOW_S = 300.0  # who builds, loads or saves may wait for a file system, or for a compiler
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What can be seen of a worker at a moment.
+
+    Ages are in seconds, less the time in which its loop was ready to run and had no CPU: a machine with too much to do
+    is no fault. `step_s`: how long its last step took, None where unknown.
+    """
+
+    rank: int
+    alive: bool
+    frozen: bool  # stopped by a signal
+    beat_age_s: float
+    mark_age_s: float
+    phase: Phase
+    step: int
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which a silence counts, in the order in which they are checked."""
+
+    beat_s: float
+    stall_s: float
+    slow_s: float
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A worker that shows no life. stalled: its loop does not go on, perhaps because it waits for another one."""
+
+    rank: int
+    kind: Kind
+    silent_s: float
+
+
+def limits(config: Config, step_s: Sequence[float]) -> Limits:
+    """Limits from `fault.stall_timeout`, or from how long the last steps took."""
+    chosen = config.fault.stall_timeout
+    if chosen != AUTO:
+        stall = float(chosen)
+    else:
+        stall = max(_STALL_S, _STALL_STEPS * median(step_s)) if step_s else _UNKNOWN_STALL_S
+    return Limits(min(_BEAT_S, stall), stall, max(stall, _SLOW_S))
+
+
+def suspects(signs: Sequence[Signs], bounds: Limits) -> list[Suspect]:
+    """Who is not as a worker should be. One that ended is none: that is heard otherwise.
+
+    Frozen workers and those whose interpreter is held are to blame for the others, who wait for them: these are not
+    named beside them.
+    """
+    found = []
+    for one in signs:
+        if not one.alive or one.phase == "idle":
+            continue
+        patience = bounds.stall_s if one.phase == "training" else bounds.slow_s
+        if one.frozen and one.beat_age_s > bounds.beat_s:
+            found.append(Suspect(one.rank, "frozen", one.beat_age_s))
+        elif one.beat_age_s > patience:
+            found.append(Suspect(one.rank, "interpreter held", one.beat_age_s))
+        elif one.mark_age_s > patience:
+            found.append(Suspect(one.rank, "stalled", one.mark_age_s))
+    certain = [one for one in found if one.kind != "stalled"]
+    return certain or found

@@ -1,0 +1,135 @@
+"""Signs of life of a worker in shared memory: whoever watches needs neither its interpreter nor its answer.
+
+One small file a worker under /dev/shm, written by the worker alone, each field in one store of eight bytes: a thread
+beats, the loop marks what it has come to. Moments are of CLOCK_MONOTONIC, which all processes of a node share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from raytrain_hpc.plan.watch import Phase, Signs
+
+BEAT_S = 0.05
+PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
+_BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION = range(6)
+_BYTES = 6 * 8
+_SHARED = Path("/dev/shm")
+
+
+class Heartbeat:
+    """A worker's side. SIGUSR1 has it write what its threads are at, even while one of them holds the interpreter."""
+
+    def __init__(self) -> None:
+        directory = str(_SHARED) if os.access(_SHARED, os.W_OK) else None
+        descriptor, name = tempfile.mkstemp(prefix=f"raytrain-{os.getpid()}-", dir=directory)
+        os.ftruncate(descriptor, _BYTES)
+        self.path = Path(name)
+        self._fields = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
+        os.close(descriptor)
+        self._stacks = _stacks_of(self.path).open("w")
+        faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
+        self._committed_ns = 0
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def mark(self, phase: Phase) -> None:
+        """The loop, which is the calling thread, has come to something new."""
+        self._fields[_PHASE], self._fields[_THREAD] = PHASES.index(phase), threading.get_native_id()
+        self._fields[_MARK] = time.monotonic_ns()
+
+    def committed(self, step: int) -> None:
+        """A step is committed: the time since the one before is how long it took."""
+        now = time.monotonic_ns()
+        if self._committed_ns and self._fields[_STEP] == step - 1:
+            self._fields[_DURATION] = now - self._committed_ns
+        self._committed_ns, self._fields[_STEP] = now, step
+
+    def _beat(self) -> None:
+        while True:
+            self._fields[_BEAT] = time.monotonic_ns()
+            time.sleep(BEAT_S)
+
+
+class Pulse:
+    """A watcher's side: the file of one worker, which has no name any more from then on."""
+
+    def __init__(self, pid: int, path: Path):
+        """Raises OSError where there is no such file."""
+        self.pid = pid
+        with path.open("r+b") as file:
+            self._fields = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
+        self._stacks = _stacks_of(path).open()
+        path.unlink()
+        _stacks_of(path).unlink()
+        # How long the loop had waited for a CPU, of all its life, when it beat and when it marked last.
+        self._at_beat, self._at_mark = (0, 0.0), (0, 0.0)
+
+    def read(self, rank: int) -> Signs:
+        """What can be seen of it now."""
+        fields = self._fields.tolist()
+        state, waited = _state(self.pid), _waited_s(self.pid, fields[_THREAD])
+        if fields[_BEAT] != self._at_beat[0]:
+            self._at_beat = fields[_BEAT], waited
+        if fields[_MARK] != self._at_mark[0]:
+            self._at_mark = fields[_MARK], waited
+        now = time.monotonic_ns()
+        return Signs(
+            rank=rank,
+            alive=state not in "ZX",
+            frozen=state in "Tt",
+            beat_age_s=(now - fields[_BEAT]) / 1e9 - (waited - self._at_beat[1]),
+            mark_age_s=(now - fields[_MARK]) / 1e9 - (waited - self._at_mark[1]),
+            phase=PHASES[fields[_PHASE]],
+            step=fields[_STEP],
+            step_s=fields[_DURATION] / 1e9 or None,
+        )
+
+    def ask_for_stacks(self) -> None:
+        """Have it write what its threads are at."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def stacks(self, until: float) -> str:
+        """What it has written of that until then (time.monotonic): its Python, and nothing of a frozen process."""
+        text = self._stacks.read()
+        while not text and time.monotonic() < until:
+            time.sleep(0.005)
+            text = self._stacks.read()
+        return text + self._stacks.read()
+
+
+def clear_of_the_dead() -> None:
+    """Remove files of workers that ended before anybody had looked at them."""
+    for path in _SHARED.glob("raytrain-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(OSError):  # another user's, or another agent was quicker
+                path.unlink()
+
+
+def _stacks_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.stacks")
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for the state of a process; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _waited_s(pid: int, thread: int) -> float:
+    """Seconds that a thread was ready to run and had no CPU; 0 where the kernel does not count them."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -1,0 +1,103 @@
+"""When a worker is given up on, and which rank is to blame where many stand still."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.plan.blame import Call, blame, pending
+from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, limits, suspects
+
+WELL = Signs(0, True, False, 0.05, 0.1, "training", 12, 0.2)
+BOUNDS = Limits(0.6, 1.0, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({}, None),
+        ({"frozen": True, "beat_age_s": 0.5}, None),
+        ({"frozen": True, "beat_age_s": 0.7}, "frozen"),
+        ({"beat_age_s": 0.9, "mark_age_s": 0.9}, None),
+        ({"beat_age_s": 1.1, "mark_age_s": 1.1}, "interpreter held"),
+        ({"mark_age_s": 1.1}, "stalled"),
+        ({"mark_age_s": 200.0, "phase": "saving"}, None),
+        ({"mark_age_s": 200.0, "phase": "loading"}, None),
+        ({"mark_age_s": 200.0, "phase": "evaluating"}, None),
+        ({"mark_age_s": 301.0, "phase": "building"}, "stalled"),
+        ({"mark_age_s": 1e6, "phase": "idle"}, None),
+        ({"alive": False, "beat_age_s": 9.0}, None),
+    ],
+)
+def test_what_counts_as_a_silence(change: dict, kind: Kind | None) -> None:
+    found = suspects([WELL, replace(WELL, rank=1, **change)], BOUNDS)
+    assert [one.kind for one in found] == ([] if kind is None else [kind])
+    assert all(one.rank == 1 for one in found)
+
+
+def test_who_waits_for_a_frozen_one_is_not_named_beside_it() -> None:
+    waiting = [replace(WELL, rank=rank, mark_age_s=1.5) for rank in (0, 2)]
+    frozen = replace(WELL, rank=1, frozen=True, beat_age_s=1.5, mark_age_s=1.5)
+    assert suspects([*waiting, frozen], BOUNDS) == [Suspect(1, "frozen", 1.5)]
+    assert len(suspects(waiting, BOUNDS)) == 2
+
+
+def test_limits_follow_the_steps_and_come_in_order() -> None:
+    auto = load_config(None, [])
+    for steps in ([], [0.01] * 3, [0.5, 2.0, 1.0], [40.0]):
+        bounds = limits(auto, steps)
+        assert bounds.beat_s < bounds.stall_s <= bounds.slow_s
+    assert limits(auto, [0.01]).stall_s == 1.0
+    assert limits(auto, [0.5, 2.0, 1.0]).stall_s == 3.0
+    assert limits(auto, []).stall_s == 300.0
+    chosen = limits(load_config(None, ["fault.stall_timeout=0.3"]), [5.0])
+    assert chosen.stall_s == 0.3 and chosen.beat_s <= 0.3
+
+
+def calls(text: str, group: str = "0") -> list[Call]:
+    """ "a b *c" -> three calls, the last one pending."""
+    return [Call(group, number, word.strip("*"), word.startswith("*")) for number, word in enumerate(text.split(), 1)]
+
+
+def test_who_is_in_no_collective_while_others_wait() -> None:
+    told = blame({0: calls("a a *b"), 1: calls("a a"), 2: calls("a a *b")})
+    assert told is not None and told.ranks == (1,) and told.operation.startswith("b, number 3 of group 0")
+    assert told.kind == "stalled"
+    assert blame({0: calls("a *b"), 1: calls("a *b")}) is None, "all wait: for somebody who said nothing"
+    assert blame({0: calls("a a"), 1: calls("a a")}) is None
+
+
+def test_who_skipped_one() -> None:
+    told = blame({0: calls("a b *c"), 1: calls("a *c"), 2: calls("a b *c")})
+    assert told is not None and told.ranks == (1,) and "called c instead" in told.operation
+    assert told.kind == "out of step"
+    told = blame({0: calls("a a a *a"), 1: calls("a a *a"), 2: calls("a a a *a")})
+    assert told is not None and told.ranks == (1,) and "stands in number 3" in told.operation
+
+
+def test_who_took_them_in_another_order() -> None:
+    told = blame({0: calls("a b *c"), 1: calls("a b *c"), 2: calls("b *a")})
+    assert told is not None and told.ranks == (2,)
+
+
+def test_two_against_two_is_no_majority() -> None:
+    assert blame({0: calls("a *b"), 1: calls("a *b"), 2: calls("a *c"), 3: calls("a *c")}) is None
+
+
+def test_waiting_in_another_group_for_one_who_waits() -> None:
+    records = {
+        0: [*calls("a"), *calls("*x", "1")],
+        1: [*calls("a"), *calls("*x", "1")],
+        2: calls("a"),
+        3: [*calls("a"), *calls("*x", "2")],
+    }
+    told = blame(records)
+    assert told is not None and told.ranks == (2,)
+
+
+def test_what_others_stood_in() -> None:
+    assert pending({0: calls("a b *c"), 1: calls("a b")}) == "c, number 3 of group 0"
+    assert pending({0: calls("a b")}) == "b, number 2 of group 0"
+    assert pending({}) == ""

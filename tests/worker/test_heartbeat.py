@@ -1,0 +1,101 @@
+"""Signs of life, seen from another process: working, frozen, holding the interpreter, and only short of a CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain_hpc.plan.watch import Signs
+from raytrain_hpc.worker.heartbeat import Pulse
+
+WORKER = """
+import ctypes, sys, time
+from raytrain_hpc.worker.heartbeat import Heartbeat
+
+def loop():
+    heart = Heartbeat()
+    print(heart.path, flush=True)
+    for step in range(1, 11):
+        heart.mark("training")
+        time.sleep(0.02)
+        heart.committed(step)
+    print("ten", flush=True)
+    sys.stdin.readline()
+    if sys.argv[1] == "hold":
+        ctypes.PyDLL(None).sleep(60)
+    while sys.argv[1] == "spin":
+        pass
+    time.sleep(60)
+
+loop()
+"""
+
+
+@pytest.fixture(params=["wait"])
+def worker(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], Pulse, Path]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, request.param], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    path = Path(process.stdout.readline().strip())
+    pulse = Pulse(process.pid, path)
+    assert process.stdout.readline() == "ten\n"
+    yield process, pulse, path
+    process.kill()
+    process.communicate()
+
+
+def seen(pulse: Pulse, holds: Callable[[Signs], bool]) -> Signs:
+    deadline = time.monotonic() + 30
+    while not holds(signs := pulse.read(3)):
+        assert time.monotonic() < deadline, signs
+        time.sleep(0.02)
+    return signs
+
+
+def stacks(pulse: Pulse) -> str:
+    pulse.ask_for_stacks()
+    return pulse.stacks(time.monotonic() + 1)
+
+
+def test_a_worker_that_works(worker) -> None:
+    process, pulse, path = worker
+    signs = pulse.read(3)
+    assert (signs.rank, signs.alive, signs.frozen, signs.phase, signs.step) == (3, True, False, "training", 10)
+    assert signs.step_s is not None and 0.02 <= signs.step_s < 10
+    assert signs.mark_age_s > 0 and signs.beat_age_s < signs.mark_age_s + 10
+    assert not path.exists() and not list(path.parent.glob(f"raytrain-{process.pid}-*")), "nothing to clean up"
+    process.kill()
+    process.wait()
+    assert not pulse.read(3).alive and stacks(pulse) == ""
+
+
+def test_a_frozen_one_and_one_that_goes_on(worker) -> None:
+    process, pulse, _ = worker
+    os.kill(process.pid, signal.SIGSTOP)
+    signs = seen(pulse, lambda signs: signs.beat_age_s > 0.3)
+    assert signs.frozen and signs.alive
+    os.kill(process.pid, signal.SIGCONT)
+    signs = seen(pulse, lambda signs: signs.beat_age_s < 0.2)
+    assert not signs.frozen
+
+
+@pytest.mark.parametrize("worker", ["hold", "spin"], indirect=True)
+def test_who_holds_the_interpreter_and_who_only_keeps_busy(worker) -> None:
+    process, pulse, _ = worker
+    process.stdin.write("\n")
+    process.stdin.flush()
+    if process.args[-1] == "hold":
+        assert not seen(pulse, lambda signs: signs.beat_age_s > 0.5).frozen
+    else:
+        before = pulse.read(3).mark_age_s
+        signs = seen(pulse, lambda signs: signs.mark_age_s > before + 0.5)
+        assert signs.beat_age_s < 0.5
+    assert "in loop" in stacks(pulse)
