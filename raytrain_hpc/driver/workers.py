@@ -20,7 +20,7 @@ from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, worl
 from raytrain_hpc.driver.listening import Listener
 from raytrain_hpc.driver.watch import Watch
 from raytrain_hpc.errors import RaytrainError, WorkerFailed
-from raytrain_hpc.plan.blame import Call, blame, pending
+from raytrain_hpc.plan.blame import Call, blame, peer_gone, pending
 from raytrain_hpc.plan.layout import fixed_world, model_ranks
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.recovery import Candidate
@@ -295,7 +295,6 @@ class RayWorkers:
 
 
 _PEER_GONE = 3
-_OF_A_PEER = ("GenerationFallen", "gloo", "Connection closed by peer", "NCCL", "ECONNRESET")
 _GIVEN_UP = ("died", "frozen", "interpreter held", "stalled", "out of step")
 
 
@@ -304,5 +303,4 @@ def _innocence(failure: WorkerFailed) -> int:
         return 0
     if failure.kind != "raised":
         return 1
-    peer_gone = any(word in failure.reason for word in _OF_A_PEER)
-    return _PEER_GONE if peer_gone else 2
+    return _PEER_GONE if peer_gone(failure.reason) else 2

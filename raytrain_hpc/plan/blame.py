@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+_OF_A_PEER = ("GenerationFallen", "gloo", "Connection closed by peer", "NCCL", "ECONNRESET")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -37,6 +39,11 @@ def blame(records: Mapping[int, Sequence[Call]]) -> Blame | None:
     who is in none while others wait in one, then who has come the least far in the group where that is.
     """
     return _differing(records) or _absent(records) or _behind(records)
+
+
+def peer_gone(reason: str) -> bool:
+    """Whether what a rank raised says that another one is gone, and nothing of itself."""
+    return any(word in reason for word in _OF_A_PEER)
 
 
 def pending(records: Mapping[int, Sequence[Call]]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raytrain_hpc.errors import RaytrainError, StateLost
+from raytrain_hpc.plan.blame import peer_gone
 from raytrain_hpc.worker.allocator import share_one_arena
 from raytrain_hpc.worker.flight import calls, start_recording
 
@@ -94,7 +95,8 @@ class WorkerActor:
             made = tuple(calls(self._run_began_ns))
             leave()  # before anything else: it sets those free who wait for this rank
             ended = Ended("broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=made)
-            traceback.print_exc()
+            if not peer_gone(ended.reason):
+                traceback.print_exc()
         finally:
             leave()
             self._control.mark("idle")
