@@ -107,9 +107,21 @@ class Run:
             self._error = error
 
 
-def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
-    """Layout, microbatches, bytes and FLOPs a worker, from the settings alone. Loads neither torch nor Ray."""
+def plan(
+    config: Config,
+    *,
+    workers: int | None = None,
+    device_hours: float = 50_000.0,
+    restart_s: float = 300.0,
+    pause_s: float = 2.0,
+) -> dict[str, Any]:
+    """Layout, microbatches, bytes and FLOPs a worker, from the settings alone. Loads neither torch nor Ray.
+
+    What failures cost follows from `device_hours` (one device fails once in so many), `restart_s` (of everything, from
+    a checkpoint) and `pause_s` (where those that are left go on in memory); see plan.goodput.
+    """
     from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
+    from raytrain_hpc.plan.goodput import COPY_BYTES_PER_S, goodput
     from raytrain_hpc.plan.layout import check_shape, least_world, resolve_batching, resolve_layout
     from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
     from raytrain_hpc.shape import resolve_shape
@@ -121,15 +133,19 @@ def plan(config: Config, *, workers: int | None = None) -> dict[str, Any]:
     shape = resolve_shape(config.model, vocab_size=vocab, seq_len=config.train.seq_len)
     check_shape(config, shape)
     own, train = parameters_of_rank(shape, layout, config.train.seq_len), config.train
+    state = state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
+    save_s = state / COPY_BYTES_PER_S
+    expected = goodput(world, save_s=save_s, restart_s=restart_s, pause_s=pause_s, device_hours=device_hours)
     return {
         "workers": world,
         "layout": asdict(layout),
         "microbatches": asdict(batching),
         "microbatches_per_rank": [len(share) for share in batching.shares(layout.data_parallel)],
         "parameters": shape.num_parameters(),
-        "state_bytes_per_rank": state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload),
+        "state_bytes_per_rank": state,
         "flops_per_token": flops_per_token(shape, config.train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
+        "failures": {"device_hours": device_hours, "restart_s": restart_s, "pause_s": pause_s, **asdict(expected)},
     }
 
 

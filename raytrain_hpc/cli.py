@@ -13,6 +13,7 @@ import click
 from raytrain_hpc.errors import RaytrainError
 
 STOPPED = 3
+_ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -70,15 +71,25 @@ def train(words: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
 @click.option("--workers", type=click.IntRange(min=1), help="Plan for this many workers.")
+@click.option(
+    "--device-hours", default=50_000.0, show_default=True, type=_ABOVE_0, help="Hours in which a device fails once."
+)
+@click.option(
+    "--restart-seconds", default=300.0, show_default=True, type=_ABOVE_0, help="Starting all again from a checkpoint."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_one_line_errors
-def plan(words: tuple[str, ...], workers: int | None, as_json: bool) -> None:
-    """Show layout, microbatches, bytes and FLOPs a worker. Needs no cluster, torch or GPU."""
+def plan(
+    words: tuple[str, ...], workers: int | None, device_hours: float, restart_seconds: float, as_json: bool
+) -> None:
+    """Show layout, microbatches, bytes and FLOPs a worker, and what failures cost. Needs no cluster, torch or GPU."""
     from raytrain_hpc.api import plan as make_plan
     from raytrain_hpc.config_files import load_config
 
     path, overrides = _split_words(words)
-    made = make_plan(load_config(path, overrides), workers=workers)
+    made = make_plan(
+        load_config(path, overrides), workers=workers, device_hours=device_hours, restart_s=restart_seconds
+    )
     if as_json:
         click.echo(json.dumps(made, indent=2))
         return
@@ -89,6 +100,15 @@ def plan(words: tuple[str, ...], workers: int | None, as_json: bool) -> None:
     click.echo(f"parameters    {made['parameters']:,}")
     click.echo(f"state         {made['state_bytes_per_rank'] / 2**30:.2f} GiB a worker, without activations")
     click.echo(f"compute       {made['flops_per_token'] / 1e9:.3f} GFLOP a token; counts {made['flops_convention']}")
+    expected = made["failures"]
+    hours, minutes = expected["between_failures_s"] / 3600, expected["save_every_s"] / 60
+    click.echo(
+        f"failures      one in {hours:,.1f} h ({device_hours:,.0f} h a device); best saved every {minutes:,.1f} min"
+    )
+    click.echo(
+        f"goodput       {100 * expected['in_memory']:.2f}% going on in memory ({expected['pause_s']:g} s a failure), "
+        f"{100 * expected['from_checkpoints']:.2f}% from checkpoints ({restart_seconds:g} s to start again)"
+    )
 
 
 @main.command()
@@ -164,20 +184,22 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
 @click.option("--seed", default=0, show_default=True, help="Of the schedule.")
 @click.option("--faults", default=5, show_default=True, type=click.IntRange(min=1), help="How many.")
 @click.option("--workers", default=3, show_default=True, type=click.IntRange(min=2), help="Ranks they strike.")
+@click.option("--compare", is_flag=True, help="Run it without faults, too, and compare every bit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_one_line_errors
-def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, as_json: bool) -> None:
+def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
     """Train with faults of all kinds on purpose, and show what they cost."""
     from raytrain_hpc.config_files import load_config
     from raytrain_hpc.drill import drill as run_drill
 
     path, overrides = _split_words(words)
-    found = run_drill(load_config(path, overrides), seed=seed, faults=faults, world=workers, quiet=as_json)
+    config = load_config(path, overrides)
+    found = run_drill(config, seed=seed, faults=faults, world=workers, compare=compare, quiet=as_json)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data"]))
+@click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data", "watch", "recovery"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
 @_one_line_errors

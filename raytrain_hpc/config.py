@@ -239,11 +239,17 @@ class CheckpointConfig:
     keep: int = key(3, "Newest checkpoints kept; 0: all.", minimum=0)
     async_: bool = key(True, "Write behind the next steps; false: the step waits for the disk.")
     snapshot_every: int = key(
-        1, "Steps between snapshots in memory, from which the others go on when a worker is lost; 0: none.", minimum=0
+        1,
+        "Steps between snapshots in memory, from which the others go on when a worker is lost; 0: none. Where every "
+        "rank holds the whole state, none is taken: the live one of those that are left serves.",
+        minimum=0,
+    )
+    buddies: bool = key(
+        True, "Copy snapshots, behind the steps, into another node's memory, where all that hold one are on one node."
     )
 
 
-FaultKind = Literal["kill", "stop", "hang", "gil", "exception", "skip_collective", "nan"]
+FaultKind = Literal["kill", "stop", "hang", "gil", "exception", "skip_collective", "nan", "bitflip", "slow"]
 
 
 @dataclass
@@ -253,9 +259,10 @@ class InjectConfig:
     kind: FaultKind = key(
         "kill",
         "kill: SIGKILL; stop: SIGSTOP; hang: an endless loop; gil: the interpreter's lock held for ever; exception; "
-        "skip_collective: one all-reduce left out; nan: a gradient that is no number.",
+        "skip_collective: one all-reduce left out; nan: a gradient that is no number; bitflip: a bit of a weight after "
+        "the step; slow: from then on every microbatch takes three times as long.",
     )
-    rank: int = key(0, "Which rank it hits.", minimum=0)
+    rank: int = key(0, "Which rank it hits; of fewer ranks, that number modulo how many there are.", minimum=0)
     step: int = key(1, "In which step; once, though the step is run again.", minimum=1)
 
 
@@ -272,6 +279,21 @@ class FaultConfig:
     on_nan: Literal["stop", "skip"] = key(
         "stop", "A step whose numbers are not finite, twice: end the run, or go on without its update."
     )
+    compare_every: int = key(
+        100,
+        "Steps between comparisons of replicas, bit by bit, also before every checkpoint; 0: never. Whoever differs "
+        "from most is replaced, and the run goes back to the newest checkpoint, or to what keep_agreed keeps.",
+        minimum=0,
+    )
+    straggler: Literal["report", "evict", "rebalance"] = key(
+        "report",
+        "A rank that keeps the others waiting: an incident; or it is replaced, too; or it is given fewer microbatches, "
+        "where passes need no other ranks.",
+    )
+    straggler_factor: float = key(
+        2.0, "How many times as long as the others' median a rank must work for a step to be called slow.", above=1
+    )
+    keep_agreed: bool = key(False, "Keep the state on which replicas last agreed in host memory, to go back to.")
     inject: list[InjectConfig] = key([], "Faults on purpose: [{kind: kill, rank: 1, step: 10}, ...].")
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from raytrain_hpc.api import train
 from raytrain_hpc.config import Config, FaultKind, InjectConfig
-from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.errors import CheckpointError, ConfigError
 
 KINDS: tuple[FaultKind, ...] = ("kill", "stop", "hang", "gil", "exception", "skip_collective", "nan")
 SEEN_AS = {
@@ -34,24 +35,29 @@ class Struck:
 
     fault: InjectConfig
     at: float  # unix time
+    rank: int  # that it struck
     incident: dict[str, Any] | None
 
     @property
     def named(self) -> bool:
         """Whether the right rank was named, for what it did."""
         found = self.incident
-        return found is not None and (found["kind"], found["rank"]) == (SEEN_AS[self.fault.kind], self.fault.rank)
+        return found is not None and (found["kind"], found["rank"]) == (SEEN_AS[self.fault.kind], self.rank)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a drill cost. `goodput`: of the time from the first step to the last, what went into committed steps."""
+    """What a drill cost. `goodput`: of the time from the first step to the last, what went into committed steps.
+
+    `same`: whether losses, norms and the last state are those of a run without faults, bit for bit; None: not compared.
+    """
 
     struck: tuple[Struck, ...]
     planned: int
     steps: int
     steps_lost: int
     goodput: float
+    same: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -62,6 +68,7 @@ class Report:
             "steps": self.steps,
             "steps_lost": self.steps_lost,
             "goodput": self.goodput,
+            "same": self.same,
             "kinds": {kind: self._of(kind) for kind in KINDS if any(one.fault.kind == kind for one in self.struck)},
         }
 
@@ -72,6 +79,8 @@ class Report:
             f"{plain['struck']} of {self.planned} faults struck in {self.steps} steps; {plain['named']} named right; "
             f"{self.steps_lost} steps lost; goodput {100 * self.goodput:.1f}% from the first step on"
         ]
+        if self.same is not None:
+            lines.append(f"  losses and last state {'are' if self.same else 'ARE NOT'} those of a run without faults")
         for kind, found in plain["kinds"].items():
             lines.append(
                 f"  {kind:16} {found['struck']:3}  detected {_seconds(found['detected_s'])}  "
@@ -103,8 +112,11 @@ def schedule(seed: int, faults: int, steps: int, world: int) -> list[InjectConfi
     ]
 
 
-def drill(config: Config, *, seed: int, faults: int, world: int, quiet: bool = False) -> Report:
-    """Run `config` on `world` workers with a schedule of faults. Its run directory must be a fresh one."""
+def drill(config: Config, *, seed: int, faults: int, world: int, compare: bool = False, quiet: bool = False) -> Report:
+    """Run `config` on `world` workers with a schedule of faults. Its run directory must be a fresh one.
+
+    `compare`: with a run of the same settings without faults, in the directory beside it, that ends in "-undisturbed".
+    """
     spoilt = deepcopy(config)
     spoilt.cluster.workers = world
     spoilt.fault.inject = schedule(seed, faults, config.train.steps, world)
@@ -113,7 +125,36 @@ def drill(config: Config, *, seed: int, faults: int, world: int, quiet: bool = F
     if (directory / "metrics.jsonl").exists():
         raise ConfigError("run.dir", config.run.dir, config.origin("run.dir"), "holds a run; a drill begins a new one")
     train(spoilt, quiet=quiet)
-    return report(spoilt.fault.inject, directory)
+    found = report(spoilt.fault.inject, directory)
+    if not compare:
+        return found
+    undisturbed = deepcopy(config)
+    undisturbed.cluster.workers = world
+    undisturbed.run.dir = f"{config.run.dir}-undisturbed"
+    train(undisturbed, quiet=quiet)
+    return replace(found, same=fingerprint(directory) == fingerprint(Path(undisturbed.run.dir)))
+
+
+def fingerprint(directory: Path) -> str:
+    """Of every step's loss and gradient norm, and of every bit of the newest checkpoint's tensors.
+
+    Raises CheckpointError where there is no valid one.
+    """
+    from raytrain_hpc.checkpoint.shard import read_pieces
+    from raytrain_hpc.checkpoint.store import CheckpointStore
+    from raytrain_hpc.state.aside import Aside
+    from raytrain_hpc.state.holding import digest
+    from raytrain_hpc.state.index import Box, StateIndex
+
+    last = {line["step"]: line for line in _lines(directory / "metrics.jsonl")}
+    curve = [(step, last[step]["train/loss"], last[step]["train/grad_norm"]) for step in sorted(last)]
+    checkpoint = CheckpointStore(directory / "checkpoints").newest_valid(lambda path, reason: None)
+    if checkpoint is None:
+        raise CheckpointError(f"{directory} has no valid checkpoint to compare")
+    whole = StateIndex(replace(one, boxes=(Box.whole(one.shape),)) for one in checkpoint.index.values())
+    holding = Aside().room(whole)
+    read_pieces(checkpoint, holding)
+    return hashlib.sha256(repr((curve, digest(holding))).encode()).hexdigest()[:16]
 
 
 def report(faults: Sequence[InjectConfig], directory: Path) -> Report:
@@ -125,7 +166,8 @@ def report(faults: Sequence[InjectConfig], directory: Path) -> Report:
     for place, (at, number) in enumerate(times):
         until = times[place + 1][0] if place + 1 < len(times) else float("inf")
         mine = [one for one in incidents if at - 0.05 <= one["time"] < until]
-        struck.append(Struck(faults[number], at, mine[0] if mine else None))
+        rank = json.loads(marks[number].read_text())["rank"]
+        struck.append(Struck(faults[number], at, rank, mine[0] if mine else None))
     last = {line["step"]: line for line in metrics}
     passed = metrics[-1]["time/unix"] - metrics[0]["time/unix"]
     spent = sum(line["time/step_s"] for step, line in last.items() if step > 1)

@@ -83,7 +83,8 @@ class WorkerFailed(RaytrainError):
         operation: str = "",
         stacks: dict[int, str] | None = None,
     ):
-        """`kind` is died, raised, silent, frozen, interpreter held, stalled or out of step.
+        """`kind` is died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt or
+        replicas differ.
 
         `detected` and `last_seen` (its last sign of life) are unix times; `operation` is the collective in which the
         others stood, where that is known, and `stacks` what the threads of each rank were at.

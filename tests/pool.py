@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -119,6 +120,7 @@ def _serve(connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from raytrain_hpc.worker.groups import leave
 
+    gc.freeze()
     while True:
         try:
             job = connection.recv()
@@ -130,6 +132,13 @@ def _serve(connection: Connection) -> None:
             connection.send(traceback.format_exc())
         finally:
             leave()
+
+
+def spec_of(config: Config, world: int, *, steps_to: int) -> Any:
+    """What the driver would hand to the ranks of a first generation that trains to `steps_to`."""
+    from raytrain_hpc.driver.preparation import prepare_run
+
+    return _spec(prepare_run(config, None, lambda line: None), world, 1, None, steps_to)
 
 
 def _spec(prepared: Any, world: int, generation: int, resume_step: int | None, steps_to: int | None) -> Any:
@@ -198,4 +207,4 @@ def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record["metrics"] for record in records if record["type"] == "step"]
 
 
-__all__ = ["SMALL", "RankFailed", "WarmPool", "small", "steps_of"]
+__all__ = ["SMALL", "RankFailed", "WarmPool", "small", "spec_of", "steps_of"]

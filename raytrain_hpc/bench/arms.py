@@ -56,13 +56,14 @@ def run_platform(words: Sequence[str]) -> PlatformRun:
 
 
 @contextmanager
-def platform(words: Sequence[str]) -> Iterator[Contestant]:
+def platform(words: Sequence[str], name: str = "the platform") -> Iterator[Contestant]:
     """The platform as a contestant, by the command line that a user types; it needs a Ray that runs already."""
     with scratch() as directory:
         run_dir = directory / "run"
         with contestant(
-            "the platform",
-            [sys.executable, "-m", "raytrain_hpc", "train", *words, f"run.dir={run_dir}"],
+            name,
+            # Whoever is not on turn is frozen, which is to be no fault.
+            [sys.executable, "-m", "raytrain_hpc", "train", *words, f"run.dir={run_dir}", "fault.stall_timeout=1e6"],
             {},
             directory / "output",
             lambda: [line["time/unix"] for line in read_lines(run_dir / "metrics.jsonl")],

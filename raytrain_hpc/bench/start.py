@@ -34,7 +34,7 @@ PARTS = {
 
 def run(rounds: int) -> Table:
     """Alternate `rounds` starts of each, every one a fresh process that starts its own Ray."""
-    _check_ray_train()
+    check_ray_train()
     pairs = []
     for _ in range(rounds):
         pairs.append((_platform(), _ray_train()))
@@ -86,7 +86,8 @@ def _ray_train() -> Parts:
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 
 
-def _check_ray_train() -> None:
+def check_ray_train() -> None:
+    """Raise MissingDependency where Ray Train lacks a package."""
     for package in ("pandas", "pyarrow", "fsspec", "requests"):
         if find_spec(package) is None:
-            raise MissingDependency(f"bench start: Ray Train needs {package}; run `pip install 'ray[train]'`")
+            raise MissingDependency(f"bench: Ray Train needs {package}; run `pip install 'ray[train]'`")

@@ -1,6 +1,7 @@
-"""The last two committed states of a rank, in memory: what a run goes on from when a rank is lost.
+"""The last committed states of ranks, in memory: what a run goes on from when a rank is lost.
 
-Two, because at a fault ranks can stand one step apart: some have stepped, others were still waiting for the last sum.
+Two steps of each, because at a fault ranks can stand one step apart: some have stepped, others were still waiting for
+the last sum.
 """
 
 from __future__ import annotations
@@ -9,37 +10,107 @@ from dataclasses import dataclass, field
 
 from raytrain_hpc.state.aside import Aside
 from raytrain_hpc.state.holding import Holding
+from raytrain_hpc.state.index import StateIndex
 
 
 @dataclass
-class _Slot:
+class Slot:
+    """Room for a state."""
+
     aside: Aside = field(default_factory=Aside)
     step: int | None = None  # None: nothing whole is in it
     holding: Holding = field(default_factory=Holding)
 
 
-class Snapshots:
-    """Outlives the groups and the model of a generation; a new generation goes on from it."""
+class LastSteps:
+    """The states of one rank after the last two steps."""
 
     def __init__(self) -> None:
-        self._slots = (_Slot(), _Slot())
+        self._slots = (Slot(), Slot())
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps that are held whole, ascending."""
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
 
-    def take(self, step: int, holding: Holding) -> None:
-        """Keep the state of `step` committed steps instead of the older one."""
+    def at(self, step: int) -> Slot | None:
+        """Where the state of `step` is; None where it is not held."""
+        return next((slot for slot in self._slots if slot.step == step), None)
+
+    def vacate(self) -> Slot:
+        """The slot of the older step, which is not held any more; whoever fills it says then which step it has."""
         slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
         slot.step = None  # while it is neither
+        return slot
+
+
+class Snapshots:
+    """What a process holds of steps: its own states, and copies of other ranks' states for them.
+
+    Outlives the groups and the model of a generation; a new generation goes on from it.
+    """
+
+    def __init__(self) -> None:
+        self._own = LastSteps()
+        self._others: dict[int, LastSteps] = {}
+        self._lent: tuple[int, Holding] | None = None
+        self._agreed = Slot()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which the own state is held whole, ascending."""
+        agreed = () if self._agreed.step is None else (self._agreed.step,)
+        return tuple(sorted({*self._own.steps, *agreed}))
+
+    @property
+    def copies(self) -> dict[int, tuple[int, ...]]:
+        """The steps that are held whole of other ranks, by their rank in the generation that took them."""
+        return {rank: kept.steps for rank, kept in self._others.items()}
+
+    def take(self, step: int, holding: Holding) -> Slot:
+        """Keep the state after `step` committed steps instead of the older one."""
+        slot = self._own.vacate()
         slot.holding = slot.aside.copy(holding)
         slot.step = step
+        return slot
+
+    def room_for(self, rank: int, index: StateIndex) -> Slot:
+        """Room for a state of another rank, instead of the older one of it."""
+        slot = self._others.setdefault(rank, LastSteps()).vacate()
+        slot.holding = slot.aside.room(index)
+        return slot
+
+    def lend(self, step: int, holding: Holding) -> None:
+        """The live state is that of `step`, and stays as it is until it is withdrawn: no copy is needed."""
+        self._lent = step, holding
+
+    def withdraw(self) -> None:
+        """The live state is about to change, or to go."""
+        self._lent = None
+
+    def keep_lent(self) -> None:
+        """Copy what is lent, whose memory is about to go."""
+        if self._lent is not None and self._lent[0] not in self.steps:
+            self.take(*self._lent)
+        self._lent = None
+
+    def agree(self, step: int, holding: Holding) -> None:
+        """Keep the state of `step` until another one is agreed on: all replicas of it are equal."""
+        self._agreed.step = None
+        self._agreed.holding = self._agreed.aside.copy(holding)
+        self._agreed.step = step
+
+    def distrust(self) -> None:
+        """Replicas differ: of all that is held, only what was agreed on is to be gone on from."""
+        self._own, self._others, self._lent = LastSteps(), {}, None
 
     def at(self, step: int) -> Holding:
-        """The state of `step`; an empty one where it is not held."""
-        return next((slot.holding for slot in self._slots if slot.step == step), Holding())
+        """All that is held of `step`, of this rank and of others."""
+        own = self._own.at(step) or (self._agreed if self._agreed.step == step else None)
+        slots = [own, *(kept.at(step) for kept in self._others.values())]
+        return Holding(held for slot in slots if slot is not None for held in slot.holding)
 
     def drop(self) -> None:
         """Forget everything and free the memory: what the next generation holds is cut otherwise."""
-        self._slots = (_Slot(), _Slot())
+        self.distrust()
+        self._agreed = Slot()

@@ -28,14 +28,16 @@ Slot = tuple[PlacementGroup, int]  # and which of its bundles
 
 @dataclass(eq=False)
 class Worker:
-    """One actor. `info` says who and where it is, once it is up; `steps` what it held in memory when it last ended."""
+    """One actor. `info` says who and where it is, once it is up; `held` the (part, step) of each state that it had in
+    memory when it last ended."""
 
     number: int
     actor: Any
     slot: Slot
     described: Any
     info: Info = field(default_factory=dict)
-    steps: tuple[int, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    pace: float = 1.0  # how many times as long as others it was seen to work for a step
 
 
 class Actors:
@@ -103,6 +105,11 @@ class Actors:
             self.up.remove(worker)
             ray.kill(worker.actor, no_restart=True)
             self._vacant.append((time.monotonic(), worker.slot))
+
+    def replace_all_on(self, node: str) -> None:
+        """The same for all on a node that is gone."""
+        for worker in [one for one in self.up if one.info["node"] == node]:
+            self.replace(worker)
 
     def _fill(self, before: float) -> None:
         """Start a worker in every slot that has been vacant since before this moment."""

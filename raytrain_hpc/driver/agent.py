@@ -12,18 +12,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from raytrain_hpc.config import Config
-from raytrain_hpc.plan.watch import Suspect, limits, suspects
-from raytrain_hpc.worker.heartbeat import Pulse, clear_of_the_dead
+from raytrain_hpc.plan.watch import Signs, Suspect, limits, suspects
+from raytrain_hpc.worker.heartbeat import Pulse, clear_of_the_dead, show_thread_name
 
 _LOOK_S = 0.05
 _SAY_S = 0.1
 _STEPS = 32  # of which the median counts
 
 Pulses = Mapping[int, tuple[int, str]]  # rank -> pid, path of its heartbeat
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an agent saw last: who shows no life, and the signs of life of every rank of its node."""
+
+    suspects: list[Suspect]
+    signs: dict[int, Signs]
 
 
 class Agent:
@@ -37,6 +46,8 @@ class Agent:
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._counted: dict[int, int] = {}
         self._found: list[Suspect] = []
+        self._signs: dict[int, Signs] = {}
+        self._over = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
@@ -48,12 +59,12 @@ class Agent:
                     with contextlib.suppress(OSError):  # it has ended meanwhile, which is heard otherwise
                         self._pulses[pid] = Pulse(pid, Path(path))
             self._ranks = {rank: self._pulses[pid] for rank, (pid, _) in workers.items() if pid in self._pulses}
-            self._found = []
+            self._found, self._signs = [], {}
 
-    def suspects(self) -> list[Suspect]:
-        """Who shows no life."""
+    def look(self) -> Seen:
+        """Who shows no life, and what was seen of all."""
         with self._lock:
-            return self._found
+            return Seen(self._found, self._signs)
 
     def step_s(self) -> float | None:
         """How long a step takes: the median of the last ones, None where none is known."""
@@ -77,9 +88,13 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pulse.pid, signal.SIGKILL)
 
+    def close(self) -> None:
+        """Watch nobody any more."""
+        self._over.set()
+
     def _run(self) -> None:
-        while True:
-            time.sleep(_LOOK_S)
+        show_thread_name("watch")
+        while not self._over.wait(_LOOK_S):
             with self._lock:
                 signs = [pulse.read(rank) for rank, pulse in self._ranks.items()]
                 for one in signs:
@@ -87,3 +102,4 @@ class Agent:
                         self._counted[one.rank] = one.step
                         self._steps.append(one.step_s)
                 self._found = suspects(signs, limits(self._config, self._steps))
+                self._signs = {one.rank: one for one in signs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
@@ -33,11 +33,13 @@ class Listener:
             if rank not in self._asked and now - self.seen[rank] > (_HURRY_S if hurry else _EVERY_S):
                 self._asked[rank] = now, actor.drain.remote()
 
-    def finish(self, timeout_s: float = _ANSWER_S) -> None:
-        """Take all records that there are, of the ranks that answer in time."""
+    def finish(self, timeout_s: float = _ANSWER_S, without: Collection[int] = ()) -> None:
+        """Take all records that there are, of the ranks that answer in time; `without` those that are gone."""
         until = time.monotonic() + timeout_s
+        self._asked = {rank: asked for rank, asked in self._asked.items() if rank not in without}
         self._take(timeout_s)
-        self._asked |= {rank: (time.time(), actor.drain.remote()) for rank, actor in enumerate(self._actors)}
+        left = [(rank, actor) for rank, actor in enumerate(self._actors) if rank not in without]
+        self._asked |= {rank: (time.time(), actor.drain.remote()) for rank, actor in left}
         self._take(max(0.0, until - time.monotonic()))
 
     def silent(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,9 @@ from raytrain_hpc.observe.console import Console
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.plan.flops import flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.recovery import Formation, form, least_workers
+from raytrain_hpc.plan.pace import by_pace
+from raytrain_hpc.plan.parts import buddies, newest_step, parts
+from raytrain_hpc.plan.recovery import Candidate, Formation, form, least_workers
 from raytrain_hpc.worker.schedule import evaluates
 from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
 
@@ -47,6 +50,7 @@ class Supervisor:
         self._in_a_row, self._furthest = 0, -1  # failures, and the step that none of them was beyond
         self._infos: list[dict[str, Any]] = []  # of the first generation
         self._warned: set[str] = set()
+        self._parts = 1  # of the state, in the last generation
         self._wanted = 0  # workers; 0: as many as the settings and the cluster say
 
     def resize(self, workers: int) -> None:
@@ -133,7 +137,6 @@ class Supervisor:
                         return outcome
                     if outcome == "lost":
                         crew.forget()
-                        self._console.line("state lost with its ranks; going on from the newest checkpoint")
                 run.lease.next_generation()
         finally:
             crew.close()
@@ -152,7 +155,7 @@ class Supervisor:
         """The next generation. Who holds a step in memory goes on at once; for a checkpoint all are waited for."""
         while True:
             candidates = crew.candidates()
-            formation = form(self._config, run.batching, candidates, self._wanted)
+            formation = form(self._config, run.batching, candidates, self._wanted, self._parts)
             complete = formation is not None and formation.layout.world == self._wanted
             if formation is not None and (complete or formation.step is not None):
                 return formation
@@ -165,7 +168,10 @@ class Supervisor:
 
     def _generation(self, run: _Run, crew: Crew, formation: Formation) -> str:
         prepared, recorder, layout = run.prepared, run.recorder, formation.layout
+        batching = self._shared_out(run, formation, crew.candidates())
         infos = crew.arrange(formation.members)
+        if self._infos and formation.step is None:
+            self._console.line("no state to go on from in memory; going on from the newest checkpoint")
         self._infos = self._infos or infos
         newest = None if formation.step is not None else newest_checkpoint(prepared.store, self._warn)
         first = formation.step if formation.step is not None else 0 if newest is None else newest.step
@@ -178,7 +184,7 @@ class Supervisor:
         spec = WorkerSpec(
             config=located(self._config),
             layout=layout,
-            batching=run.batching,
+            batching=batching,
             shape=prepared.shape,
             custom=self._custom,
             generation=run.lease.generation,
@@ -187,22 +193,43 @@ class Supervisor:
             steps_to=self._config.train.steps,
             unevaluated=self._unevaluated(run, first),
             unsaved=formation.step is not None and self._unsaved(run, first),
+            buddies=buddies(layout, [info["node"] for info in infos]) if self._config.checkpoint.buddies else (),
         )
+        self._parts = max(parts(layout)) + 1
         run.incidents.resumed(first, layout.world)
 
-        looked = 0, 0  # wanted workers and those there, at the last look
+        regroup = self._regrouping(run, crew, formation, batching)
+        return crew.run(spec, partial(self._handle, run), self._stop, regroup)
+
+    def _regrouping(self, run: _Run, crew: Crew, now: Formation, batching: Batching) -> Callable[[], bool]:
+        """Asks whether another formation is wanted: more workers have come, fewer are wished for, some are leaving."""
+        looked: tuple[Any, ...] = ()
 
         def regroup() -> bool:
             nonlocal looked
             candidates = crew.candidates()
-            if looked == (self._wanted, len(candidates)):
+            if looked == (seen := (self._wanted, len(candidates), [(one.pace, one.leaving) for one in candidates])):
                 return False
-            looked = self._wanted, len(candidates)
+            looked = seen
             crew.extend(self._wanted)
-            other = form(self._config, run.batching, candidates, self._wanted)
-            return other is not None and other.layout.world != layout.world
+            other = form(self._config, run.batching, candidates, self._wanted, self._parts)
+            leaving = {one.worker for one in candidates if one.leaving} & set(now.members)
+            if other is None:
+                if leaving:
+                    self._console.line("nodes are being taken away, and the others are too few to go on: saving")
+                    self._stop.set()
+                return False
+            resized = other.layout.world != now.layout.world
+            return resized or bool(leaving) or self._shared_out(run, other, candidates) != batching
 
-        return crew.run(spec, partial(self._handle, run), self._stop, regroup)
+        return regroup
+
+    def _shared_out(self, run: _Run, formation: Formation, candidates: list[Candidate]) -> Batching:
+        """The step's microbatches, fewer of them for those that are slow where the settings want that."""
+        if self._config.fault.straggler != "rebalance":
+            return run.batching
+        pace = {one.worker: one.pace for one in candidates}
+        return by_pace(run.batching, formation.layout, [pace[member] for member in formation.members])
 
     def _unevaluated(self, run: _Run, step: int) -> dict[str, Any] | None:
         """The metrics of `step` where an evaluation follows it and was cut short."""
@@ -238,9 +265,9 @@ class Supervisor:
 
     def _take_stock(self, run: _Run, crew: Crew, failure: WorkerFailed) -> None:
         """A generation failed: record what it committed, and the failure. RunFailed where it is one too many."""
-        held = [max(one.steps) for one in crew.candidates() if one.steps]
-        for metrics in crew.recall(run.recorder.step):
-            if held and metrics["step"] <= min(held):  # a step that some have taken and others not is not committed
+        whole = newest_step([one.held for one in crew.candidates()], self._parts)
+        for metrics in crew.recall(run.recorder.step) if whole is not None else ():
+            if metrics["step"] <= whole:  # a step that is not to be gone on from is not committed
                 run.recorder.handle({"type": "step", "metrics": metrics})
         step = run.recorder.step
         self._restarts += 1

@@ -7,18 +7,63 @@ from collections.abc import Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_hpc.config import Config
-from raytrain_hpc.driver.agent import Agent, Pulses
-from raytrain_hpc.plan.watch import Suspect
+from raytrain_hpc.driver.agent import Agent, Pulses, Seen
+from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
 
-_EVERY_S = 0.1  # between two questions to an agent elsewhere
+_EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
 _ANSWER_S = 1.0
 _SETTLE_S, _SETTLE_STEPS = 10.0, 3.0
 
 AgentActor = ray.remote(num_cpus=0, max_restarts=0)(Agent)
+
+
+class _AgentElsewhere:
+    """The agent of another node, asked again and again behind what runs."""
+
+    def __init__(self, config: Config, node: str):
+        self._config, self._node = config, node
+        self._pulses: Pulses = {}
+        self.heard = Seen([], {})
+        self.actor: Any = None
+        self._answer: Any = None
+        self._owing_since: float | None = None
+        self._answered, self._up = 0.0, False  # when it said something last, and whether it has ever
+        self._start()
+
+    def watch(self, pulses: Pulses) -> None:
+        """From now on these are the ranks of its node."""
+        self._pulses, self.heard = pulses, Seen([], {})
+        self.actor.watch.remote(pulses)
+
+    def listen(self) -> None:
+        """Take what it has said, and ask it again if that is a while ago. One that has died is followed by another."""
+        now = time.monotonic()
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            try:
+                self.heard, self._owing_since = ray.get(self._answer), None
+                self._answered, self._up = now, True
+            except ActorUnavailableError:  # perhaps for good: then its silence tells
+                self._answered = now
+            except RayError:
+                self._start()
+                self.actor.watch.remote(self._pulses)
+            self._answer = None
+        if self._answer is None and now - self._answered > _EVERY_S:
+            self._answer = self.actor.look.remote()
+            self._owing_since = self._owing_since or now
+
+    def silent_s(self) -> float:
+        """For how long it has owed an answer; 0 while it comes up."""
+        return 0.0 if self._owing_since is None or not self._up else time.monotonic() - self._owing_since
+
+    def _start(self) -> None:
+        there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        self.actor = AgentActor.options(scheduling_strategy=there).remote(self._config)  # type: ignore[attr-defined]
+        self._owing_since, self._up = None, False
 
 
 class Watch:
@@ -28,30 +73,43 @@ class Watch:
         self._config = config
         self._here: str = ray.get_runtime_context().get_node_id()
         self._own = Agent(config)
-        self._others: dict[str, Any] = {}
-        self._asked: dict[str, tuple[float, Any]] = {}
-        self._heard: dict[str, list[Suspect]] = {}
+        self._others: dict[str, _AgentElsewhere] = {}
 
     def begin(self, ranks: Iterable[dict[str, Any]]) -> None:
         """The ranks of a generation, each with its rank, node, pid and pulse (the path of its heartbeat)."""
         by_node: dict[str, dict[int, tuple[int, str]]] = {self._here: {}, **{node: {} for node in self._others}}
         for info in ranks:
             by_node.setdefault(info["node"], {})[info["rank"]] = info["pid"], info["pulse"]
-        self._heard, self._asked = {}, {}
+        self._own.watch(by_node.pop(self._here))
         for node, pulses in by_node.items():
-            self._tell(node, pulses)
+            if node not in self._others:
+                self._others[node] = _AgentElsewhere(self._config, node)
+            self._others[node].watch(pulses)
 
     def suspects(self) -> list[Suspect]:
         """Who shows no life, as far as agents have said so."""
-        now = time.monotonic()
-        for node, agent in self._others.items():
-            when, answer = self._asked.get(node, (0.0, None))
-            if answer is not None and ray.wait([answer], timeout=0)[0]:
-                self._heard[node], answer = _said(answer), None
-                self._asked[node] = when, None
-            if answer is None and now - when > _EVERY_S:
-                self._asked[node] = now, agent.suspects.remote()
-        return [*self._own.suspects(), *(one for heard in self._heard.values() for one in heard)]
+        for agent in self._others.values():
+            agent.listen()
+        return [one for seen in self._seen() for one in seen.suspects]
+
+    def signs(self) -> dict[int, Signs]:
+        """What was seen last of every rank."""
+        return {rank: signs for seen in self._seen() for rank, signs in seen.signs.items()}
+
+    def _seen(self) -> list[Seen]:
+        return [self._own.look(), *(agent.heard for agent in self._others.values())]
+
+    def lost(self, *, broken: bool) -> list[str]:
+        """Nodes that do not answer any more. `broken`: whether the end of a rank has been heard of."""
+        for agent in self._others.values():
+            agent.listen()
+        return lost_nodes({node: agent.silent_s() for node, agent in self._others.items()}, broken=broken)
+
+    def forget(self, node: str) -> None:
+        """A node is given up on, and its agent with it."""
+        agent = self._others.pop(node, None)
+        if agent is not None:
+            ray.kill(agent.actor, no_restart=True)
 
     def settle_s(self) -> float:
         """How long ranks may take to end after one of them has: until their next collective, which breaks."""
@@ -59,11 +117,11 @@ class Watch:
 
     def stacks(self) -> dict[int, str]:
         """What the threads of all ranks are at."""
-        asked = [agent.stacks.remote() for agent in self._others.values()]
+        asked = [agent.actor.stacks.remote() for agent in self._others.values()]
         found = self._own.stacks()
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
         for answer in ready:
-            found |= dict(_said(answer))
+            found |= _said(answer)
         return found
 
     def kill(self, node: str, rank: int) -> None:
@@ -71,28 +129,19 @@ class Watch:
         if node == self._here:
             self._own.kill(rank)
         elif node in self._others:
-            self._others[node].kill.remote(rank)
+            self._others[node].actor.kill.remote(rank)
 
     def close(self) -> None:
         """End the agents."""
-        self._own.watch({})
-        for agent in self._others.values():
-            ray.kill(agent, no_restart=True)
-        self._others = {}
-
-    def _tell(self, node: str, pulses: Pulses) -> None:
-        if node == self._here:
-            self._own.watch(pulses)
-            return
-        if node not in self._others:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._others[node] = AgentActor.options(scheduling_strategy=there).remote(self._config)  # type: ignore[attr-defined]
-        self._others[node].watch.remote(pulses)
+        self._own.close()
+        for node in list(self._others):
+            self.forget(node)
 
 
-def _said(answer: Any) -> Any:
+def _said(answer: Any) -> dict[int, str]:
     """What an agent said; nothing where it is gone with its node, which is heard otherwise."""
     try:
-        return ray.get(answer)
+        found: dict[int, str] = ray.get(answer)
     except RayError:
-        return []
+        return {}
+    return found

@@ -16,12 +16,15 @@ from ray.exceptions import RayError, RayTaskError
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.driver.actors import Actors, Worker, last_line
 from raytrain_hpc.driver.cluster import connected
+from raytrain_hpc.driver.drains import Drains
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
 from raytrain_hpc.driver.listening import Listener
+from raytrain_hpc.driver.pace import Pace
 from raytrain_hpc.driver.watch import Watch
 from raytrain_hpc.errors import RaytrainError, WorkerFailed
 from raytrain_hpc.plan.blame import Call, blame, peer_gone, pending
 from raytrain_hpc.plan.layout import fixed_world, model_ranks
+from raytrain_hpc.plan.parts import parts
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.plan.topology import Topology
@@ -80,11 +83,12 @@ class RayWorkers:
 
     def __init__(self, config: Config, actors: Actors, store: RendezvousStore, *, readers: bool):
         self._config, self._actors, self._store, self._readers = config, actors, store, readers
-        self._watch = Watch(config)
+        self._drains = Drains()
+        self._watch, self._pace = Watch(config), Pace(config.fault.straggler_factor)
         self._ranks: list[Worker] = []
         self._runs: list[Any] = []
         self._feeder: Any = None
-        self._generation = 0
+        self._generation, self._parts = 0, [0]
         self._listener = Listener([], lambda record: None)
         self._broken: dict[int, Sequence[Call]] = {}  # what ranks were last in, of those that broke
 
@@ -103,15 +107,19 @@ class RayWorkers:
     def candidates(self) -> list[Candidate]:
         """Who can be given a rank: all that are up, with what they hold since their last generation."""
         self._actors.arrived()
+        leaving = self._drains.nodes()
         return [
-            Candidate(worker.number, worker.info["node"], worker.info["pid"], worker.steps)
-            for worker in self._actors.up
+            Candidate(one.number, node := one.info["node"], one.info["pid"], one.held, one.pace, node in leaving)
+            for one in self._actors.up
         ]
 
     def arrange(self, members: tuple[int, ...]) -> list[Info]:
         """Number the ranks of the next generation. Returns who and where each is."""
         by_number = {worker.number: worker for worker in self._actors.up}
         self._ranks = [by_number[number] for number in members]
+        for node in self._drains.nodes() - {worker.info["node"] for worker in self._ranks}:
+            self._watch.forget(node)
+            self._actors.replace_all_on(node)
         return [{"rank": rank, **worker.info} for rank, worker in enumerate(self._ranks)]
 
     def run(
@@ -131,7 +139,7 @@ class RayWorkers:
             ready, left = ray.wait(left, num_returns=1, timeout=_LOOK_S)
             if any(self._failure(self._runs.index(run)) is not None for run in ready):
                 raise self._fall(time.time(), [])
-            if left and (guilty := self._given_up()):
+            if left and (guilty := [*self._given_up(), *self._slow(handle)]):
                 raise self._fall(time.time(), guilty)
             if stop.is_set() and not stopping:
                 stopping = True
@@ -147,7 +155,7 @@ class RayWorkers:
     def recall(self, after: int) -> list[Record]:
         """The metrics of the steps after this one, from the first rank that is left: not all were fetched."""
         for worker in self._ranks:
-            if worker in self._actors.up and worker.steps:
+            if worker in self._actors.up and worker.held:
                 try:
                     recalled: list[Record] = ray.get(worker.actor.recall.remote(after), timeout=_ANSWER_S)
                     return recalled
@@ -158,7 +166,7 @@ class RayWorkers:
     def forget(self) -> None:
         """What workers hold in memory is of no use."""
         for worker in self._actors.up:
-            worker.steps = ()
+            worker.held = ()
 
     def close(self) -> None:
         """End all actors and give their slots back."""
@@ -168,7 +176,7 @@ class RayWorkers:
 
     def _launch(self, spec: WorkerSpec, handle: Callable[[Record], None]) -> None:
         self.forget()  # until they end; who is no member holds what nobody will go on from
-        self._generation = spec.generation
+        self._generation, self._parts = spec.generation, parts(spec.layout)
         meeting = self._store.meeting(spec.generation)
         self._end_feeder()
         if self._readers and spec.blocks.groups:
@@ -178,6 +186,7 @@ class RayWorkers:
         self._runs = [
             worker.actor.run.remote(spec, rank, meeting, self._feeder) for rank, worker in enumerate(self._ranks)
         ]
+        self._pace = Pace(self._config.fault.straggler_factor)
         self._listener, self._broken = Listener([worker.actor for worker in self._ranks], handle), {}
         self._watch.begin({"rank": rank, **worker.info} for rank, worker in enumerate(self._ranks))
 
@@ -193,7 +202,8 @@ class RayWorkers:
     def _ended(self, rank: int) -> Ended:
         """How a rank's part ended; of those that are left, what they hold is noted. Raises RayError."""
         ended: Ended = ray.get(self._runs[rank])
-        self._ranks[rank].steps = ended.steps
+        steps_of = {rank: ended.steps, **ended.copies}
+        self._ranks[rank].held = tuple((self._parts[one], step) for one, steps in steps_of.items() for step in steps)
         if ended.outcome == "broken":
             self._broken[rank] = ended.calls
         return ended
@@ -208,13 +218,42 @@ class RayWorkers:
             return self._failed(rank, "raised", last_line(error))
         except RayError as error:
             return self._failed(rank, "died", last_line(error).split(" Some common causes")[0])
+        if ended.outcome == "differs":
+            return self._failed(rank, "corrupt" if rank in ended.differing else "replicas differ", ended.reason)
         return self._failed(rank, "raised", ended.reason) if ended.outcome == "broken" else None
 
     def _given_up(self) -> list[WorkerFailed]:
         """The ranks that are to be ended, if any."""
-        if found := self._watch.suspects():
+        found = self._watch.suspects()
+        if lost := self._on_lost_nodes(broken=bool(found)):
+            return list(lost.values())
+        if found:
             return self._accused(found)
         return [self._failed(rank, "silent", "gave no answer on its control path") for rank in self._listener.silent()]
+
+    def _slow(self, handle: Callable[[Record], None]) -> list[WorkerFailed]:
+        """Says who keeps the others waiting; the ranks that are to be ended for it."""
+        if not self._pace.due():
+            return []
+        policy, evicted = self._config.fault.straggler, []
+        for rank, factor in self._pace.look(self._watch.signs()).items():
+            failure = self._failed(rank, "slow", f"works {factor:.1f} times as long as the others for a step")
+            if policy == "evict":
+                evicted.append(failure)
+                continue
+            self._ranks[rank].pace = factor
+            keys = ("kind", "rank", "node", "pid", "reason")
+            handle({"type": "incident", "operation": "training", **{key: getattr(failure, key) for key in keys}})
+        return evicted
+
+    def _on_lost_nodes(self, *, broken: bool) -> dict[int, WorkerFailed]:
+        """The ranks on nodes that do not answer any more, if any."""
+        nodes = self._watch.lost(broken=broken)
+        return {
+            rank: self._failed(rank, "node lost", "its node gives no answer")
+            for rank, worker in enumerate(self._ranks)
+            if worker.info["node"] in nodes
+        }
 
     def _accused(self, found: Sequence[Suspect]) -> list[WorkerFailed]:
         """Of ranks that show no life, those that the others wait for; none where that is no fault or cannot be told."""
@@ -257,32 +296,46 @@ class RayWorkers:
         for failure in known:
             self._watch.kill(failure.node, failure.rank)
         self._store.fall(self._generation)
-        settle_s = self._watch.settle_s()
-        ready, stuck = ray.wait(self._runs, num_returns=len(self._runs), timeout=settle_s)
-        for run in ready:
-            rank = self._runs.index(run)
-            found = self._failure(rank)
-            if isinstance(found, RaytrainError) and not isinstance(found, WorkerFailed):
+        for rank, found in self._endings().items():
+            if not isinstance(found, WorkerFailed):
                 return found
-            if found is not None:
-                failures.setdefault(rank, found)
-        for run in stuck:
-            rank = self._runs.index(run)
-            failures.setdefault(rank, self._failed(rank, "silent", f"did not end within {settle_s:g} s"))
+            failures.setdefault(rank, found)
         self._name_out_of_step(failures)
         guilty = min(failures.values(), key=lambda one: (_innocence(one), one.rank))
         guilty.ranks = tuple(sorted(rank for rank, one in failures.items() if _innocence(one) < _PEER_GONE))
         for rank in guilty.ranks:
             self._actors.replace(self._ranks[rank])
-        self._listener.finish(_SAY_S)
+        for node in {failure.node for failure in failures.values() if failure.kind == "node lost"}:
+            self._watch.forget(node)
+            self._actors.replace_all_on(node)
+        self._listener.finish(_SAY_S, without=guilty.ranks)
         guilty.detected = detected
         guilty.last_seen = seen[guilty.rank] if guilty not in known else guilty.last_seen
         guilty.operation = guilty.operation or pending(self._broken)
         return guilty
 
+    def _endings(self) -> dict[int, RaytrainError]:
+        """How all ranks ended that did not end well. Those on a node that does not answer are not waited for."""
+        settle_s, left = self._watch.settle_s(), list(self._runs)
+        failures: dict[int, RaytrainError] = {}
+        until = time.monotonic() + settle_s
+        while left and time.monotonic() < until:
+            ready, left = ray.wait(left, num_returns=len(left), timeout=_LOOK_S)
+            for run in ready:
+                rank = self._runs.index(run)
+                if (found := self._failure(rank)) is not None:
+                    failures[rank] = found
+            lost = self._on_lost_nodes(broken=True) if left else {}
+            failures |= {rank: failure for rank, failure in lost.items() if self._runs[rank] in left}
+            left = [run for run in left if self._runs.index(run) not in lost]
+        for rank in (self._runs.index(run) for run in left):
+            failures[rank] = self._failed(rank, "silent", f"did not end within {settle_s:g} s")
+        return failures
+
     def _name_out_of_step(self, failures: dict[int, WorkerFailed]) -> None:
         """Where collectives broke and nobody is gone, somebody was in another one than the rest."""
-        if all(_innocence(failure) == _PEER_GONE for failure in failures.values()) and (told := blame(self._broken)):
+        broken = all(one.kind == "raised" and _innocence(one) == _PEER_GONE for one in failures.values())
+        if broken and (told := blame(self._broken)):
             for rank in told.ranks:
                 failures[rank] = self._failed(rank, told.kind, failures[rank].reason)
                 failures[rank].operation = told.operation
@@ -295,12 +348,14 @@ class RayWorkers:
 
 
 _PEER_GONE = 3
-_GIVEN_UP = ("died", "frozen", "interpreter held", "stalled", "out of step")
+_GIVEN_UP = ("died", "node lost", "corrupt", "slow", "frozen", "interpreter held", "stalled", "out of step")
 
 
 def _innocence(failure: WorkerFailed) -> int:
     if failure.kind in _GIVEN_UP:
         return 0
+    if failure.kind == "replicas differ":
+        return _PEER_GONE
     if failure.kind != "raised":
         return 1
     return _PEER_GONE if peer_gone(failure.reason) else 2

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_hpc.parallel.collectives import gather_flat
 from raytrain_hpc.parallel.pairwise import Node, PairwiseSum, open_nodes
 from raytrain_hpc.parallel.replicate import partition
 from raytrain_hpc.plan.layout import Batching, Layout
@@ -65,7 +66,7 @@ def sum_over(group: dist.ProcessGroup | None, shares: Shares, mine: PairwiseSum,
     dist.all_to_all_single(received, own.view(-1), splits, [own[0].numel()] * ranks, group=group)
     parts = [part.view(-1, size).unbind() for part in torch.split(received, splits)]
     gathered = received.new_empty(ranks * size)
-    dist.all_gather_into_tensor(gathered, shares.add_up(parts), group=group)
+    gather_flat(gathered, shares.add_up(parts), group)
     out.copy_(gathered[:n])
 
 

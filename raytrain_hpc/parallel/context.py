@@ -20,6 +20,7 @@ from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention, sam
 from raytrain_hpc.model.experts import Router
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.blockwise import Sight, attend, attend_backward, combine
+from raytrain_hpc.parallel.collectives import wait
 
 
 def chunk_positions(total: int, ring: int, member: int) -> list[range]:
@@ -63,8 +64,7 @@ class Ring:
                     dist.P2POp(dist.irecv, taken, before, axis.group),
                 ]
             )
-        for work in works:
-            work.wait()
+        wait(works)
         return received, source
 
     def sight(self, holder: int, documents: Tensor | None) -> tuple[slice, slice, Sight]:

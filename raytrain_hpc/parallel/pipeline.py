@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.parallel.axis import Traffic
+from raytrain_hpc.parallel.collectives import wait
 from raytrain_hpc.plan.pipeline import Action, Order, Schedule
 from raytrain_hpc.plan.timeline import Span
 
@@ -115,7 +116,7 @@ class _Mail:
         source = self._schedule.rank_of(stage - 1 if kind == "F" else stage + 1)
         while message not in self._arrived:
             arrived, tensor, work = self._posted.pop(source)
-            work.wait()
+            wait([work])
             self._arrived[arrived] = tensor
             self._post(source)
         return self._arrived.pop(message)
@@ -136,8 +137,7 @@ class _Mail:
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        for work, _ in self._sent:
-            work.wait()
+        wait(work for work, _ in self._sent)
 
     def _from(self, order: Order) -> Iterable[Message]:
         """What a rank with this order sends here, in its order."""

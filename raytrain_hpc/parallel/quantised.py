@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_hpc.parallel.collectives import gather_flat
+
 BLOCK = 256
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
@@ -82,7 +84,7 @@ class QuantisedAllGather(_Allocating):
         message = quantise(input_tensor.view(1, -1), WEIGHT_BITS)
         ranks = dist.get_world_size(group)
         gathered = message.new_empty((ranks * message.shape[1],))
-        dist.all_gather_into_tensor(gathered, message.view(-1), group=group)
+        gather_flat(gathered, message.view(-1), group)
         self._sent.bytes += (ranks - 1) * message.numel()
         values = dequantise(gathered.view(ranks, -1), input_tensor.numel(), WEIGHT_BITS)
         output_tensor.view(ranks, -1).copy_(values)

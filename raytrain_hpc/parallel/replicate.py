@@ -6,6 +6,7 @@ The method of PyTorch's DDP (Li et al. 2020, VLDB 13 (12)), on public hooks. The
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.parallel.collectives import wait
 
 
 class Replicated:
@@ -37,7 +39,9 @@ class Replicated:
         self._reached: set[Tensor] = set()  # by this backward pass
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))  # type: ignore[no-untyped-call]
+                # Weakly: Python finds no circle through these hooks, and this one would hold on to the group for ever.
+                hook = partial(_accumulated, weakref.ref(self), weakref.ref(bucket))
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward(self, stage: int, microbatch: int, *, last: bool, split: bool = False) -> Iterator[None]:
@@ -55,15 +59,15 @@ class Replicated:
     def finish(self) -> None:
         """Sum what is left after the last backward pass of a step, and wait for all sums."""
         self._launch(len(self._buckets))
-        for work in self._work:
-            work.wait()
+        wait(self._work)
         self._work.clear()
         self._launched = 0
         for bucket in self._buckets:
             bucket.adopt_unreached()
             bucket.missing = set(bucket.parameters)
 
-    def _accumulated(self, bucket: _Bucket, parameter: Tensor) -> None:
+    def accumulated(self, bucket: _Bucket, parameter: Tensor) -> None:
+        """A backward pass has added to a parameter's gradient."""
         if parameter in self._reached:
             raise ModelError(
                 f"model: {self._names[parameter]} got two gradients in one backward pass, and the first may be on its "
@@ -84,6 +88,12 @@ class Replicated:
             if work is not None:
                 self._work.append(work)
         self._launched = max(self._launched, end)
+
+
+def _accumulated(replicated: weakref.ref[Replicated], bucket: weakref.ref[_Bucket], parameter: Tensor) -> None:
+    owner, part = replicated(), bucket()
+    if owner is not None and part is not None:
+        owner.accumulated(part, parameter)
 
 
 class _Bucket:

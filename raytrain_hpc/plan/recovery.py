@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -9,16 +10,24 @@ from dataclasses import dataclass
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
+from raytrain_hpc.plan.parts import newest_step
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that is alive and can be given a rank. `steps`: those whose state it holds in memory."""
+    """A worker that is alive and can be given a rank.
+
+    `held`: (part, step) of each state that it has in memory, with parts of the generation before numbered as by
+    plan.parts. `pace`: how many times as long as others it was seen to work for a step. `leaving`: its node is about
+    to be taken away, so that it takes no part in what comes next.
+    """
 
     worker: int
     node: str
     pid: int
-    steps: tuple[int, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    pace: float = 1.0
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,19 +46,21 @@ def least_workers(config: Config) -> int:
     return model_ranks(config) if least == AUTO else int(least)
 
 
-def form(config: Config, batching: Batching, candidates: Sequence[Candidate], wanted: int) -> Formation | None:
+def form(
+    config: Config, batching: Batching, candidates: Sequence[Candidate], wanted: int, parts: int
+) -> Formation | None:
     """The largest legal formation of at most `wanted` workers; None where there are too few for any.
 
     The batch stays cut as it is. Only data-parallel axes change: what cuts a model keeps its size, and a
-    tensor-parallel group stays on one node.
+    tensor-parallel group stays on one node. They go on from the newest step of which they hold all `parts` together.
     """
+    candidates = [one for one in candidates if not one.leaving]
     for world in range(min(wanted, len(candidates)), least_workers(config) - 1, -1):
         layout = legal_layout(config, world, batching)
         members = None if layout is None else _members(candidates, world, config.parallel.tp)
         if layout is not None and members is not None:
-            # The least step that all have come to: those who are further hold the one before, too.
-            stands = [max(member.steps) for member in members if member.steps]
-            return Formation(layout, tuple(one.worker for one in members), min(stands) if stands else None)
+            step = newest_step([one.held for one in members], parts)
+            return Formation(layout, tuple(one.worker for one in members), step)
     return None
 
 
@@ -73,11 +84,16 @@ def legal_layout(config: Config, world: int, batching: Batching) -> Layout | Non
 
 
 def _members(candidates: Sequence[Candidate], world: int, together: int) -> list[Candidate] | None:
-    """`world` of the candidates in rank order, `together` neighbours on one node; None where too few fit."""
+    """`world` of the candidates in rank order, `together` neighbours on one node; None where too few fit.
+
+    Those who hold state come first, and of a node's those who alone hold some.
+    """
     nodes: dict[str, list[Candidate]] = {}
-    for one in sorted(candidates, key=lambda one: (not one.steps, one.pid)):
+    holders = Counter(state for one in candidates for state in one.held)
+    alone = {one.worker: sum(holders[state] == 1 for state in one.held) for one in candidates}
+    for one in sorted(candidates, key=lambda one: (not one.held, -alone[one.worker], one.pid)):
         nodes.setdefault(one.node, []).append(one)
-    held = {node: sum(bool(one.steps) for one in there) for node, there in nodes.items()}
+    held = {node: sum(bool(one.held) for one in there) for node, there in nodes.items()}
     everybody = {node: len(there) for node, there in nodes.items()}
     taken = dict.fromkeys(nodes, 0)
     for available in (held, everybody):  # those who hold state first

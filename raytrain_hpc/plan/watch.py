@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -15,6 +15,8 @@ Kind = Literal["frozen", "interpreter held", "stalled"]
 _BEAT_S = 0.6  # without a beat, which comes every 0.05 s
 _STALL_S, _STALL_STEPS = 1.0, 3.0
 _UNKNOWN_STALL_S = 300.0  # until a step has shown how long one takes
+_LOOKS, _LOOK_STEPS = 40, 5  # until it is known who waits for whom
+_NODE_S, _NODE_BROKEN_S = 10.0, 0.6  # without an answer from a node; the second where ranks have gone, too
 _SLOW_S = 300.0  # who builds, loads or saves may wait for a file system, or for a compiler
 
 
@@ -23,7 +25,7 @@ class Signs:
     """What can be seen of a worker at a moment.
 
     Ages are in seconds, less the time in which its loop was ready to run and had no CPU: a machine with too much to do
-    is no fault. `step_s`: how long its last step took, None where unknown.
+    is no fault. `step_s`: how long its last step took, None where unknown. `looks` and `waiting` count up for ever.
     """
 
     rank: int
@@ -34,6 +36,8 @@ class Signs:
     phase: Phase
     step: int
     step_s: float | None
+    looks: int = 0  # at what the loop was at, while training
+    waiting: int = 0  # of those, how often it waited for other ranks
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,15 @@ def limits(config: Config, step_s: Sequence[float]) -> Limits:
     """Limits from `fault.stall_timeout`, or from how long the last steps took."""
     chosen = config.fault.stall_timeout
     if chosen != AUTO:
-        stall = float(chosen)
-    else:
-        stall = max(_STALL_S, _STALL_STEPS * median(step_s)) if step_s else _UNKNOWN_STALL_S
-    return Limits(min(_BEAT_S, stall), stall, max(stall, _SLOW_S))
+        return Limits(float(chosen), float(chosen), max(float(chosen), _SLOW_S))
+    stall = max(_STALL_S, _STALL_STEPS * median(step_s)) if step_s else _UNKNOWN_STALL_S
+    return Limits(_BEAT_S, stall, max(stall, _SLOW_S))
+
+
+def lost_nodes(silent_s: Mapping[str, float], *, broken: bool) -> list[str]:
+    """Nodes that are given up on. `silent_s`: since when each has owed an answer; `broken`: whether ranks are gone."""
+    patience = _NODE_BROKEN_S if broken else _NODE_S
+    return [node for node, seconds in silent_s.items() if seconds > patience]
 
 
 def suspects(signs: Sequence[Signs], bounds: Limits) -> list[Suspect]:
@@ -83,3 +92,26 @@ def suspects(signs: Sequence[Signs], bounds: Limits) -> list[Suspect]:
             found.append(Suspect(one.rank, "stalled", one.mark_age_s))
     certain = [one for one in found if one.kind != "stalled"]
     return certain or found
+
+
+def stragglers(before: Mapping[int, Signs], now: Mapping[int, Signs], factor: float) -> dict[int, float] | None:
+    """Ranks that keep the others waiting, with how many times as long as the median of the others they take for a step.
+
+    All ranks take as long for a step, whoever it is that holds it up: what tells them apart is for how much of it they
+    do not wait. `before` and `now` are two looks at all ranks; None where they are not far enough apart for that share
+    to be known, which takes 40 looks and 5 steps.
+    """
+    working: dict[int, float] = {}
+    for rank, sign in now.items():
+        earlier = before.get(rank)
+        if earlier is None or sign.looks - earlier.looks < _LOOKS or sign.step - earlier.step < _LOOK_STEPS:
+            return None
+        looks = sign.looks - earlier.looks
+        working[rank] = 1.0 - (sign.waiting - earlier.waiting) / looks
+    found = {}
+    for rank, share in working.items():
+        others = [other for one, other in working.items() if one != rank]
+        usual = max(median(others), 1.0 / _LOOKS) if others else share
+        if share >= factor * usual:
+            found[rank] = share / usual
+    return found

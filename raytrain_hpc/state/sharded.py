@@ -14,7 +14,10 @@ from raytrain_hpc.state.index import Box
 
 
 def slice_of_dtensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
-    """(global shape, box held by this rank, local tensor) of a DTensor: `state.holding.slice_of` for that case."""
+    """(global shape, box held by this rank, local tensor) of a DTensor: `state.holding.slice_of` for that case.
+
+    Raises ValueError, beside what `slice_of` raises, where the local tensor is not what the mesh says it is.
+    """
     if not isinstance(tensor, DTensor):
         raise TypeError(f"{type(tensor).__name__} is no DTensor")
     shape = tuple(tensor.shape)
@@ -25,7 +28,10 @@ def slice_of_dtensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.
         raise ValueError(f"rank {dist.get_rank()} is outside the mesh of a tensor of shape {list(shape)}")
     _refuse_scattered_rows(mesh.shape, placements)
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return shape, Box(tuple(offsets), tuple(sizes)), tensor.to_local().detach()
+    local = tensor.to_local().detach()
+    if tuple(local.shape) != tuple(sizes):
+        raise ValueError(f"tensor of shape {list(shape)} has {list(local.shape)} here, and {list(sizes)} by its mesh")
+    return shape, Box(tuple(offsets), tuple(sizes)), local
 
 
 def _refuse_scattered_rows(mesh_shape: Sequence[int], placements: Sequence[object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -61,6 +62,7 @@ class WorkerActor:
         chosen = interface_of(address) if interface == "auto" else interface
         if chosen is not None:
             use_interface(chosen)
+        gc.freeze()  # what is there by now stays: only what generations make is to be looked through
         cuda = self._device.type == "cuda"
         return {
             "node": ray.get_runtime_context().get_node_id(),
@@ -82,6 +84,7 @@ class WorkerActor:
         """
         from raytrain_hpc.worker.control import Ended
         from raytrain_hpc.worker.groups import leave
+        from raytrain_hpc.worker.replicas import ReplicasDiffer
 
         self._run_began_ns = time.time_ns()
         self._control.begin()
@@ -91,16 +94,21 @@ class WorkerActor:
             ended = Ended("lost", str(error))
         except RaytrainError:
             raise
+        except ReplicasDiffer as error:
+            self._memory.distrust()
+            ended = Ended("differs", str(error), differing=error.ranks if error.most else ())
         except Exception as error:  # most often a collective that broke because a peer is gone
             made = tuple(calls(self._run_began_ns))
-            leave()  # before anything else: it sets those free who wait for this rank
             ended = Ended("broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=made)
             if not peer_gone(ended.reason):
                 traceback.print_exc()
         finally:
-            leave()
+            leave()  # at once: it sets those free who wait for this rank
             self._control.mark("idle")
-        return replace(ended, steps=self._memory.steps)
+        if ended.outcome in ("broken", "paused"):
+            self._memory.keep_lent()
+        self._memory.withdraw()
+        return replace(ended, steps=self._memory.steps, copies=self._memory.copies)
 
     def _train(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any) -> Outcome:
         from raytrain_hpc.worker.build import build_trainer

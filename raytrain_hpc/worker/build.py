@@ -21,28 +21,32 @@ from raytrain_hpc.data.delivery import Blocks, DeliveredStream
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.stream import Stream
-from raytrain_hpc.errors import CheckpointError, RunFailed
+from raytrain_hpc.errors import CheckpointError
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
 from raytrain_hpc.parallel.canonical import canonical_shares
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
+from raytrain_hpc.plan.parts import parts
 from raytrain_hpc.plan.stages import split_layers
 from raytrain_hpc.state.exchange import fill
-from raytrain_hpc.state.holding import Held, Holding, dtype_name, replicas_that_differ, slice_of
+from raytrain_hpc.state.holding import Held, Holding, dtype_name, slice_of
 from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
+from raytrain_hpc.worker.copying import Copying
 from raytrain_hpc.worker.feeding import Feed
-from raytrain_hpc.worker.groups import Place, Rendezvous, join
+from raytrain_hpc.worker.groups import Place, Rendezvous, host_group, join
 from raytrain_hpc.worker.injection import Injector
-from raytrain_hpc.worker.loop import Trainer, keeps_snapshots
+from raytrain_hpc.worker.keeping import Keeper, keeps_snapshots
+from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.norm import ExactNorm, GradientNorm, Region
 from raytrain_hpc.worker.offload import home_of
 from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
 from raytrain_hpc.worker.passes import Passes, WholeModel
 from raytrain_hpc.worker.pipelined import Pipelined, Timeline
+from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.saving import Saver, gather_indexes
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
@@ -78,6 +82,15 @@ def build_trainer(
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     indexes = gather_indexes(holding, place)
     _restore(spec, place, holding, indexes, store, memory)
+    replicas = Replicas(holding, place)
+    replicas.compare()
+    # Buffers change in forward passes: with them what is live is not the state of a step.
+    lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
+    copying = None
+    if spec.buddies and memory is not None and keeps_snapshots(config):
+        copying = Copying(memory, rank, spec.buddies, indexes, host_group())
+    keeper = Keeper(config, memory, holding, lends, copying, optimizer.rest)
+    keeper.begin(spec.first)
     optimizer.set_steps(spec.first)
     home.rest()
     marks["model"] = time.time()
@@ -99,9 +112,9 @@ def build_trainer(
         generation=spec.generation,
         emit=control.emit if rank == 0 else _discard,
         control=control,
-        memory=memory,
-        holding=holding,
-        injector=Injector(config.fault.inject, rank, Path(config.run.dir), task),
+        keeper=keeper,
+        replicas=replicas,
+        injector=Injector(config.fault.inject, rank, spec.layout.world, Path(config.run.dir), task),
         unevaluated=spec.unevaluated,
         unsaved=spec.unsaved,
     )
@@ -111,21 +124,26 @@ def state_of(parallel: Parallel, optimizer: Optimizer) -> Holding:
     """What this rank holds of the training state: weights, persistent buffers, optimizer moments."""
     weights = [_Slice(parallel, name) for name in parallel.parameters]
     held = [one for weight in weights for one in weight.held("model", weight.tensor)]
-    for module in parallel.modules.values():
-        buffers = dict(module.named_buffers())
-        for name in module.state_dict():
-            if name in buffers:  # the persistent ones; a second name of a tied weight is no buffer
-                held.append(Held.of(f"model.{name}", buffers[name]))
+    held += [Held.of(f"model.{name}", buffer) for name, buffer in _saved_buffers(parallel)]
     for kind, moments in optimizer.moments.items():
         held += [one for weight in weights for one in weight.held(f"optimizer.{kind}", moments[weight.name])]
     return Holding(held)
+
+
+def _saved_buffers(parallel: Parallel) -> list[tuple[str, torch.Tensor]]:
+    """The persistent ones; a second name of a tied weight is no buffer."""
+    found = []
+    for module in parallel.modules.values():
+        buffers = dict(module.named_buffers())
+        found += [(name, buffers[name]) for name in module.state_dict() if name in buffers]
+    return found
 
 
 class _Slice:
     """What a rank stores of one parameter, and which parts of the global tensor that is."""
 
     def __init__(self, parallel: Parallel, name: str):
-        _, box, self.tensor = slice_of(parallel.parameters[name].detach())
+        _, box, self.tensor = slice_of(parallel.parameters[name])
         self.name, self.cut = name, parallel.cut(name)
         self.parts = self.cut.within(box)
 
@@ -238,10 +256,10 @@ def _draw_weights(task: Task, parallel: Parallel) -> None:
     slices: dict[str, list[_Slice]] = {}
     for name in parallel.parameters:
         slices.setdefault(parallel.cut(name).name, []).append(_Slice(parallel, name))
-    for canonical, parts in slices.items():
-        whole = task.initial(canonical, torch.Size(parts[0].cut.shape))
+    for canonical, pieces in slices.items():
+        whole = task.initial(canonical, torch.Size(pieces[0].cut.shape))
         if whole is not None:
-            for held in (held for one in parts for held in one.held("model", one.tensor)):
+            for held in (held for one in pieces for held in one.held("model", one.tensor)):
                 held.tensor.copy_(whole[held.box.slices_in(Box.whole(held.shape))])
 
 
@@ -266,17 +284,12 @@ def _restore(
     store: CheckpointStore,
     memory: Snapshots | None,
 ) -> None:
-    """Fill the state from memory, a checkpoint, or not at all, have it checked, and snapshot it."""
+    """Fill the state from memory, a checkpoint, or not at all."""
     if spec.memory_step is not None:
         offered = Holding() if memory is None else memory.at(spec.memory_step)
         fill(holding, offered, place.world_group, place.device)
     elif spec.resume_step is not None:
         _load(read_manifest(store.path(spec.resume_step)), holding, indexes)
-    _check_replicas(holding, place)
-    if memory is not None:
-        memory.drop()
-        if keeps_snapshots(spec.config):
-            memory.take(spec.first, holding)
 
 
 def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:
@@ -284,19 +297,6 @@ def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -
     if difference := compare(checkpoint.index, merge(indexes)):
         raise CheckpointError(f"{checkpoint.path} is of another model: {difference} there; choose another run.dir")
     read_pieces(checkpoint, holding)
-
-
-def _check_replicas(holding: Holding, place: Place) -> None:
-    of_experts = Holding(held for held in holding if ".experts." in held.name)
-    dense = Holding(held for held in holding if ".experts." not in held.name)
-    groups = [(holding, place.copies_group)]
-    if place.experts is not None:
-        groups = [(dense, place.copies_group), (of_experts, place.experts.copies)]
-    for part, group in groups:
-        if group is not None and (strangers := replicas_that_differ(part, group, place.device)):
-            raise RunFailed(
-                f"after the load replicas {strangers} hold other weights than the majority; restart the run"
-            )
 
 
 def _data(spec: WorkerSpec, place: Place, control: Control, blocks: Blocks | None) -> tuple[Feed, EvaluationSet | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytrain_hpc.plan.blame import Call
@@ -18,15 +19,19 @@ _REMEMBERED = 4096  # steps; the driver fetches those of rank 0 every second
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank's part in a generation ended. `steps`: those whose state it holds in memory.
+    """How a rank's part in a generation ended. `steps`: those whose state it holds in memory; `copies`: the same of
+    other ranks, by their rank.
 
     done, stopped: saved, as it was to be. paused: at a step boundary, to go on in another generation. broken: something
-    raised, its `reason`. lost: a part of the state that was to be gone on from is held by nobody.
+    raised, its `reason`. lost: a part of the state that was to be gone on from is held by nobody. differs: replicas are
+    not equal; those `differing` from most are known by rank, if any.
     """
 
-    outcome: Literal["done", "stopped", "paused", "broken", "lost"]
+    outcome: Literal["done", "stopped", "paused", "broken", "lost", "differs"]
     reason: str = ""
     steps: tuple[int, ...] = ()
+    copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    differing: tuple[int, ...] = ()
     calls: tuple[Call, ...] = ()  # the collectives that it was last in, where it broke
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
@@ -251,10 +253,34 @@ def _subgroup(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGro
     return mine
 
 
+def host_group() -> dist.ProcessGroup:
+    """A group of all ranks that moves what is in host memory, beside all others. Collective."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
 def leave() -> None:
-    """Give up the groups of this generation."""
+    """Give up the groups of this generation, and with them whoever waits for this rank in one.
+
+    gloo closes a group's connections when nothing refers to it any more, and not before: the model has to be gone,
+    whose circles of references (FSDP's) only the collector finds.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
+        gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Have DTensor, if it is in use, forget the results of operations, which it keeps by the ranks in a mesh.
+
+    They hold the groups of that mesh. And the mesh of a later generation can have the same ranks where this process is
+    another one of them: a parameter would come with the old mesh, and with another rank's place in it.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None:
+        module.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def use_interface(name: str) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import mmap
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -20,8 +21,10 @@ from raytrain_hpc.plan.watch import Phase, Signs
 
 BEAT_S = 0.05
 PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
-_BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION = range(6)
-_BYTES = 6 * 8
+_BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING = range(8)
+_BYTES = 8 * 8
+# Where a loop waits for other ranks, on a CPU: in torch's collectives, in FSDP's, and in our own transfers.
+_WAITS = ("torch/distributed/distributed_c10d.py", "_fsdp_collectives.py", "raytrain_hpc/parallel/collectives.py")
 _SHARED = Path("/dev/shm")
 
 
@@ -37,12 +40,13 @@ class Heartbeat:
         os.close(descriptor)
         self._stacks = _stacks_of(self.path).open("w")
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
-        self._committed_ns = 0
+        self._committed_ns, self._loop = 0, 0
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def mark(self, phase: Phase) -> None:
         """The loop, which is the calling thread, has come to something new."""
         self._fields[_PHASE], self._fields[_THREAD] = PHASES.index(phase), threading.get_native_id()
+        self._loop = threading.get_ident()
         self._fields[_MARK] = time.monotonic_ns()
 
     def committed(self, step: int) -> None:
@@ -53,9 +57,19 @@ class Heartbeat:
         self._committed_ns, self._fields[_STEP] = now, step
 
     def _beat(self) -> None:
+        show_thread_name("heartbeat")
         while True:
             self._fields[_BEAT] = time.monotonic_ns()
+            if PHASES[self._fields[_PHASE]] == "training":
+                self._look()
             time.sleep(BEAT_S)
+
+    def _look(self) -> None:
+        """Count whether the loop is waiting for other ranks: one look says little, many say for which share of time."""
+        frame = sys._current_frames().get(self._loop)
+        if frame is not None:
+            self._fields[_LOOKS] += 1
+            self._fields[_WAITING] += frame.f_code.co_filename.endswith(_WAITS)
 
 
 class Pulse:
@@ -90,6 +104,8 @@ class Pulse:
             phase=PHASES[fields[_PHASE]],
             step=fields[_STEP],
             step_s=fields[_DURATION] / 1e9 or None,
+            looks=fields[_LOOKS],
+            waiting=fields[_WAITING],
         )
 
     def ask_for_stacks(self) -> None:
@@ -104,6 +120,11 @@ class Pulse:
             time.sleep(0.005)
             text = self._stacks.read()
         return text + self._stacks.read()
+
+
+def show_thread_name(name: str) -> None:
+    """Let the operating system know the calling thread by this name, of at most 15 characters."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
 def clear_of_the_dead() -> None:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.config import InjectConfig
+from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.worker.task import Task
 
 
 class Injector:
     """Strikes in the middle of a step: between the last microbatch and the sums over ranks."""
 
-    def __init__(self, faults: Sequence[InjectConfig], rank: int, run_dir: Path, task: Task):
-        self._task = task
-        self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank == rank]
+    def __init__(self, faults: Sequence[InjectConfig], rank: int, world: int, run_dir: Path, task: Task):
+        self._task, self._rank = task, rank
+        self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world == rank]
         self._marks = run_dir / "injected"
+        slow = [self._marks / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
+        if any(mark.exists() and json.loads(mark.read_text())["pid"] == os.getpid() for mark in slow):
+            self._slow_down()  # in this process, whichever rank it has now
 
     def poison(self, step: int) -> None:
         """Before the passes of the step that follows `step` committed ones: a loss that is no number, if so wished."""
@@ -39,6 +46,26 @@ class Injector:
         for kind, fault in _FAULTS.items():
             if self._due(step, kind):
                 fault()
+        if self._due(step, "slow"):
+            self._slow_down()
+
+    def flip(self, step: int, holding: Holding) -> None:
+        """After `step` steps are taken: the lowest bit of the first weight there is, if so wished."""
+        if self._due(step - 1, "bitflip"):
+            weight = next(held.tensor for held in holding if held.tensor.numel())
+            weight.view(-1).view(torch.uint8)[0] ^= 1
+
+    def _slow_down(self) -> None:
+        real, before = self._task.loss, time.thread_time()
+
+        def slow(output: Tensor, targets: Tensor) -> Tensor:
+            nonlocal before
+            time.sleep(2 * (time.thread_time() - before))
+            loss = real(output, targets)
+            before = time.thread_time()
+            return loss
+
+        self._task.loss = slow  # type: ignore[method-assign]
 
     def _due(self, step: int, kind: str) -> bool:
         """Whether such a fault is due; one at a time."""
@@ -50,7 +77,8 @@ class Injector:
         """Whether no process has struck with it yet: the step is run again, by whoever then has this rank."""
         self._marks.mkdir(parents=True, exist_ok=True)
         try:
-            (self._marks / str(number)).touch(exist_ok=False)
+            with (self._marks / str(number)).open("x") as mark:
+                json.dump({"rank": self._rank, "pid": os.getpid()}, mark)
         except FileExistsError:
             return False
         return True

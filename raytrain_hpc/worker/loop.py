@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.errors import RunFailed
@@ -22,15 +21,16 @@ from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.pairwise import pairwise_total
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.plan.watch import Phase
-from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.feeding import Feed, on_device
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.injection import Injector
+from raytrain_hpc.worker.keeping import Keeper
 from raytrain_hpc.worker.norm import GradientNorm
 from raytrain_hpc.worker.optim import Optimizer
 from raytrain_hpc.worker.passes import Passes
+from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
 from raytrain_hpc.worker.task import Batch
@@ -38,11 +38,6 @@ from raytrain_hpc.worker.task import Batch
 Outcome = Literal["done", "stopped", "paused"]
 
 _ASK_EVERY = 8  # evaluation passes between two looks at whether to stop
-
-
-def keeps_snapshots(config: Config) -> bool:
-    """Whether state is kept in memory from step to step: not where it is on disk, for memory is too small for it."""
-    return config.checkpoint.snapshot_every > 0 and config.parallel.offload != "disk"
 
 
 @dataclass
@@ -81,8 +76,8 @@ class Trainer:
     generation: int
     emit: Callable[[Record], None]
     control: Control
-    memory: Snapshots | None  # None: nobody would go on from it
-    holding: Holding
+    keeper: Keeper
+    replicas: Replicas
     injector: Injector
     unevaluated: Record | None = None
     unsaved: bool = False
@@ -93,7 +88,7 @@ class Trainer:
 
     def run(self, first: int, steps_to: int) -> Outcome:
         """Train from `first` committed steps to `steps_to` and save, unless stopped or paused before."""
-        with self.feed.reading(first, steps_to):
+        with self.feed.reading(first, steps_to), self.keeper.keeping():
             outcome = self._run(first, steps_to)
         self.control.mark("saving")
         self.saver.finish()
@@ -113,12 +108,13 @@ class Trainer:
                 result = self.train_step(step)
             step += 1
             stopped, paused = result.stop and step < steps_to, result.pause and step < steps_to
-            if paused or (keeps_snapshots(self.config) and step % self.config.checkpoint.snapshot_every == 0):
-                self._keep(step)
+            self.injector.flip(step, self.keeper.holding)
+            saving = self.saver.due(step) or step == steps_to or stopped
+            agreed = self._compare_replicas(step, saving)
+            self.keeper.stepped(step, last=paused, agreed=agreed)
             record = self._record(step, result, time.perf_counter() - began)
             self.control.committed(record)
             self._busy = "training"
-            saving = self.saver.due(step) or step == steps_to or stopped
             if saving:  # before the evaluation, which can take its time
                 record["time/checkpoint_s"] = self._save(step)
             if not (stopped or paused) and self.evaluation is not None and evaluates(self.config.train, step, steps_to):
@@ -127,11 +123,6 @@ class Trainer:
                     record["time/checkpoint_s"] = self._save(step)
             self.emit({"type": "step", "metrics": record})
         return "stopped" if stopped else "paused" if paused else "done"
-
-    def _keep(self, step: int) -> None:
-        if self.memory is not None:
-            self.memory.take(step, self.holding)
-            self.optimizer.rest()
 
     def train_step(self, step: int) -> StepResult:
         """One optimizer step over this rank's microbatches, of which nothing is applied before its numbers are seen.
@@ -147,6 +138,7 @@ class Trainer:
             self._report_bad_numbers(step, bad, result, time.perf_counter() - began)
             if not result.finite:
                 return self._give_up_step(step, result)
+        self.keeper.steps()
         self.optimizer.step(learning_rate(self.config.train, step))
         self.balance.step()
         self._share_buffers()
@@ -248,6 +240,14 @@ class Trainer:
         if loss is not None:
             record["val/loss"] = loss
         return loss is not None
+
+    def _compare_replicas(self, step: int, saving: bool) -> bool:
+        """Whether that was due, and all is well. What is saved has always been compared: it is gone back to."""
+        every = self.config.fault.compare_every
+        due = every > 0 and (saving or step % every == 0)
+        if due:
+            self.replicas.compare()
+        return due
 
     def _save(self, step: int) -> float:
         self.control.mark("saving")

@@ -18,7 +18,7 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 
 def slices_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """What this rank stores of each parameter, as plain tensors."""
-    return {name: local(parameter.detach()) for name, parameter in parameters.items()}
+    return {name: local(parameter).detach() for name, parameter in parameters.items()}
 
 
 class Optimizer:

@@ -38,6 +38,7 @@ class WorkerSpec:
     steps_to: int  # train until this many steps are committed
     unevaluated: dict[str, Any] | None = None  # the metrics of the first step, where its evaluation was cut short
     unsaved: bool = False  # whether a checkpoint of the first step is due, and was cut short
+    buddies: tuple[tuple[int, int], ...] = ()  # (rank, the rank that keeps a copy of its snapshots)
 
     @property
     def first(self) -> int:

@@ -32,9 +32,9 @@ def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) 
         InjectConfig("nan", 0, 9),
     ]
     (tmp_path / "injected").mkdir()
-    for number, at in ((0, 100.0), (1, 200.0), (3, 300.0)):  # the third never struck: nobody had its rank then
+    for number, at in ((0, 100.0), (1, 200.0), (3, 300.0)):  # the third never struck: the run ended before
         mark = tmp_path / "injected" / str(number)
-        mark.touch()
+        mark.write_text(json.dumps({"rank": faults[number].rank, "pid": 7}))
         os.utime(mark, (at, at))
     incidents = [
         {"kind": "died", "rank": 1, "time": 100.2, "recovered_s": 0.5, "steps_lost": 0},

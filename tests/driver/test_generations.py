@@ -59,7 +59,7 @@ class Crew:
     def candidates(self) -> list[Candidate]:
         if isinstance(self._next, Exception):
             return []
-        return [Candidate(0, "n", 7, self.holds if self.specs else ())]
+        return [Candidate(0, "n", 7, tuple((0, step) for step in self.holds) if self.specs else ())]
 
     def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         who = {"rank": 0, "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}

@@ -1,13 +1,88 @@
-"""Two simulated nodes of two CPUs each: prints the cluster's address, and ends when its input does."""
+"""A simulated cluster of two nodes of two CPUs each, in processes of its own, one of which can be lost, drained, added.
 
+As a script it is that cluster: prints its address, does what it reads on its input, and ends when that does.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
 import sys
+import time
+from typing import Any
 
-from ray.cluster_utils import Cluster
+import psutil
 
-cluster = Cluster()
-for _ in range(2):
-    cluster.add_node(num_cpus=2, include_dashboard=False)
-cluster.wait_for_nodes(timeout=60)
-print(cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
+CPUS = 2
+
+
+class TwoNodes:
+    """A handle on it. `env`: the environment of a driver on this cluster; the first node is where drivers are."""
+
+    def __init__(self) -> None:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
+        env |= {"RAY_worker_niceness": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.env = env | {"RAY_ADDRESS": self._answer()}
+        self._family = {self._process.pid: psutil.Process(self._process.pid)}
+
+    def tell(self, word: str) -> str:
+        """lose: all processes of the second node are killed at once; drain: it is going to be taken away; add: another.
+
+        Returns the id of the node that this is about.
+        """
+        self._note_family()
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self._note_family()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._process.stdout.close()
+        for one in psutil.wait_procs(self._family.values(), timeout=10)[1]:
+            one.kill()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def _note_family(self) -> None:
+        for one in psutil.Process(self._process.pid).children(recursive=True):
+            self._family[one.pid] = one
+
+
+def main() -> None:
+    from ray._raylet import GcsClient
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    nodes: list[Any] = [cluster.add_node(num_cpus=CPUS, include_dashboard=False) for _ in range(2)]
+    cluster.wait_for_nodes(timeout=60)
+    print(cluster.address, flush=True)
+    for word in map(str.strip, sys.stdin):
+        node = nodes[-1]
+        if word == "lose":
+            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+            for one in [raylet, *raylet.children(recursive=True)]:
+                one.kill()
+            nodes.pop()
+        elif word == "drain":
+            deadline = int(1000 * (time.time() + 600))
+            GcsClient(address=cluster.address).drain_node(node.node_id, 2, "preempted", deadline)
+        elif word == "add":
+            node = cluster.add_node(num_cpus=CPUS, include_dashboard=False)
+            nodes.append(node)
+        print(node.node_id, flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

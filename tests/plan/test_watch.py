@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_hpc.config_files import load_config
 from raytrain_hpc.plan.blame import Call, blame, pending
-from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, limits, suspects
+from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, limits, lost_nodes, stragglers, suspects
 
 WELL = Signs(0, True, False, 0.05, 0.1, "training", 12, 0.2)
 BOUNDS = Limits(0.6, 1.0, 300.0)
@@ -54,6 +54,29 @@ def test_limits_follow_the_steps_and_come_in_order() -> None:
     assert limits(auto, []).stall_s == 300.0
     chosen = limits(load_config(None, ["fault.stall_timeout=0.3"]), [5.0])
     assert chosen.stall_s == 0.3 and chosen.beat_s <= 0.3
+
+
+def test_a_node_is_given_up_on_sooner_where_ranks_are_gone_too() -> None:
+    silent = {"a": 0.2, "b": 0.7, "c": 12.0}
+    assert lost_nodes(silent, broken=True) == ["b", "c"] and lost_nodes(silent, broken=False) == ["c"]
+
+
+def looks(*waiting: int, of: int = 100, steps: int = 20) -> dict[int, Signs]:
+    """What was seen of ranks that waited in so many of these looks."""
+    return {rank: replace(WELL, rank=rank, looks=of, waiting=count, step=steps) for rank, count in enumerate(waiting)}
+
+
+def test_who_keeps_the_others_waiting() -> None:
+    before = looks(0, 0, 0, of=0, steps=0)
+    assert stragglers(before, looks(70, 10, 70), 2.0) == {1: pytest.approx(3.0)}
+    assert stragglers(before, looks(30, 10, 30), 2.0) == {}
+    assert stragglers(before, looks(20, 20, 20), 2.0) == {}, "all work as much as each other"
+    assert stragglers(before, looks(90, 0), 2.0) == {1: pytest.approx(10.0)}
+    assert stragglers(before, looks(100, 0, 100), 2.0) == {1: pytest.approx(40.0)}, "whose others only wait"
+    assert stragglers({}, looks(70, 10, 70), 2.0) is None, "nothing to compare with"
+    assert stragglers(before, looks(30, 5, 30, of=39), 2.0) is None, "too few looks"
+    assert stragglers(before, looks(70, 10, 70, steps=4), 2.0) is None, "too few steps"
+    assert stragglers(before, looks(0, of=100), 2.0) == {}, "alone"
 
 
 def calls(text: str, group: str = "0") -> list[Call]:

@@ -1,0 +1,41 @@
+"""Microbatches shared out by how fast ranks are: the one case of shares more than one apart. Pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytrain_hpc.plan.layout import Batching, Layout
+
+
+@dataclass(frozen=True)
+class UnevenBatching(Batching):
+    """`counts[r]`: microbatches of data-parallel rank r."""
+
+    counts: tuple[int, ...]
+
+    def shares(self, degree: int) -> list[range]:
+        """The microbatches of each data-parallel rank: contiguous runs. For another degree they are even again."""
+        if degree != len(self.counts):
+            return super().shares(degree)
+        ends = [sum(self.counts[: rank + 1]) for rank in range(degree)]
+        return [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+
+
+def by_pace(batching: Batching, layout: Layout, pace: Sequence[float]) -> Batching:
+    """The same microbatches, shared out so that the last rank to finish finishes soonest.
+
+    `pace[r]`: how long rank r takes for a microbatch, in any unit; of a data-parallel rank the slowest member counts.
+    Everyone keeps one at least. As it was where all ranks must run equally many passes, or a schedule refuses it.
+    """
+    took = [0.0] * layout.data_parallel
+    for rank, seconds in enumerate(pace):
+        took[layout.data_rank(rank)] = max(took[layout.data_rank(rank)], seconds)
+    counts = [1] * layout.data_parallel
+    for _ in range(batching.count - layout.data_parallel):
+        soonest = min(range(len(counts)), key=lambda rank: ((counts[rank] + 1) * took[rank], rank))
+        counts[soonest] += 1
+    refused = any(layout.pipeline.refusal(count) is not None for count in set(counts))
+    if layout.lockstep or refused or counts == [len(share) for share in batching.shares(layout.data_parallel)]:
+        return batching
+    return UnevenBatching(batching.count, batching.size, tuple(counts))

@@ -1,0 +1,84 @@
+"""What a rank keeps in memory of its committed steps, for the others to go on from should it or they be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from raytrain_hpc.checkpoint.snapshot import Snapshots
+from raytrain_hpc.config import Config
+from raytrain_hpc.state.holding import Holding
+from raytrain_hpc.worker.copying import Copying
+
+
+def keeps_snapshots(config: Config) -> bool:
+    """Whether state is kept in memory from step to step: not where it is on disk, for memory is too small for it."""
+    return config.checkpoint.snapshot_every > 0 and config.parallel.offload != "disk"
+
+
+@dataclass
+class Keeper:
+    """Keeps the state in `memory`, as seldom as is enough.
+
+    `lends`: the live state is as good as a snapshot between two steps, since every rank holds all of it: whoever is
+    left, at whichever step, has it whole. Else a snapshot is taken every so many steps, and `copying` sends it on.
+    `rest`: called when moments were read.
+    """
+
+    config: Config
+    memory: Snapshots | None  # None: nobody would go on from it
+    holding: Holding
+    lends: bool
+    copying: Copying | None
+    rest: Callable[[], None]
+
+    def begin(self, step: int) -> None:
+        """The state has been loaded, the same on all replicas; what was held before is of no more use."""
+        if self.memory is not None:
+            self.memory.drop()
+            if self.config.fault.compare_every and self.config.fault.keep_agreed:
+                self.memory.agree(step, self.holding)
+            if keeps_snapshots(self.config):
+                self._keep(step, self.memory)
+
+    def steps(self) -> None:
+        """The live state is about to change."""
+        if self.memory is not None:
+            self.memory.withdraw()
+
+    def stepped(self, step: int, *, last: bool = False, agreed: bool = False) -> None:
+        """The live state is that of `step`; with `last` it stays that. `agreed`: all replicas of it are equal."""
+        if self.memory is None:
+            return
+        if agreed and self.config.fault.keep_agreed:
+            self.memory.agree(step, self.holding)
+            self.rest()
+        due = keeps_snapshots(self.config) and (self.lends or step % self.config.checkpoint.snapshot_every == 0)
+        if due or (last and self.copying is not None):  # not all that hold it may be there afterwards
+            self._keep(step, self.memory)
+        elif last:
+            self.memory.lend(step, self.holding)
+
+    def _keep(self, step: int, memory: Snapshots) -> None:
+        if self.lends:
+            memory.lend(step, self.holding)
+            return
+        if self.copying is not None:
+            self.copying.make_room()
+        slot = memory.take(step, self.holding)
+        if self.copying is not None:
+            self.copying.send(step, slot)
+        self.rest()
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """While a generation runs. Copies that are under way when it ends well arrive."""
+        try:
+            yield
+        except BaseException:
+            if self.copying is not None:
+                self.copying.abandon()
+            raise
+        if self.copying is not None:
+            self.copying.finish()

@@ -1,0 +1,38 @@
+"""Replicas compared: a bit that silently changed on one of them is found at the next comparison."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from raytrain_hpc.state.holding import Holding, replicas_that_differ
+from raytrain_hpc.worker.groups import Place
+
+
+class ReplicasDiffer(Exception):
+    """After a step `ranks` hold something else than most of their replicas; all that differ, where there is no most."""
+
+    def __init__(self, ranks: tuple[int, ...], most: bool):
+        self.ranks, self.most = ranks, most
+        found = "the others agree" if most else "as many hold the one as the other"
+        super().__init__(f"ranks {', '.join(map(str, ranks))} differ from their replicas; {found}")
+
+
+class Replicas:
+    """What this rank holds, and the ranks that must hold the same: of experts others than of the rest."""
+
+    def __init__(self, holding: Holding, place: Place):
+        self._device, self._compared = place.device, [(holding, place.copies_group)]
+        if place.experts is not None:
+            of_experts = Holding(held for held in holding if ".experts." in held.name)
+            dense = Holding(held for held in holding if ".experts." not in held.name)
+            self._compared = [(dense, place.copies_group), (of_experts, place.experts.copies)]
+
+    def compare(self) -> None:
+        """Raise ReplicasDiffer, on all that should hold the same, where they do not. Collective."""
+        for part, group in self._compared:
+            if group is None:
+                continue
+            if strangers := replicas_that_differ(part, group, self._device):
+                ranks = dist.get_process_group_ranks(group)
+                most = 2 * len(strangers) < len(ranks)
+                raise ReplicasDiffer(tuple(ranks[one] for one in strangers), most)

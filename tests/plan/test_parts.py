@@ -1,0 +1,68 @@
+"""Which ranks hold the same, and where copies of it go: checked against the rule itself, whoever is lost."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.plan.parts import buddies, newest_step, parts
+
+LAYOUTS = [
+    Layout(dp_replicate=3),
+    Layout(dp_shard=4, zero=3),
+    Layout(dp_shard=2, dp_replicate=2, zero=1),
+    Layout(dp_replicate=2, tp=2),
+    Layout(dp_replicate=2, pp=2),
+    Layout(pp=2, dp_replicate=3, tp=2),
+    Layout(cp=2, tp=2, pp=2),
+    Layout(dp_replicate=4, ep=2),
+    Layout(dp_shard=4, ep=2, zero=3),
+    Layout(dp_shard=3, dp_replicate=2, pp=2, zero=1),
+]
+
+
+def test_replicas_and_context_parallel_peers_hold_the_same() -> None:
+    assert parts(Layout(dp_replicate=3)) == [0, 0, 0]
+    assert parts(Layout(dp_replicate=2, cp=2)) == [0, 0, 0, 0]
+    assert parts(Layout(dp_replicate=2, tp=2)) == [0, 1, 0, 1]
+    assert parts(Layout(dp_replicate=2, pp=2)) == [0, 0, 1, 1]
+    assert parts(Layout(dp_replicate=2, dp_shard=2, zero=3)) == [0, 1, 0, 1]
+    assert parts(Layout(dp_replicate=4, ep=2)) == [0, 1, 0, 1], "other experts, though all else is the same"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.describe())
+@pytest.mark.parametrize("per_node", [1, 2, 3, 100])
+def test_no_node_takes_a_part_away(layout: Layout, per_node: int) -> None:
+    nodes = [f"node {rank // per_node}" for rank in range(layout.world)]
+    if len(set(nodes)) == 1:
+        nodes = [f"process {rank}" for rank in range(layout.world)]  # then processes are what can be lost alone
+    pairs = buddies(layout, nodes)
+    number = parts(layout)
+    held = {rank: {part} for rank, part in enumerate(number)}
+    for source, buddy in pairs:
+        held[buddy].add(number[source])
+    for lost in set(nodes):
+        left = set().union(*(held[rank] for rank in held if nodes[rank] != lost))
+        assert left == set(number), f"without {lost}"
+    for source, _ in pairs:
+        assert {nodes[rank] for rank, part in enumerate(number) if part == number[source]} == {nodes[source]}
+    kept = [sum(buddy == rank for _, buddy in pairs) for rank in range(layout.world)]
+    assert layout.world % per_node or max(kept) <= 1, "evenly spread"
+
+
+def test_one_node_protects_against_the_loss_of_a_process() -> None:
+    assert buddies(Layout(dp_shard=3, zero=3), ["a"] * 3) == ((0, 1), (1, 2), (2, 0))
+    assert buddies(Layout(dp_replicate=3), ["a"] * 3) == ()
+    assert buddies(Layout(), ["a"]) == ()
+
+
+def test_the_newest_step_that_is_whole() -> None:
+    """Against all subsets, by brute force."""
+    states = list(product((0, 1), (4, 5)))
+    for chosen in range(1 << len(states)):
+        held = [state for bit, state in enumerate(states) if chosen >> bit & 1]
+        whole = [step for step in (4, 5) if {(0, step), (1, step)} <= set(held)]
+        assert newest_step([held[::2], held[1::2]], 2) == max(whole, default=None)
+    assert newest_step([], 1) is None

@@ -1,0 +1,70 @@
+"""Going on from memory in the same processes: other ranks, lost parts, newcomers. And nothing stays of what is over."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_hpc.plan.parts import buddies, parts
+from tests.pool import WarmPool, small, spec_of, steps_of
+
+WORDS = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic", "model.dropout=0.1"]
+LAYOUTS = {"replicas": ["parallel.zero=0"], "zero-1": ["parallel.zero=1"], "zero-3": ["parallel.zero=3"]}
+
+
+def life(number: int, meeting: Any, specs: Sequence[Any], ranks: Sequence[int], newcomers: Sequence[int]) -> Any:
+    """Process `number` as rank ranks[number]; a newcomer holds nothing. Returns (rank, steps, copies, records)."""
+    import torch
+
+    from raytrain_hpc.checkpoint.snapshot import Snapshots
+    from raytrain_hpc.worker.build import build_trainer
+    from raytrain_hpc.worker.control import Control
+
+    kept = sys.modules.setdefault("kept_from_life_to_life", types.ModuleType("kept"))
+    if number in newcomers:
+        kept.memory = Snapshots()
+    rank, control, spec = ranks[number], Control(), specs[0]
+    trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control, None, kept.memory)
+    trainer.run(spec.first, spec.steps_to)
+    kept.memory.keep_lent()
+    kept.memory.withdraw()
+    return rank, kept.memory.steps, kept.memory.copies, control.drain()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_processes_as_other_ranks_and_one_that_is_new(pool: WarmPool, layout: str) -> None:
+    """Bit for bit the run that was never interrupted, though process 1 has lost what it held."""
+    words = [*WORDS, *LAYOUTS[layout], "cluster.workers=3"]
+    undisturbed = [metrics["train/loss"] for metrics in steps_of(pool.train(small(None, *words))[0])]
+    first = spec_of(small(None, *words), 3, steps_to=3)
+    first = replace(first, buddies=buddies(first.layout, ["a"] * 3))
+    before = {rank: (steps, copies) for rank, steps, copies, _ in pool.call(life, 3, [first], (0, 1, 2), (0, 1, 2))}
+    number = parts(first.layout)
+    left = {number[rank] for rank in (0, 2)} | {number[one] for rank in (0, 2) for one in before[rank][1]}
+    assert left == set(number), "what rank 1 held is held by another one, too"
+    assert all(3 in before[rank][0] for rank in (0, 2))
+    second = replace(first, resume_step=None, memory_step=3, steps_to=6)
+    after = pool.call(life, 3, [second], (2, 0, 1), (1,))
+    (records,) = [records for rank, _, _, records in after if rank == 0]
+    assert [metrics["train/loss"] for metrics in steps_of(records)] == undisturbed[3:]
+
+
+def groups_alive(rank: int, meeting: Any) -> int:
+    """Threads of gloo groups in this process."""
+    return sum((thread / "comm").read_text().strip() == "gloo_tcp_loop" for thread in Path("/proc/self/task").iterdir())
+
+
+@pytest.mark.parametrize("layout", ["parallel.dp_replicate=2", "parallel.cp=2", "parallel.tp=2", "parallel.zero=3"])
+def test_no_group_outlives_its_generation(pool: WarmPool, layout: str) -> None:
+    """One that did would keep its threads busy, and whoever waits for this rank waiting."""
+    counts = []
+    for _ in range(3):
+        pool.train(small(None, "train.steps=2", "cluster.workers=2", layout))
+        counts.append(pool.call(groups_alive, 2))
+    assert counts == [[0, 0]] * 3
