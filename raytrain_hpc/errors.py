@@ -83,8 +83,8 @@ class WorkerFailed(RaytrainError):
         operation: str = "",
         stacks: dict[int, str] | None = None,
     ):
-        """`kind` is died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt or
-        replicas differ.
+        """`kind` is died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt,
+        replicas differ, or deadlocked: then nobody could be told from the others.
 
         `detected` and `last_seen` (its last sign of life) are unix times; `operation` is the collective in which the
         others stood, where that is known, and `stacks` what the threads of each rank were at.

@@ -28,7 +28,7 @@ from raytrain_hpc.plan.parts import parts
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.plan.topology import Topology
-from raytrain_hpc.plan.watch import Suspect
+from raytrain_hpc.plan.watch import Suspect, deadlocked
 from raytrain_hpc.worker.control import Ended, Record
 from raytrain_hpc.worker.spec import WorkerSpec
 
@@ -266,6 +266,8 @@ class RayWorkers:
         if not kinds and not blamed:  # alone with its own work, or with its silence
             kinds = {rank: "stalled" for rank in silent if not any(call.pending for call in answers.get(rank, ()))}
             kinds = {} if len(kinds) == len(self._ranks) or kinds.keys() - answers.keys() else kinds
+        if not kinds and deadlocked(found, len(self._ranks)):
+            kinds = {min(silent): "deadlocked"}
         if not kinds:
             return []
         stacks, operation = self._watch.stacks(), blamed.operation if blamed else pending(answers)
@@ -348,7 +350,17 @@ class RayWorkers:
 
 
 _PEER_GONE = 3
-_GIVEN_UP = ("died", "node lost", "corrupt", "slow", "frozen", "interpreter held", "stalled", "out of step")
+_GIVEN_UP = (
+    "died",
+    "node lost",
+    "corrupt",
+    "slow",
+    "deadlocked",
+    "frozen",
+    "interpreter held",
+    "stalled",
+    "out of step",
+)
 
 
 def _innocence(failure: WorkerFailed) -> int:

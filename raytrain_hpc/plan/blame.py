@@ -36,9 +36,10 @@ def blame(records: Mapping[int, Sequence[Call]]) -> Blame | None:
     """The ranks that differ from the rest; None where their records do not tell.
 
     First who called another operation than most at the same place (something was skipped, or in another order), then
-    who is in none while others wait in one, then who has come the least far in the group where that is.
+    who is in none while others wait in one, then who has come the least far in the group where that is; and where as
+    many stand here as there, who went on in a way in which nobody has ever gone on before.
     """
-    return _differing(records) or _absent(records) or _behind(records)
+    return _differing(records) or _absent(records) or _behind(records) or _unusual(records)
 
 
 def peer_gone(reason: str) -> bool:
@@ -93,3 +94,25 @@ def _behind(records: Mapping[int, Sequence[Call]]) -> Blame | None:
             right = next(call for call in there.values() if call.number == most)
             return Blame("out of step", wrong, f"{right}; stands in number {there[wrong[0]].number}")
     return None
+
+
+def _unusual(records: Mapping[int, Sequence[Call]]) -> Blame | None:
+    """A step is like the one before: what follows on what in a group has been seen, but for what somebody left out."""
+    last: dict[int, tuple[str, str, str]] = {}
+    seen: set[tuple[str, str, str]] = set()
+    for rank, calls in records.items():
+        groups: dict[str, list[Call]] = {}
+        for call in calls:
+            groups.setdefault(call.group, []).append(call)
+        for group, there in groups.items():
+            there.sort(key=lambda call: call.number)
+            pairs = [(group, a.operation, b.operation) for a, b in zip(there, there[1:], strict=False)]
+            if there[-1].pending and pairs:
+                last[rank] = pairs.pop()
+            seen.update(pairs)
+    wrong = tuple(sorted(rank for rank, pair in last.items() if pair not in seen))
+    if not wrong or len(wrong) * 2 > len(records):
+        return None
+    right = next((rank for rank in sorted(last) if rank not in wrong), None)
+    stands = pending({right: records[right]}) if right is not None else ""
+    return Blame("out of step", wrong, f"{stands}; called {last[wrong[0]][2]} after {last[wrong[0]][1]}")

@@ -15,6 +15,7 @@ Kind = Literal["frozen", "interpreter held", "stalled"]
 _BEAT_S = 0.6  # without a beat, which comes every 0.05 s
 _STALL_S, _STALL_STEPS = 1.0, 3.0
 _UNKNOWN_STALL_S = 300.0  # until a step has shown how long one takes
+_DEADLOCK = 4.0  # times the patience with one rank
 _LOOKS, _LOOK_STEPS = 40, 5  # until it is known who waits for whom
 _NODE_S, _NODE_BROKEN_S = 10.0, 0.6  # without an answer from a node; the second where ranks have gone, too
 _SLOW_S = 300.0  # who builds, loads or saves may wait for a file system, or for a compiler
@@ -56,6 +57,12 @@ class Suspect:
     rank: int
     kind: Kind
     silent_s: float
+    patience_s: float
+
+
+def deadlocked(found: Sequence[Suspect], world: int) -> bool:
+    """Whether all ranks have stood still for so long that none of them will go on, whoever is to blame for it."""
+    return len(found) == world and all(one.silent_s > _DEADLOCK * one.patience_s for one in found)
 
 
 def limits(config: Config, step_s: Sequence[float]) -> Limits:
@@ -85,11 +92,11 @@ def suspects(signs: Sequence[Signs], bounds: Limits) -> list[Suspect]:
             continue
         patience = bounds.stall_s if one.phase == "training" else bounds.slow_s
         if one.frozen and one.beat_age_s > bounds.beat_s:
-            found.append(Suspect(one.rank, "frozen", one.beat_age_s))
+            found.append(Suspect(one.rank, "frozen", one.beat_age_s, bounds.beat_s))
         elif one.beat_age_s > patience:
-            found.append(Suspect(one.rank, "interpreter held", one.beat_age_s))
+            found.append(Suspect(one.rank, "interpreter held", one.beat_age_s, patience))
         elif one.mark_age_s > patience:
-            found.append(Suspect(one.rank, "stalled", one.mark_age_s))
+            found.append(Suspect(one.rank, "stalled", one.mark_age_s, patience))
     certain = [one for one in found if one.kind != "stalled"]
     return certain or found
 

@@ -70,38 +70,32 @@ def build_trainer(
     config = spec.config
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
     set_kernels(config, device)
-    ours = spec.custom is None
-    tied, balanced = ours and spec.shape.tie_embeddings, ours and spec.shape.balance == "bias"
-    place = join(meeting, rank, spec.layout, device, tied=tied, balanced=balanced)
+    place = _join(spec, rank, device, meeting)
     marks["groups"] = time.time()
     task = _task(spec, place)
     parallel = _model(task, spec, place, fresh=spec.memory_step is None and spec.resume_step is None)
     home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
-    optimizer = Optimizer(parallel.parameters, config.train, home)
-    holding = state_of(parallel, optimizer)
+    holding = state_of(parallel, optimizer := Optimizer(parallel.parameters, config.train, home))
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     indexes = gather_indexes(holding, place)
     _restore(spec, place, holding, indexes, store, memory)
-    replicas = Replicas(holding, place)
-    replicas.compare()
+    (replicas := Replicas(holding, place)).compare()
     # Buffers change in forward passes: with them what is live is not the state of a step.
     lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
-    copying = None
-    if spec.buddies and memory is not None and keeps_snapshots(config):
-        copying = Copying(memory, rank, spec.buddies, indexes, host_group())
-    keeper = Keeper(config, memory, holding, lends, copying, optimizer.rest)
+    keeper = Keeper(config, memory, holding, lends, _copying(spec, rank, indexes, memory), optimizer.rest)
     keeper.begin(spec.first)
     optimizer.set_steps(spec.first)
     home.rest()
     marks["model"] = time.time()
     feed, evaluation = _data(spec, place, control, blocks)
     control.emit(marks)
+    balanced = parallel.modules.values() if _balances(spec) else ()
     return Trainer(
         config=config,
         place=place,
         batching=spec.batching,
         buffers=_statistics(task, parallel),
-        balance=Balance(parallel.modules.values() if balanced else (), spec.shape.balance_rate, place.batch_group),
+        balance=Balance(balanced, spec.shape.balance_rate, place.batch_group),
         passes=_passes(task, parallel, spec, place, control.emit),
         optimizer=optimizer,
         norm=_norm(parallel, indexes, place, exact=_elastic(config)),
@@ -118,6 +112,21 @@ def build_trainer(
         unevaluated=spec.unevaluated,
         unsaved=spec.unsaved,
     )
+
+
+def _join(spec: WorkerSpec, rank: int, device: torch.device, meeting: Rendezvous | None) -> Place:
+    tied = spec.custom is None and spec.shape.tie_embeddings
+    return join(meeting, rank, spec.layout, device, tied=tied, balanced=_balances(spec))
+
+
+def _balances(spec: WorkerSpec) -> bool:
+    return spec.custom is None and spec.shape.balance == "bias"
+
+
+def _copying(spec: WorkerSpec, rank: int, indexes: list[StateIndex], memory: Snapshots | None) -> Copying | None:
+    if memory is None or not spec.buddies or not keeps_snapshots(spec.config):
+        return None
+    return Copying(memory, rank, spec.buddies, indexes, host_group())
 
 
 def state_of(parallel: Parallel, optimizer: Optimizer) -> Holding:

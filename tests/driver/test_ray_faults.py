@@ -88,23 +88,43 @@ def test_a_killed_worker(ray_cluster: None, undisturbed, tmp_path: Path) -> None
 
 
 def test_one_fault_after_another(ray_cluster: None, undisturbed, tmp_path: Path) -> None:
-    """A crash, an exception, a frozen process, a skipped collective: each named, and not a bit is lost."""
-    faults = [("kill", 2, 6), ("exception", 1, 20), ("stop", 1, 34), ("skip_collective", 1, 48)]
+    """A crash, an exception, a frozen process, a skipped collective, a flipped bit: each named, and nothing lost."""
+    faults = [("kill", 2, 6), ("exception", 1, 20), ("stop", 1, 34), ("skip_collective", 1, 46), ("bitflip", 1, 56)]
     inject = ", ".join(f"{{kind: {kind}, rank: {rank}, step: {step}}}" for kind, rank, step in faults)
     words = [f"fault.inject=[{inject}]", "cluster.workers=3", "cluster.min_workers=3", "cluster.spares=1"]
+    words += ["fault.compare_every=1", "fault.keep_agreed=true"]
     result = rt.train(config(tmp_path, *words), quiet=True)
-    assert (result.outcome, result.steps, result.restarts) == ("done", STEPS, 4)
+    assert (result.outcome, result.steps, result.restarts) == ("done", STEPS, 5)
     assert joined(tmp_path, STEPS) == undisturbed
     found = incidents(tmp_path)
     assert [(one["kind"], one["rank"], one["step"] + 1) for one in found] == [
         ("died", 2, 6),
         ("raised", 1, 20),
         ("frozen", 1, 34),
-        ("out of step", 1, 48),
+        ("out of step", 1, 46),
+        ("corrupt", 1, 56),
     ]
-    assert [one["steps_lost"] for one in found] == [0, 0, 0, 0]
+    assert [one["steps_lost"] for one in found] == [0, 0, 0, 0, 0]
     assert found[1]["reason"] == "ArithmeticError: injected"
     assert "all_reduce" in found[3]["operation"] and "0" in found[2]["stacks"]
+
+
+def test_a_slow_rank_is_given_less_to_do(ray_cluster: None, pool: WarmPool, tmp_path: Path) -> None:
+    constant = [*WORDS, "train.schedule=constant"]
+    reference = [curve(metrics) for metrics in steps_of(pool.train(small(None, *constant))[0])]
+    words = ["train.schedule=constant", "train.steps=5000", "checkpoint.every=0", "fault.straggler=rebalance"]
+    slow = "fault.inject=[{kind: slow, rank: 1, step: 3}]"
+    run = rt.start(config(tmp_path, *words, slow, "cluster.workers=3", "data.engine=local"))
+    until(lambda: count(tmp_path) > 60 and lines(tmp_path)[-1]["elastic/generation"] == 2)
+    after = count(tmp_path)
+    until(lambda: count(tmp_path) > after + 5)
+    run.stop()
+    assert run.result(timeout=240).outcome == "stopped"
+    (incident,) = incidents(tmp_path)
+    assert (incident["kind"], incident["rank"]) == ("slow", 1) and "times as long as the others" in incident["reason"]
+    metrics = lines(tmp_path)
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    assert [curve(line) for line in metrics[:STEPS]] == reference
 
 
 def test_more_come_back(ray_cluster: None, undisturbed, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_hpc.config_files import load_config
 from raytrain_hpc.plan.blame import Call, blame, pending
-from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, limits, lost_nodes, stragglers, suspects
+from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, deadlocked, limits, lost_nodes, stragglers, suspects
 
 WELL = Signs(0, True, False, 0.05, 0.1, "training", 12, 0.2)
 BOUNDS = Limits(0.6, 1.0, 300.0)
@@ -40,7 +40,7 @@ def test_what_counts_as_a_silence(change: dict, kind: Kind | None) -> None:
 def test_who_waits_for_a_frozen_one_is_not_named_beside_it() -> None:
     waiting = [replace(WELL, rank=rank, mark_age_s=1.5) for rank in (0, 2)]
     frozen = replace(WELL, rank=1, frozen=True, beat_age_s=1.5, mark_age_s=1.5)
-    assert suspects([*waiting, frozen], BOUNDS) == [Suspect(1, "frozen", 1.5)]
+    assert suspects([*waiting, frozen], BOUNDS) == [Suspect(1, "frozen", 1.5, 0.6)]
     assert len(suspects(waiting, BOUNDS)) == 2
 
 
@@ -107,6 +107,21 @@ def test_who_took_them_in_another_order() -> None:
 
 def test_two_against_two_is_no_majority() -> None:
     assert blame({0: calls("a *b"), 1: calls("a *b"), 2: calls("a *c"), 3: calls("a *c")}) is None
+
+
+def test_one_against_one_is_told_by_what_steps_were_like() -> None:
+    told = blame({0: calls("x y z x y z x *x"), 1: calls("x y z x y z x *y")})
+    assert told is not None and (told.kind, told.ranks) == ("out of step", (0,))
+    assert told.operation == "y, number 8 of group 0; called x after x"
+    assert blame({0: calls("x *x"), 1: calls("x *y")}) is None, "too early to know what is usual"
+    assert blame({0: calls("x y x *y"), 1: calls("x y x *y")}) is None
+
+
+def test_all_that_stand_still_for_long_are_not_waited_for() -> None:
+    still = [Suspect(rank, "stalled", 4.5, 1.0) for rank in range(3)]
+    assert deadlocked(still, 3)
+    assert not deadlocked(still, 4), "somebody still moves"
+    assert not deadlocked([*still[:2], Suspect(2, "stalled", 3.0, 1.0)], 3)
 
 
 def test_waiting_in_another_group_for_one_who_waits() -> None:

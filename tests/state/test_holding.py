@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from raytrain_hpc.state.holding import Held, Holding, copy_pieces, digest, slice_of
+from raytrain_hpc.state.holding import Held, Holding, copy_pieces, digest, fingerprint, slice_of
 from raytrain_hpc.state.index import Box
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
@@ -96,6 +96,24 @@ def test_digest_sees_a_bit_a_swap_a_name_and_a_sign():
         seen.add(digest(Holding([Held.of("a", other), pair[1]])))
     seen.add(digest(Holding([Held.of("b", whole), Held.of("a", whole + 1)])))
     assert len(seen) == 7
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_a_fingerprint_sees_every_bit(length: int, dtype: torch.dtype) -> None:
+    """Also of a slice that begins where no word of 64 bits does."""
+    storage = torch.arange(length + 1).to(dtype)
+    part = storage[1:]
+    held = Holding([Held.of("a", part), Held.of("b", torch.ones(3))])
+    before = fingerprint(held)
+    flat = part.view(torch.uint8)
+    for byte in range(0, len(flat), max(1, len(flat) // 40)):
+        for bit in range(8):
+            flat[byte] ^= 1 << bit
+            assert fingerprint(held) != before
+            flat[byte] ^= 1 << bit
+    assert fingerprint(held) == before
+    assert fingerprint(Holding(list(held)[::-1])) != before
 
 
 @pytest.mark.parametrize("seed", range(15))
