@@ -184,11 +184,11 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
 @click.option("--seed", default=0, show_default=True, help="Of the schedule.")
 @click.option("--faults", default=5, show_default=True, type=click.IntRange(min=1), help="How many.")
 @click.option("--workers", default=3, show_default=True, type=click.IntRange(min=2), help="Ranks they strike.")
-@click.option("--compare", is_flag=True, help="Run it without faults, too, and compare every bit.")
+@click.option("--compare", is_flag=True, help="With a run without faults, every bit (train.deterministic=elastic).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_one_line_errors
 def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
-    """Train with faults of all kinds on purpose, and show what they cost."""
+    """Train with faults on purpose, and show what they cost: killed, frozen, hung, out of step, exceptions, NaN."""
     from raytrain_hpc.config_files import load_config
     from raytrain_hpc.drill import drill as run_drill
 

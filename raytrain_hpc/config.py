@@ -245,7 +245,9 @@ class CheckpointConfig:
         minimum=0,
     )
     buddies: bool = key(
-        True, "Copy snapshots, behind the steps, into another node's memory, where all that hold one are on one node."
+        True,
+        "Copy snapshots, behind the steps, into the memory of a rank on another node, where all that hold one are on "
+        "one node; of another rank where there is but one node.",
     )
 
 

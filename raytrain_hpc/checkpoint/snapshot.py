@@ -47,10 +47,12 @@ class LastSteps:
 class Snapshots:
     """What a process holds of steps: its own states, and copies of other ranks' states for them.
 
-    Outlives the groups and the model of a generation; a new generation goes on from it.
+    Outlives the groups and the model of a generation; a new generation goes on from it. `generation`: in which it was
+    taken, whose ranks the copies go by.
     """
 
     def __init__(self) -> None:
+        self.generation = 0
         self._own = LastSteps()
         self._others: dict[int, LastSteps] = {}
         self._lent: tuple[int, Holding] | None = None
@@ -110,7 +112,8 @@ class Snapshots:
         slots = [own, *(kept.at(step) for kept in self._others.values())]
         return Holding(held for slot in slots if slot is not None for held in slot.holding)
 
-    def drop(self) -> None:
-        """Forget everything and free the memory: what the next generation holds is cut otherwise."""
+    def begin(self, generation: int) -> None:
+        """Forget everything and free the memory: what this generation holds is cut otherwise."""
+        self.generation = generation
         self.distrust()
         self._agreed = Slot()

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.plan.parts import State
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.topology import Topology
 from raytrain_hpc.worker.actor import WorkerActor
@@ -28,15 +29,14 @@ Slot = tuple[PlacementGroup, int]  # and which of its bundles
 
 @dataclass(eq=False)
 class Worker:
-    """One actor. `info` says who and where it is, once it is up; `held` the (part, step) of each state that it had in
-    memory when it last ended."""
+    """One actor. `info` says who and where it is, once it is up; `held` what it had in memory when it last ended."""
 
     number: int
     actor: Any
     slot: Slot
     described: Any
     info: Info = field(default_factory=dict)
-    held: tuple[tuple[int, int], ...] = ()
+    held: tuple[State, ...] = ()
     pace: float = 1.0  # how many times as long as others it was seen to work for a step
 
 

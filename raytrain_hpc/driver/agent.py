@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.plan.watch import Signs, Suspect, limits, suspects
@@ -65,11 +64,6 @@ class Agent:
         """Who shows no life, and what was seen of all."""
         with self._lock:
             return Seen(self._found, self._signs)
-
-    def step_s(self) -> float | None:
-        """How long a step takes: the median of the last ones, None where none is known."""
-        with self._lock:
-            return median(self._steps) if self._steps else None
 
     def stacks(self) -> dict[int, str]:
         """What the threads of every rank of this node are at."""

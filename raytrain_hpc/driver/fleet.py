@@ -6,12 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from raytrain_hpc.address import check_address
 from raytrain_hpc.config import Config
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.worker.spec import WorkerSpec
+
+Wish = Literal["pause", "save", None]  # to form another generation: from memory, or from a checkpoint as well
 
 
 class Crew(Protocol):
@@ -37,15 +39,16 @@ class Crew(Protocol):
         spec: WorkerSpec,
         handle: Callable[[dict[str, Any]], None],
         stop: threading.Event,
-        regroup: Callable[[], bool],
+        regroup: Callable[[], Wish],
     ) -> str:
-        """One generation, its records handled. Returns how it ended, "paused" where `regroup` asked for another one.
+        """One generation, its records handled. Returns how it ended: "paused", or "stopped" where its state was to be
+        saved, if `regroup` asked for another one.
 
         Raises WorkerFailed; those that are left are candidates then.
         """
 
-    def recall(self, after: int) -> list[dict[str, Any]]:
-        """The metrics of steps after this one that workers remember."""
+    def recall(self, after: int, until: int) -> list[dict[str, Any]]:
+        """The metrics of steps after the one and up to the other that workers remember."""
 
     def forget(self) -> None:
         """What workers hold in memory is of no use."""

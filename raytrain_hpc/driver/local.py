@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from raytrain_hpc.config import Config
+from raytrain_hpc.driver.fleet import Wish
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.worker.build import build_trainer
@@ -38,7 +39,7 @@ class LocalWorker:
         """This process."""
         return [Candidate(0, "local", os.getpid())]
 
-    def recall(self, after: int) -> list[dict[str, Any]]:
+    def recall(self, after: int, until: int) -> list[dict[str, Any]]:
         """Nothing: records were handled as they were made."""
         return []
 
@@ -71,7 +72,7 @@ class LocalWorker:
         spec: WorkerSpec,
         handle: Callable[[dict[str, Any]], None],
         stop: threading.Event,
-        regroup: Callable[[], bool],
+        regroup: Callable[[], Wish],
     ) -> str:
         """Train until done or stopped. Returns which of the two."""
         control = HandlingControl(stop, handle)

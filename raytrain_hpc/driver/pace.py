@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from raytrain_hpc.plan.watch import Signs, stragglers
 
@@ -25,12 +25,15 @@ class Pace:
         """Whether it is time for another look."""
         return time.monotonic() - self._looked > _EVERY_S
 
-    def look(self, signs: Mapping[int, Signs]) -> dict[int, float]:
-        """Ranks that turn out to be slow with this look, each once, and how many times as long as others they take."""
+    def look(self, signs: Mapping[int, Signs], load: Sequence[int]) -> dict[int, float]:
+        """Ranks that turn out to be slow with this look, each once, and how many times as long as others they take.
+
+        `load[r]`: what rank r has to do in a step.
+        """
         self._looked = time.monotonic()
-        if not self._before:
+        if self._before.keys() != signs.keys():  # agents elsewhere are heard of later
             self._before = dict(signs)
-        found = stragglers(self._before, signs, self._factor)
+        found = stragglers(self._before, signs, self._factor, load)
         if found is None:
             return {}
         self._before = dict(signs)

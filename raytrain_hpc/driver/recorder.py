@@ -78,7 +78,7 @@ class RunRecorder:
             self._shards, self._step, self.ready = {}, first_step, {}
             self._timelines.restart()
             self.tally.step_s -= sum(seconds for step, seconds in self.tally.at_risk if step > first_step)
-            self.tally.at_risk.clear()
+            self.tally.at_risk = [(step, seconds) for step, seconds in self.tally.at_risk if step <= first_step]
             if self._tensorboard is not None:
                 self._tensorboard.restart(first_step)
 

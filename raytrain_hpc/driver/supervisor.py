@@ -12,7 +12,7 @@ from typing import Any
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.announcement import announce
-from raytrain_hpc.driver.fleet import Crew, Fleet, open_fleet
+from raytrain_hpc.driver.fleet import Crew, Fleet, Wish, open_fleet
 from raytrain_hpc.driver.incidents import IncidentLog
 from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
@@ -50,7 +50,6 @@ class Supervisor:
         self._in_a_row, self._furthest = 0, -1  # failures, and the step that none of them was beyond
         self._infos: list[dict[str, Any]] = []  # of the first generation
         self._warned: set[str] = set()
-        self._parts = 1  # of the state, in the last generation
         self._wanted = 0  # workers; 0: as many as the settings and the cluster say
 
     def resize(self, workers: int) -> None:
@@ -133,7 +132,7 @@ class Supervisor:
                 except WorkerFailed as failure:
                     self._take_stock(run, crew, failure)
                 else:
-                    if outcome in ("done", "stopped"):
+                    if outcome == "done" or (outcome == "stopped" and self._stop.is_set()):
                         return outcome
                     if outcome == "lost":
                         crew.forget()
@@ -155,7 +154,7 @@ class Supervisor:
         """The next generation. Who holds a step in memory goes on at once; for a checkpoint all are waited for."""
         while True:
             candidates = crew.candidates()
-            formation = form(self._config, run.batching, candidates, self._wanted, self._parts)
+            formation = form(self._config, run.batching, candidates, self._wanted)
             complete = formation is not None and formation.layout.world == self._wanted
             if formation is not None and (complete or formation.step is not None):
                 return formation
@@ -195,32 +194,36 @@ class Supervisor:
             unsaved=formation.step is not None and self._unsaved(run, first),
             buddies=buddies(layout, [info["node"] for info in infos]) if self._config.checkpoint.buddies else (),
         )
-        self._parts = max(parts(layout)) + 1
         run.incidents.resumed(first, layout.world)
 
         regroup = self._regrouping(run, crew, formation, batching)
         return crew.run(spec, partial(self._handle, run), self._stop, regroup)
 
-    def _regrouping(self, run: _Run, crew: Crew, now: Formation, batching: Batching) -> Callable[[], bool]:
-        """Asks whether another formation is wanted: more workers have come, fewer are wished for, some are leaving."""
+    def _regrouping(self, run: _Run, crew: Crew, now: Formation, batching: Batching) -> Callable[[], Wish]:
+        """Asks whether another formation is wanted: more workers have come, fewer are wished for, some are leaving.
+
+        Where those that stay need not hold all of the state, this one is to be saved first.
+        """
         looked: tuple[Any, ...] = ()
 
-        def regroup() -> bool:
+        def regroup() -> Wish:
             nonlocal looked
             candidates = crew.candidates()
             if looked == (seen := (self._wanted, len(candidates), [(one.pace, one.leaving) for one in candidates])):
-                return False
+                return None
             looked = seen
             crew.extend(self._wanted)
-            other = form(self._config, run.batching, candidates, self._wanted, self._parts)
+            other = form(self._config, run.batching, candidates, self._wanted)
             leaving = {one.worker for one in candidates if one.leaving} & set(now.members)
             if other is None:
                 if leaving:
                     self._console.line("nodes are being taken away, and the others are too few to go on: saving")
                     self._stop.set()
-                return False
-            resized = other.layout.world != now.layout.world
-            return resized or bool(leaving) or self._shared_out(run, other, candidates) != batching
+                return None
+            if leaving or other.layout.world < now.layout.world:
+                return "save" if max(parts(now.layout)) else "pause"
+            larger = other.layout.world > now.layout.world
+            return "pause" if larger or self._shared_out(run, now, candidates) != batching else None
 
         return regroup
 
@@ -265,10 +268,9 @@ class Supervisor:
 
     def _take_stock(self, run: _Run, crew: Crew, failure: WorkerFailed) -> None:
         """A generation failed: record what it committed, and the failure. RunFailed where it is one too many."""
-        whole = newest_step([one.held for one in crew.candidates()], self._parts)
-        for metrics in crew.recall(run.recorder.step) if whole is not None else ():
-            if metrics["step"] <= whole:  # a step that is not to be gone on from is not committed
-                run.recorder.handle({"type": "step", "metrics": metrics})
+        whole = newest_step(one.held for one in crew.candidates())
+        for metrics in crew.recall(run.recorder.step, whole) if whole is not None else ():
+            run.recorder.handle({"type": "step", "metrics": metrics})
         step = run.recorder.step
         self._restarts += 1
         self._in_a_row = self._in_a_row + 1 if step <= self._furthest else 1

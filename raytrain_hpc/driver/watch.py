@@ -15,6 +15,7 @@ from raytrain_hpc.driver.agent import Agent, Pulses, Seen
 from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
 
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
+_AGAIN_S = 5.0  # between one that died and the first question to the one that follows
 _ANSWER_S = 1.0
 _SETTLE_S, _SETTLE_STEPS = 10.0, 3.0
 
@@ -51,6 +52,7 @@ class _AgentElsewhere:
             except RayError:
                 self._start()
                 self.actor.watch.remote(self._pulses)
+                self._answered = now + _AGAIN_S
             self._answer = None
         if self._answer is None and now - self._answered > _EVERY_S:
             self._answer = self.actor.look.remote()
@@ -77,9 +79,11 @@ class Watch:
 
     def begin(self, ranks: Iterable[dict[str, Any]]) -> None:
         """The ranks of a generation, each with its rank, node, pid and pulse (the path of its heartbeat)."""
-        by_node: dict[str, dict[int, tuple[int, str]]] = {self._here: {}, **{node: {} for node in self._others}}
+        by_node: dict[str, dict[int, tuple[int, str]]] = {self._here: {}}
         for info in ranks:
             by_node.setdefault(info["node"], {})[info["rank"]] = info["pid"], info["pulse"]
+        for node in self._others.keys() - by_node.keys():
+            self._others[node].watch({})
         self._own.watch(by_node.pop(self._here))
         for node, pulses in by_node.items():
             if node not in self._others:
@@ -113,7 +117,7 @@ class Watch:
 
     def settle_s(self) -> float:
         """How long ranks may take to end after one of them has: until their next collective, which breaks."""
-        return max(_SETTLE_S, _SETTLE_STEPS * (self._own.step_s() or 0.0))
+        return max(_SETTLE_S, _SETTLE_STEPS * max((one.step_s or 0.0 for one in self.signs().values()), default=0.0))
 
     def stacks(self) -> dict[int, str]:
         """What the threads of all ranks are at."""

@@ -17,14 +17,16 @@ from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.driver.actors import Actors, Worker, last_line
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.drains import Drains
+from raytrain_hpc.driver.fleet import Wish
+from raytrain_hpc.driver.guilt import PEER_GONE, innocence
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
 from raytrain_hpc.driver.listening import Listener
 from raytrain_hpc.driver.pace import Pace
 from raytrain_hpc.driver.watch import Watch
 from raytrain_hpc.errors import RaytrainError, WorkerFailed
-from raytrain_hpc.plan.blame import Call, blame, peer_gone, pending
+from raytrain_hpc.plan.blame import Call, blame, pending
 from raytrain_hpc.plan.layout import fixed_world, model_ranks
-from raytrain_hpc.plan.parts import parts
+from raytrain_hpc.plan.parts import State, parts
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.plan.topology import Topology
@@ -88,7 +90,10 @@ class RayWorkers:
         self._ranks: list[Worker] = []
         self._runs: list[Any] = []
         self._feeder: Any = None
-        self._generation, self._parts = 0, [0]
+        self._generation = 0
+        self._numbers: dict[int, list[int]] = {}  # generation -> which part of the state each of its ranks holds
+        self._was: dict[tuple[int, int], int] = {}  # (generation, worker) -> its rank there
+        self._load: list[int] = []  # microbatches of each rank
         self._listener = Listener([], lambda record: None)
         self._broken: dict[int, Sequence[Call]] = {}  # what ranks were last in, of those that broke
 
@@ -127,7 +132,7 @@ class RayWorkers:
         spec: WorkerSpec,
         handle: Callable[[Record], None],
         stop: threading.Event,
-        regroup: Callable[[], bool],
+        regroup: Callable[[], Wish],
     ) -> str:
         """One generation, its records passed on. Returns "done", "stopped", "lost", or "paused", as `regroup` asked.
 
@@ -144,21 +149,21 @@ class RayWorkers:
             if stop.is_set() and not stopping:
                 stopping = True
                 self._tell("request_stop")
-            if not (stopping or pausing) and regroup():
+            if not (stopping or pausing) and (wish := regroup()) is not None:
                 pausing = True
-                self._tell("request_pause")
+                self._tell("request_pause" if wish == "pause" else "request_stop")
             self._listener.listen(hurry=stopping)
         self._listener.finish()
         ended = [self._ended(rank) for rank in range(len(self._runs))]
         return ended[0].outcome
 
-    def recall(self, after: int) -> list[Record]:
-        """The metrics of the steps after this one, from the first rank that is left: not all were fetched."""
+    def recall(self, after: int, until: int) -> list[Record]:
+        """The metrics of these steps, from the first rank that is left and has come so far: not all were fetched."""
         for worker in self._ranks:
-            if worker in self._actors.up and worker.held:
+            if worker in self._actors.up and any(state.step >= until for state in worker.held):
                 try:
                     recalled: list[Record] = ray.get(worker.actor.recall.remote(after), timeout=_ANSWER_S)
-                    return recalled
+                    return [metrics for metrics in recalled if metrics["step"] <= until]
                 except RayError:
                     continue
         return []
@@ -176,7 +181,10 @@ class RayWorkers:
 
     def _launch(self, spec: WorkerSpec, handle: Callable[[Record], None]) -> None:
         self.forget()  # until they end; who is no member holds what nobody will go on from
-        self._generation, self._parts = spec.generation, parts(spec.layout)
+        self._generation = spec.generation
+        self._numbers[spec.generation] = parts(spec.layout)
+        self._was |= {(spec.generation, worker.number): rank for rank, worker in enumerate(self._ranks)}
+        self._load = spec.loads
         meeting = self._store.meeting(spec.generation)
         self._end_feeder()
         if self._readers and spec.blocks.groups:
@@ -202,11 +210,23 @@ class RayWorkers:
     def _ended(self, rank: int) -> Ended:
         """How a rank's part ended; of those that are left, what they hold is noted. Raises RayError."""
         ended: Ended = ray.get(self._runs[rank])
-        steps_of = {rank: ended.steps, **ended.copies}
-        self._ranks[rank].held = tuple((self._parts[one], step) for one, steps in steps_of.items() for step in steps)
+        self._ranks[rank].held = tuple(self._states(rank, ended))
         if ended.outcome == "broken":
             self._broken[rank] = ended.calls
         return ended
+
+    def _states(self, rank: int, ended: Ended) -> Iterator[State]:
+        """What a rank holds.
+
+        Who broke before its state was loaded holds that of an earlier generation: then its own states are those of its
+        rank there, and copies go by ranks of that generation.
+        """
+        before = self._was.get((ended.taken_in, self._ranks[rank].number))
+        if before is not None:
+            numbers = self._numbers[ended.taken_in]
+            for one, steps in {before: ended.steps, **ended.copies}.items():
+                for step in steps:
+                    yield State(ended.taken_in, numbers[one], max(numbers) + 1, step)
 
     def _failure(self, rank: int) -> RaytrainError | None:
         try:
@@ -236,12 +256,14 @@ class RayWorkers:
         if not self._pace.due():
             return []
         policy, evicted = self._config.fault.straggler, []
-        for rank, factor in self._pace.look(self._watch.signs()).items():
-            failure = self._failed(rank, "slow", f"works {factor:.1f} times as long as the others for a step")
+        for rank, factor in self._pace.look(self._watch.signs(), self._load).items():
+            failure = self._failed(rank, "slow", f"works {factor:.1f} times as long as the others for the same")
             if policy == "evict":
                 evicted.append(failure)
                 continue
-            self._ranks[rank].pace = factor
+            known, self._ranks[rank].pace = self._ranks[rank].pace, factor
+            if known > 1.0:  # said, and acted on, in an earlier generation
+                continue
             keys = ("kind", "rank", "node", "pid", "reason")
             handle({"type": "incident", "operation": "training", **{key: getattr(failure, key) for key in keys}})
         return evicted
@@ -303,8 +325,8 @@ class RayWorkers:
                 return found
             failures.setdefault(rank, found)
         self._name_out_of_step(failures)
-        guilty = min(failures.values(), key=lambda one: (_innocence(one), one.rank))
-        guilty.ranks = tuple(sorted(rank for rank, one in failures.items() if _innocence(one) < _PEER_GONE))
+        guilty = min(failures.values(), key=lambda one: (innocence(one), one.rank))
+        guilty.ranks = tuple(sorted(rank for rank, one in failures.items() if innocence(one) < PEER_GONE))
         for rank in guilty.ranks:
             self._actors.replace(self._ranks[rank])
         for node in {failure.node for failure in failures.values() if failure.kind == "node lost"}:
@@ -336,7 +358,7 @@ class RayWorkers:
 
     def _name_out_of_step(self, failures: dict[int, WorkerFailed]) -> None:
         """Where collectives broke and nobody is gone, somebody was in another one than the rest."""
-        broken = all(one.kind == "raised" and _innocence(one) == _PEER_GONE for one in failures.values())
+        broken = all(one.kind == "raised" and innocence(one) == PEER_GONE for one in failures.values())
         if broken and (told := blame(self._broken)):
             for rank in told.ranks:
                 failures[rank] = self._failed(rank, told.kind, failures[rank].reason)
@@ -347,27 +369,3 @@ class RayWorkers:
         return WorkerFailed(
             rank, info["node"], info["pid"], kind, reason, detected=time.time(), last_seen=self._listener.seen[rank]
         )
-
-
-_PEER_GONE = 3
-_GIVEN_UP = (
-    "died",
-    "node lost",
-    "corrupt",
-    "slow",
-    "deadlocked",
-    "frozen",
-    "interpreter held",
-    "stalled",
-    "out of step",
-)
-
-
-def _innocence(failure: WorkerFailed) -> int:
-    if failure.kind in _GIVEN_UP:
-        return 0
-    if failure.kind == "replicas differ":
-        return _PEER_GONE
-    if failure.kind != "raised":
-        return 1
-    return _PEER_GONE if peer_gone(failure.reason) else 2

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 from raytrain_hpc.plan.layout import Layout
+
+
+@dataclass(frozen=True, order=True)
+class State:
+    """A state of some step in a worker's memory: one of `parts` into which it was cut in a generation."""
+
+    generation: int
+    part: int
+    parts: int
+    step: int
 
 
 def parts(layout: Layout) -> list[int]:
@@ -43,12 +54,15 @@ def buddies(layout: Layout, nodes: Sequence[str]) -> tuple[tuple[int, int], ...]
     return tuple(pairs)
 
 
-def newest_step(held: Sequence[Sequence[tuple[int, int]]], count: int) -> int | None:
-    """The newest step of which all `count` parts are held; None where there is none.
+def newest_step(held: Iterable[Sequence[State]]) -> int | None:
+    """The newest step of which all parts are in the memory of these workers; None where there is none.
 
-    `held`: for each worker the (part, step) pairs that it has in memory.
+    Parts of two generations do not count together: they are cut otherwise.
     """
-    found: dict[int, set[int]] = {}
-    for part, step in (one for of_worker in held for one in of_worker):
-        found.setdefault(step, set()).add(part)
-    return max((step for step, there in found.items() if len(there) == count), default=None)
+    found: dict[tuple[int, int], set[int]] = {}
+    counts: dict[int, int] = {}
+    for state in (one for of_worker in held for one in of_worker):
+        found.setdefault((state.generation, state.step), set()).add(state.part)
+        counts[state.generation] = state.parts
+    whole = (step for (generation, step), there in found.items() if len(there) == counts[generation])
+    return max(whole, default=None)

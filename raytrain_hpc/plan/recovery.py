@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
-from raytrain_hpc.plan.parts import newest_step
+from raytrain_hpc.plan.parts import State, newest_step
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A worker that is alive and can be given a rank.
 
-    `held`: (part, step) of each state that it has in memory, with parts of the generation before numbered as by
-    plan.parts. `pace`: how many times as long as others it was seen to work for a step. `leaving`: its node is about
-    to be taken away, so that it takes no part in what comes next.
+    `held`: the states that it has in memory. `pace`: how many times as long as others it was seen to work for as much.
+    `leaving`: its node is about to be taken away, so that it takes no part in what comes next.
     """
 
     worker: int
     node: str
     pid: int
-    held: tuple[tuple[int, int], ...] = ()
+    held: tuple[State, ...] = ()
     pace: float = 1.0
     leaving: bool = False
 
@@ -46,20 +45,18 @@ def least_workers(config: Config) -> int:
     return model_ranks(config) if least == AUTO else int(least)
 
 
-def form(
-    config: Config, batching: Batching, candidates: Sequence[Candidate], wanted: int, parts: int
-) -> Formation | None:
+def form(config: Config, batching: Batching, candidates: Sequence[Candidate], wanted: int) -> Formation | None:
     """The largest legal formation of at most `wanted` workers; None where there are too few for any.
 
     The batch stays cut as it is. Only data-parallel axes change: what cuts a model keeps its size, and a
-    tensor-parallel group stays on one node. They go on from the newest step of which they hold all `parts` together.
+    tensor-parallel group stays on one node. They go on from the newest step of which they hold all parts together.
     """
     candidates = [one for one in candidates if not one.leaving]
     for world in range(min(wanted, len(candidates)), least_workers(config) - 1, -1):
         layout = legal_layout(config, world, batching)
         members = None if layout is None else _members(candidates, world, config.parallel.tp)
         if layout is not None and members is not None:
-            step = newest_step([one.held for one in members], parts)
+            step = newest_step(one.held for one in members)
             return Formation(layout, tuple(one.worker for one in members), step)
     return None
 

@@ -101,12 +101,14 @@ def suspects(signs: Sequence[Signs], bounds: Limits) -> list[Suspect]:
     return certain or found
 
 
-def stragglers(before: Mapping[int, Signs], now: Mapping[int, Signs], factor: float) -> dict[int, float] | None:
-    """Ranks that keep the others waiting, with how many times as long as the median of the others they take for a step.
+def stragglers(
+    before: Mapping[int, Signs], now: Mapping[int, Signs], factor: float, load: Sequence[int]
+) -> dict[int, float] | None:
+    """Ranks that keep the others waiting, and how many times as long as the others' median they take for as much.
 
     All ranks take as long for a step, whoever it is that holds it up: what tells them apart is for how much of it they
-    do not wait. `before` and `now` are two looks at all ranks; None where they are not far enough apart for that share
-    to be known, which takes 40 looks and 5 steps.
+    do not wait, by `load[r]`, what rank r has to do in a step. `before` and `now` are two looks at all ranks; None
+    where they are not far enough apart for that share to be known, which takes 40 looks and 5 steps.
     """
     working: dict[int, float] = {}
     for rank, sign in now.items():
@@ -114,11 +116,11 @@ def stragglers(before: Mapping[int, Signs], now: Mapping[int, Signs], factor: fl
         if earlier is None or sign.looks - earlier.looks < _LOOKS or sign.step - earlier.step < _LOOK_STEPS:
             return None
         looks = sign.looks - earlier.looks
-        working[rank] = 1.0 - (sign.waiting - earlier.waiting) / looks
+        working[rank] = (1.0 - (sign.waiting - earlier.waiting) / looks) / load[rank]
     found = {}
     for rank, share in working.items():
         others = [other for one, other in working.items() if one != rank]
-        usual = max(median(others), 1.0 / _LOOKS) if others else share
+        usual = max(median(others), 1.0 / _LOOKS / max(load)) if others else share
         if share >= factor * usual:
             found[rank] = share / usual
     return found

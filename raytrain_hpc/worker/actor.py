@@ -105,10 +105,9 @@ class WorkerActor:
         finally:
             leave()  # at once: it sets those free who wait for this rank
             self._control.mark("idle")
-        if ended.outcome in ("broken", "paused"):
-            self._memory.keep_lent()
-        self._memory.withdraw()
-        return replace(ended, steps=self._memory.steps, copies=self._memory.copies)
+        self._memory.keep_lent()  # also of a run that is done: another rank may be lost while it saves
+        memory = self._memory
+        return replace(ended, steps=memory.steps, copies=memory.copies, taken_in=memory.generation)
 
     def _train(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any) -> Outcome:
         from raytrain_hpc.worker.build import build_trainer

@@ -83,7 +83,7 @@ def build_trainer(
     # Buffers change in forward passes: with them what is live is not the state of a step.
     lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
     keeper = Keeper(config, memory, holding, lends, _copying(spec, rank, indexes, memory), optimizer.rest)
-    keeper.begin(spec.first)
+    keeper.begin(spec.first, spec.generation)
     optimizer.set_steps(spec.first)
     home.rest()
     marks["model"] = time.time()

@@ -31,6 +31,7 @@ class Ended:
     reason: str = ""
     steps: tuple[int, ...] = ()
     copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    taken_in: int = 0  # the generation in which these states were taken, whose ranks they go by
     differing: tuple[int, ...] = ()
     calls: tuple[Call, ...] = ()  # the collectives that it was last in, where it broke
 
@@ -66,8 +67,9 @@ class Control:
         return self._pause.is_set()
 
     def begin(self) -> None:
-        """A generation begins: a pause that was asked for has come."""
+        """A generation begins: what was asked of the one before has come, and is asked again if it is still wished."""
         self._pause.clear()
+        self._stop.clear()
         self.mark("building")
 
     def mark(self, phase: Phase) -> None:
@@ -78,6 +80,8 @@ class Control:
     def committed(self, metrics: Record) -> None:
         """Remember the metrics of a step: every rank has them, should the one that reports be lost."""
         with self._lock:
+            while self._committed and self._committed[-1]["step"] >= metrics["step"]:
+                self._committed.pop()  # a step that is run again
             self._committed.append(dict(metrics))
         if self._heartbeat is not None:
             self._heartbeat.committed(metrics["step"])

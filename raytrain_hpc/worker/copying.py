@@ -43,15 +43,14 @@ class Copying:
                 self._under_way += 1
             self._jobs.put((step, slot))
 
-    def make_room(self) -> None:
-        """Wait until the slot of the step before the last is not needed any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._under_way <= 1)
-
-    def finish(self) -> None:
-        """Wait until everything is copied; no more will come."""
+    def wait(self) -> None:
+        """Wait until everything is copied, or will never be."""
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= 0)
+
+    def finish(self) -> None:
+        """The same, and no more will come."""
+        self.wait()
         self.abandon()
 
     def abandon(self) -> None:

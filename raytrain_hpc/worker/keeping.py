@@ -33,12 +33,12 @@ class Keeper:
     copying: Copying | None
     rest: Callable[[], None]
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, generation: int) -> None:
         """The state has been loaded, the same on all replicas; what was held before is of no more use."""
         if self.memory is not None:
-            self.memory.drop()
-            if self.config.fault.compare_every and self.config.fault.keep_agreed:
-                self.memory.agree(step, self.holding)
+            self.memory.begin(generation)
+            if self.config.fault.compare_every:
+                self.agreed(step)
             if keeps_snapshots(self.config):
                 self._keep(step, self.memory)
 
@@ -47,13 +47,24 @@ class Keeper:
         if self.memory is not None:
             self.memory.withdraw()
 
-    def stepped(self, step: int, *, last: bool = False, agreed: bool = False) -> None:
-        """The live state is that of `step`; with `last` it stays that. `agreed`: all replicas of it are equal."""
-        if self.memory is None:
-            return
-        if agreed and self.config.fault.keep_agreed:
+    def agreed(self, step: int) -> None:
+        """The live state is that of `step`, and all replicas of it are equal."""
+        if self.memory is not None and self.config.fault.keep_agreed:
             self.memory.agree(step, self.holding)
             self.rest()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies that this rank sends and takes have arrived.
+
+        Before ranks come together in a step: who is through with it knows that all copies of the one before are there.
+        """
+        if self.copying is not None:
+            self.copying.wait()
+
+    def stepped(self, step: int, *, last: bool = False) -> None:
+        """The live state is that of `step`; with `last` it stays that."""
+        if self.memory is None:
+            return
         due = keeps_snapshots(self.config) and (self.lends or step % self.config.checkpoint.snapshot_every == 0)
         if due or (last and self.copying is not None):  # not all that hold it may be there afterwards
             self._keep(step, self.memory)
@@ -64,8 +75,7 @@ class Keeper:
         if self.lends:
             memory.lend(step, self.holding)
             return
-        if self.copying is not None:
-            self.copying.make_room()
+        self.wait_for_copies()  # what is overwritten must have been sent
         slot = memory.take(step, self.holding)
         if self.copying is not None:
             self.copying.send(step, slot)

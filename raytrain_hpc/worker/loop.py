@@ -90,7 +90,7 @@ class Trainer:
         """Train from `first` committed steps to `steps_to` and save, unless stopped or paused before."""
         with self.feed.reading(first, steps_to), self.keeper.keeping():
             outcome = self._run(first, steps_to)
-        self.control.mark("saving")
+            self.control.mark("saving")
         self.saver.finish()
         return outcome
 
@@ -110,10 +110,10 @@ class Trainer:
             stopped, paused = result.stop and step < steps_to, result.pause and step < steps_to
             self.injector.flip(step, self.keeper.holding)
             saving = self.saver.due(step) or step == steps_to or stopped
-            agreed = self._compare_replicas(step, saving)
-            self.keeper.stepped(step, last=paused, agreed=agreed)
+            self.keeper.stepped(step, last=paused)
             record = self._record(step, result, time.perf_counter() - began)
             self.control.committed(record)
+            self._compare_replicas(step, saving)
             self._busy = "training"
             if saving:  # before the evaluation, which can take its time
                 record["time/checkpoint_s"] = self._save(step)
@@ -138,10 +138,10 @@ class Trainer:
             self._report_bad_numbers(step, bad, result, time.perf_counter() - began)
             if not result.finite:
                 return self._give_up_step(step, result)
+        self._share_buffers()
         self.keeper.steps()
         self.optimizer.step(learning_rate(self.config.train, step))
         self.balance.step()
-        self._share_buffers()
         return result
 
     def _gradients(self, step: int, batch_of: Callable[[int, int], Batch]) -> StepResult:
@@ -169,6 +169,8 @@ class Trainer:
         made = self._counted(self.passes.train(step, slots, read))
         sums[mine.start : mine.stop, self.place.at["cp"]] = made[: len(mine)]
         self.injector.strike(step)
+        self.control.mark("saving")
+        self.keeper.wait_for_copies()
         self.control.mark(self._busy)
         asked = (float(self.control.stop_requested), float(self.control.pause_requested))
         sums[-1, 0] = sums.new_tensor(asked)
@@ -241,13 +243,12 @@ class Trainer:
             record["val/loss"] = loss
         return loss is not None
 
-    def _compare_replicas(self, step: int, saving: bool) -> bool:
-        """Whether that was due, and all is well. What is saved has always been compared: it is gone back to."""
+    def _compare_replicas(self, step: int, saving: bool) -> None:
+        """If that is due. What is saved has always been compared: it is gone back to."""
         every = self.config.fault.compare_every
-        due = every > 0 and (saving or step % every == 0)
-        if due:
+        if every > 0 and (saving or step % every == 0):
             self.replicas.compare()
-        return due
+            self.keeper.agreed(step)
 
     def _save(self, step: int) -> float:
         self.control.mark("saving")

@@ -59,6 +59,13 @@ class WorkerSpec:
         )
 
     @property
+    def loads(self) -> list[int]:
+        """How many microbatches each rank has; the same number where all run as many passes."""
+        layout = self.layout
+        shares = self.batching.shares(layout.data_parallel)
+        return [1 if layout.lockstep else len(shares[layout.data_rank(rank)]) for rank in range(layout.world)]
+
+    @property
     def blocks(self) -> BlockPlan:
         """How the training data of this generation is cut, where readers deliver it."""
         layout, width = self.layout, 2 if self.shape.vocab_size <= 1 << 16 else 4

@@ -38,8 +38,8 @@ def test_what_was_being_copied_is_not_held(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         snapshots.take(3, holding)
     assert snapshots.steps == (2,), "the older one is gone, the newer one is whole"
-    snapshots.drop()
-    assert snapshots.steps == ()
+    snapshots.begin(2)
+    assert snapshots.steps == () and snapshots.generation == 2
 
 
 def test_live_state_is_lent_until_it_changes() -> None:
@@ -87,7 +87,7 @@ def test_what_replicas_agreed_on_outlives_what_is_distrusted() -> None:
     assert snapshots.steps == (3,) and bool((snapshots.at(3).at("w", 0).tensor == 1).all())
     snapshots.agree(7, holding)
     assert snapshots.steps == (7,)
-    snapshots.drop()
+    snapshots.begin(3)
     assert snapshots.steps == ()
 
 

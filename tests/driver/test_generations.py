@@ -15,6 +15,7 @@ import pytest
 from raytrain_hpc import cli
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.errors import ClusterError, WorkerFailed
+from raytrain_hpc.plan.parts import State
 from raytrain_hpc.plan.recovery import Candidate
 from tests.pool import SMALL
 
@@ -59,7 +60,7 @@ class Crew:
     def candidates(self) -> list[Candidate]:
         if isinstance(self._next, Exception):
             return []
-        return [Candidate(0, "n", 7, tuple((0, step) for step in self.holds) if self.specs else ())]
+        return [Candidate(0, "n", 7, tuple(State(1, 0, 1, step) for step in self.holds) if self.specs else ())]
 
     def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         who = {"rank": 0, "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
@@ -70,9 +71,9 @@ class Crew:
         spec: Any,
         handle: Callable[[dict[str, Any]], None],
         stop: threading.Event,
-        regroup: Callable[[], bool],
+        regroup: Callable[[], Any],
     ) -> str:
-        assert not regroup()
+        assert regroup() is None
         planned = self._next
         self.specs.append(spec)
         steps = spec.steps_to if planned is None else spec.first + planned
@@ -83,9 +84,9 @@ class Crew:
         now = time.time()
         raise WorkerFailed(0, "n", 7, "died", "the reason", detected=now, last_seen=now - 0.25)
 
-    def recall(self, after: int) -> list[dict[str, Any]]:
+    def recall(self, after: int, until: int) -> list[dict[str, Any]]:
         """What it had committed and nobody had heard of."""
-        return [metrics(step, 1) for step in range(after + 1, max(self.holds, default=0) + 1)]
+        return [metrics(step, 1) for step in range(after + 1, until + 1)]
 
     def forget(self) -> None:
         self.holds = ()

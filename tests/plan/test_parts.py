@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.parts import buddies, newest_step, parts
+from raytrain_hpc.plan.parts import State, buddies, newest_step, parts
 
 LAYOUTS = [
     Layout(dp_replicate=3),
@@ -60,9 +60,17 @@ def test_one_node_protects_against_the_loss_of_a_process() -> None:
 
 def test_the_newest_step_that_is_whole() -> None:
     """Against all subsets, by brute force."""
-    states = list(product((0, 1), (4, 5)))
+    states = [State(1, part, 2, step) for part, step in product((0, 1), (4, 5))]
     for chosen in range(1 << len(states)):
         held = [state for bit, state in enumerate(states) if chosen >> bit & 1]
-        whole = [step for step in (4, 5) if {(0, step), (1, step)} <= set(held)]
-        assert newest_step([held[::2], held[1::2]], 2) == max(whole, default=None)
-    assert newest_step([], 1) is None
+        whole = [step for step in (4, 5) if {0, 1} <= {state.part for state in held if state.step == step}]
+        assert newest_step([held[::2], held[1::2]]) == max(whole, default=None)
+    assert newest_step([]) is None
+
+
+def test_parts_of_two_generations_do_not_make_a_whole() -> None:
+    """One was cut in two and the other in three: part 1 of the one is none of the other."""
+    of_two, of_three = [State(1, 0, 2, 7)], [State(2, 1, 3, 7), State(2, 2, 3, 7)]
+    assert newest_step([of_two, of_three]) is None
+    assert newest_step([[*of_two, State(1, 1, 2, 7)], of_three]) == 7
+    assert newest_step([[State(1, 0, 2, 9), State(1, 1, 2, 9)], [State(2, 0, 1, 8)]]) == 9

@@ -66,17 +66,28 @@ def looks(*waiting: int, of: int = 100, steps: int = 20) -> dict[int, Signs]:
     return {rank: replace(WELL, rank=rank, looks=of, waiting=count, step=steps) for rank, count in enumerate(waiting)}
 
 
+EVEN = [1, 1, 1]
+
+
 def test_who_keeps_the_others_waiting() -> None:
     before = looks(0, 0, 0, of=0, steps=0)
-    assert stragglers(before, looks(70, 10, 70), 2.0) == {1: pytest.approx(3.0)}
-    assert stragglers(before, looks(30, 10, 30), 2.0) == {}
-    assert stragglers(before, looks(20, 20, 20), 2.0) == {}, "all work as much as each other"
-    assert stragglers(before, looks(90, 0), 2.0) == {1: pytest.approx(10.0)}
-    assert stragglers(before, looks(100, 0, 100), 2.0) == {1: pytest.approx(40.0)}, "whose others only wait"
-    assert stragglers({}, looks(70, 10, 70), 2.0) is None, "nothing to compare with"
-    assert stragglers(before, looks(30, 5, 30, of=39), 2.0) is None, "too few looks"
-    assert stragglers(before, looks(70, 10, 70, steps=4), 2.0) is None, "too few steps"
-    assert stragglers(before, looks(0, of=100), 2.0) == {}, "alone"
+    assert stragglers(before, looks(70, 10, 70), 2.0, EVEN) == {1: pytest.approx(3.0)}
+    assert stragglers(before, looks(30, 10, 30), 2.0, EVEN) == {}
+    assert stragglers(before, looks(20, 20, 20), 2.0, EVEN) == {}, "all work as much as each other"
+    assert stragglers(before, looks(90, 0), 2.0, EVEN) == {1: pytest.approx(10.0)}
+    assert stragglers(before, looks(100, 0, 100), 2.0, EVEN) == {1: pytest.approx(40.0)}, "whose others only wait"
+    assert stragglers({}, looks(70, 10, 70), 2.0, EVEN) is None, "nothing to compare with"
+    assert stragglers(before, looks(30, 5, 30, of=39), 2.0, EVEN) is None, "too few looks"
+    assert stragglers(before, looks(70, 10, 70, steps=4), 2.0, EVEN) is None, "too few steps"
+    assert stragglers(before, looks(0, of=100), 2.0, EVEN) == {}, "alone"
+
+
+def test_who_has_more_to_do_is_not_slow_for_it() -> None:
+    before = looks(0, 0, 0, of=0, steps=0)
+    assert stragglers(before, looks(70, 10, 70), 2.0, [1, 3, 1]) == {}
+    assert stragglers(before, looks(10, 10, 10), 2.0, [9, 3, 9]) == {1: pytest.approx(3.0)}, (
+        "given less, and still slow"
+    )
 
 
 def calls(text: str, group: str = "0") -> list[Call]:
