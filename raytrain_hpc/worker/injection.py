@@ -98,7 +98,9 @@ def _raise() -> None:
 
 
 def _skip_collective() -> None:
-    """The next all-reduce is left out."""
+    """The next all-reduce is left out; a rank alone has none to leave out, and is not to do so in a later generation."""
+    if not dist.is_initialized():
+        return
     real = dist.all_reduce
 
     def skip(*arguments: object, **named: object) -> None:
