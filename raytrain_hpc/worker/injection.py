@@ -98,7 +98,7 @@ def _raise() -> None:
 
 
 def _skip_collective() -> None:
-    """The next all-reduce is left out; a rank alone has none to leave out, and is not to do so in a later generation."""
+    """The next all-reduce is left out. A rank alone has none, and is not to leave out that of a later generation."""
     if not dist.is_initialized():
         return
     real = dist.all_reduce
