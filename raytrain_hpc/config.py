@@ -290,7 +290,7 @@ class FaultConfig:
     straggler: Literal["report", "evict", "rebalance"] = key(
         "report",
         "A rank that keeps the others waiting: an incident; or it is replaced, too; or it is given fewer microbatches, "
-        "where passes need no other ranks.",
+        "where passes need no other ranks. Seen on CPU workers; on a GPU, waiting is not told from working yet.",
     )
     straggler_factor: float = key(
         2.0, "How many times as long as the others' median a rank must work for a step to be called slow.", above=1
