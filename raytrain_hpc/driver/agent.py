@@ -20,6 +20,7 @@ from raytrain_hpc.plan.watch import Signs, Suspect, limits, suspects
 from raytrain_hpc.worker.heartbeat import Pulse, clear_of_the_dead, show_thread_name
 
 _LOOK_S = 0.05
+_LATE_S = 0.25  # between two looks: then nobody is accused for as long again
 _SAY_S = 0.1
 _STEPS = 32  # of which the median counts
 
@@ -88,12 +89,17 @@ class Agent:
 
     def _run(self) -> None:
         show_thread_name("watch")
+        looked, trusting = time.monotonic(), 0.0
         while not self._over.wait(_LOOK_S):
+            now = time.monotonic()
+            if now - looked > _LATE_S:  # whatever held this thread up may have held up the workers, too
+                trusting = now + (now - looked)
+            looked = now
             with self._lock:
                 signs = [pulse.read(rank) for rank, pulse in self._ranks.items()]
                 for one in signs:
                     if one.step_s is not None and self._counted.get(one.rank) != one.step:
                         self._counted[one.rank] = one.step
                         self._steps.append(one.step_s)
-                self._found = suspects(signs, limits(self._config, self._steps))
+                self._found = [] if now < trusting else suspects(signs, limits(self._config, self._steps))
                 self._signs = {one.rank: one for one in signs}

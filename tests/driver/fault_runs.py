@@ -127,7 +127,7 @@ def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
         lost = json.loads((run_dir / "lost.json").read_text())
         assert named == (("died", lost[0]),) and incidents[0]["ranks"] == lost, incidents
     else:
-        assert named == fault.expected, named
+        assert named == fault.expected, incidents
     killed = sorted({rank for kind, rank, _ in fault.inject if kind == "kill"})
     assert not killed or incidents[0]["ranks"] == killed
     struck = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
