@@ -251,7 +251,7 @@ class CheckpointConfig:
     )
 
 
-FaultKind = Literal["kill", "stop", "hang", "gil", "exception", "skip_collective", "nan", "bitflip", "slow"]
+FaultKind = Literal["kill", "stop", "hang", "gil", "exception", "skip_collective", "nan", "spike", "bitflip", "slow"]
 
 
 @dataclass
@@ -261,7 +261,7 @@ class InjectConfig:
     kind: FaultKind = key(
         "kill",
         "kill: SIGKILL; stop: SIGSTOP; hang: an endless loop; gil: the interpreter's lock held for ever; exception; "
-        "skip_collective: one all-reduce left out; nan: a gradient that is no number; bitflip: a bit of a weight after "
+        "skip_collective: one all-reduce left out; nan: a gradient that is no number; spike: a loss a hundred times too high; bitflip: a bit of a weight after "
         "the step; slow: from then on every microbatch takes three times as long.",
     )
     rank: int = key(0, "Which rank it hits; of fewer ranks, that number modulo how many there are.", minimum=0)
@@ -278,8 +278,16 @@ class FaultConfig:
         above=0,
     )
     max_failures: int = key(3, "Failures without a new step between them before the run gives up.", minimum=0)
-    on_nan: Literal["stop", "skip"] = key(
-        "stop", "A step whose numbers are not finite, twice: end the run, or go on without its update."
+    on_nan: Literal["stop", "skip", "rollback"] = key(
+        "stop",
+        "A step whose numbers are not finite, or a loss spike, also when computed again: end the run; go on without its "
+        "update; or go on behind it with the state of the newest checkpoint. At most max_failures in a row.",
+    )
+    spike_deviations: float = key(
+        0.0,
+        "A loss that is this many standard deviations above the mean of the last 128 steps' is a spike; 0: none is. 6 "
+        "is usual.",
+        minimum=0,
     )
     compare_every: int = key(
         100,

@@ -48,8 +48,9 @@ class IncidentLog:
 
     def noted(self, record: dict[str, Any], generation: int, committed: int) -> None:
         """Something that a rank reports, and that is over. Written before an incident that still goes on."""
-        line = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s")) | record
-        line |= {"generation": generation, "step": committed, "time": time.time(), "detected_s": 0.0, "steps_lost": 0}
+        line: dict[str, Any] = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s"))
+        line |= {"time": time.time(), "detected_s": 0.0, "steps_lost": 0} | record
+        line |= {"generation": generation, "step": committed}
         line.pop("type")
         self._lines.insert(len(self._lines) - (self._open is not None), json.dumps(line))
         self._directory.write_incidents(self._lines)

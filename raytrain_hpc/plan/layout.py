@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -123,6 +124,13 @@ class Batching:
     def shares(self, degree: int) -> list[range]:
         """The microbatches of each data-parallel rank: contiguous runs, sizes at most one apart."""
         return [range(r * self.count // degree, (r + 1) * self.count // degree) for r in range(degree)]
+
+
+def first_rank_of(layout: Layout, batching: Batching, microbatches: Collection[int]) -> int | None:
+    """The lowest rank that one of these microbatches goes to; None where there is none."""
+    shares = batching.shares(layout.data_parallel)
+    mine = (any(number in shares[layout.data_rank(rank)] for number in microbatches) for rank in range(layout.world))
+    return next((rank for rank, found in enumerate(mine) if found), None)
 
 
 def model_ranks(config: Config) -> int:

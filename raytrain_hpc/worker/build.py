@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
-from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
@@ -21,18 +19,19 @@ from raytrain_hpc.data.delivery import Blocks, DeliveredStream
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.stream import Stream
-from raytrain_hpc.errors import CheckpointError
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
 from raytrain_hpc.parallel.canonical import canonical_shares
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
+from raytrain_hpc.plan.layout import first_rank_of
 from raytrain_hpc.plan.parts import parts
+from raytrain_hpc.plan.spikes import WINDOW
 from raytrain_hpc.plan.stages import split_layers
-from raytrain_hpc.state.exchange import fill
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, slice_of
-from raytrain_hpc.state.index import Box, StateIndex, compare, first_held, merge
+from raytrain_hpc.state.index import Box, StateIndex, first_held
+from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.copying import Copying
@@ -47,6 +46,7 @@ from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
 from raytrain_hpc.worker.passes import Passes, WholeModel
 from raytrain_hpc.worker.pipelined import Pipelined, Timeline
 from raytrain_hpc.worker.replicas import Replicas
+from raytrain_hpc.worker.restoring import LOSSES, GoingBack, restore
 from raytrain_hpc.worker.saving import Saver, gather_indexes
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
@@ -75,20 +75,24 @@ def build_trainer(
     task = _task(spec, place)
     parallel = _model(task, spec, place, fresh=spec.memory_step is None and spec.resume_step is None)
     home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
-    holding = state_of(parallel, optimizer := Optimizer(parallel.parameters, config.train, home))
+    optimizer, recent = Optimizer(parallel.parameters, config.train, home), _recent_losses(config, device)
+    holding = state_of(parallel, optimizer, recent)
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     indexes = gather_indexes(holding, place)
-    _restore(spec, place, holding, indexes, store, memory)
+    restore(spec, place, holding, indexes, store, memory)
     (replicas := Replicas(holding, place)).compare()
     # Buffers change in forward passes: with them what is live is not the state of a step.
     lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
     keeper = Keeper(config, memory, holding, lends, _copying(spec, rank, indexes, memory), optimizer.rest)
     keeper.begin(spec.first, spec.generation)
+    saver = Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit)
+    go_back = GoingBack(store, config.checkpoint.every, place, holding, indexes, saver.finish, optimizer.rest)
     optimizer.set_steps(spec.first)
     home.rest()
     marks["model"] = time.time()
     feed, evaluation = _data(spec, place, control, blocks)
     control.emit(marks)
+    emit = control.emit if rank == 0 else _discard
     balanced = parallel.modules.values() if _balances(spec) else ()
     return Trainer(
         config=config,
@@ -97,14 +101,15 @@ def build_trainer(
         buffers=_statistics(task, parallel),
         balance=Balance(balanced, spec.shape.balance_rate, place.batch_group),
         passes=_passes(task, parallel, spec, place, control.emit),
+        bad_steps=BadSteps(config.fault, recent, partial(first_rank_of, spec.layout, spec.batching), go_back, emit),
         optimizer=optimizer,
         norm=_norm(parallel, indexes, place, exact=_elastic(config)),
         feed=feed,
         evaluation=evaluation,
-        saver=Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit),
+        saver=saver,
         profiler=StepProfiler(config.observe, rank, Path(config.run.dir)),
         generation=spec.generation,
-        emit=control.emit if rank == 0 else _discard,
+        emit=emit,
         control=control,
         keeper=keeper,
         replicas=replicas,
@@ -129,13 +134,21 @@ def _copying(spec: WorkerSpec, rank: int, indexes: list[StateIndex], memory: Sna
     return Copying(memory, rank, spec.buddies, indexes, host_group())
 
 
-def state_of(parallel: Parallel, optimizer: Optimizer) -> Holding:
-    """What this rank holds of the training state: weights, persistent buffers, optimizer moments."""
+def _recent_losses(config: Config, device: torch.device) -> torch.Tensor | None:
+    """Room for them where spikes are looked for."""
+    if not config.fault.spike_deviations:
+        return None
+    return torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
+
+
+def state_of(parallel: Parallel, optimizer: Optimizer, recent: torch.Tensor | None = None) -> Holding:
+    """What this rank holds of the training state: weights, persistent buffers, optimizer moments, recent losses."""
     weights = [_Slice(parallel, name) for name in parallel.parameters]
     held = [one for weight in weights for one in weight.held("model", weight.tensor)]
     held += [Held.of(f"model.{name}", buffer) for name, buffer in _saved_buffers(parallel)]
     for kind, moments in optimizer.moments.items():
         held += [one for weight in weights for one in weight.held(f"optimizer.{kind}", moments[weight.name])]
+    held += [] if recent is None else [Held.of(LOSSES, recent)]
     return Holding(held)
 
 
@@ -283,29 +296,6 @@ def _broadcast_given_weights(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), 0)
-
-
-def _restore(
-    spec: WorkerSpec,
-    place: Place,
-    holding: Holding,
-    indexes: list[StateIndex],
-    store: CheckpointStore,
-    memory: Snapshots | None,
-) -> None:
-    """Fill the state from memory, a checkpoint, or not at all."""
-    if spec.memory_step is not None:
-        offered = Holding() if memory is None else memory.at(spec.memory_step)
-        fill(holding, offered, place.world_group, place.device)
-    elif spec.resume_step is not None:
-        _load(read_manifest(store.path(spec.resume_step)), holding, indexes)
-
-
-def _load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:
-    """Fill the state, having made sure that the checkpoint holds this model's tensors: no more and no fewer."""
-    if difference := compare(checkpoint.index, merge(indexes)):
-        raise CheckpointError(f"{checkpoint.path} is of another model: {difference} there; choose another run.dir")
-    read_pieces(checkpoint, holding)
 
 
 def _data(spec: WorkerSpec, place: Place, control: Control, blocks: Blocks | None) -> tuple[Feed, EvaluationSet | None]:

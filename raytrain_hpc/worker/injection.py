@@ -31,15 +31,20 @@ class Injector:
             self._slow_down()  # in this process, whichever rank it has now
 
     def poison(self, step: int) -> None:
-        """Before the passes of the step that follows `step` committed ones: a loss that is no number, if so wished."""
-        if self._due(step, "nan"):
-            real = self._task.loss
+        """Before the passes of the step that follows `step` committed ones: a spoilt loss, if so wished."""
+        for kind, factor in (("nan", float("nan")), ("spike", 100.0)):
+            if self._due(step, kind):
+                self._spoil(factor)
 
-            def spoilt(output: Tensor, targets: Tensor) -> Tensor:
-                self._task.loss = real  # type: ignore[method-assign]
-                return real(output, targets) * float("nan")
+    def _spoil(self, factor: float) -> None:
+        """Of the next microbatch."""
+        real = self._task.loss
 
-            self._task.loss = spoilt  # type: ignore[method-assign]
+        def spoilt(output: Tensor, targets: Tensor) -> Tensor:
+            self._task.loss = real  # type: ignore[method-assign]
+            return real(output, targets) * factor
+
+        self._task.loss = spoilt  # type: ignore[method-assign]
 
     def strike(self, step: int) -> None:
         """After the passes of that step: what is to happen to this rank, if anything."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from typing import Literal
 
 import torch
@@ -21,6 +20,7 @@ from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.pairwise import pairwise_total
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.plan.watch import Phase
+from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.feeding import Feed, on_device
@@ -49,12 +49,7 @@ class StepResult:
     stop: bool
     pause: bool
     data_s: float
-    bad_microbatches: list[int]  # whose loss is not finite
-
-    @property
-    def finite(self) -> bool:
-        """Whether the step can be taken."""
-        return isfinite(self.loss) and isfinite(self.grad_norm)
+    losses: list[float]  # of the step's microbatches, one by one
 
 
 @dataclass
@@ -67,6 +62,7 @@ class Trainer:
     passes: Passes
     buffers: list[Tensor]  # running statistics, which depend on the data that a rank saw
     balance: Balance
+    bad_steps: BadSteps
     optimizer: Optimizer
     norm: GradientNorm
     feed: Feed
@@ -127,22 +123,37 @@ class Trainer:
     def train_step(self, step: int) -> StepResult:
         """One optimizer step over this rank's microbatches, of which nothing is applied before its numbers are seen.
 
-        Where they are not finite the step is computed once more: a bit that flipped is not there any more. Raises
-        RunFailed where they still are not, unless fault.on_nan=skip.
+        Where they are bad the step is computed once more: a bit that flipped is not there any more. Raises RunFailed
+        where they still are, unless fault.on_nan goes on without such a step.
         """
         result = self._gradients(step, self.feed.batch)
-        if not result.finite:
-            began, bad = time.perf_counter(), result
-            self._drop_gradients()
-            result = self._gradients(step, self.feed.again)
-            self._report_bad_numbers(step, bad, result, time.perf_counter() - began)
-            if not result.finite:
-                return self._give_up_step(step, result)
+        if self.bad_steps.judge(result.loss, result.grad_norm) is not None:
+            result, taken = self._second_try(step, result)
+            if not taken:
+                return result
         self._share_buffers()
         self.keeper.steps()
         self.optimizer.step(learning_rate(self.config.train, step))
         self.balance.step()
+        self.bad_steps.taken(step, result.loss)
         return result
+
+    def _second_try(self, step: int, bad: StepResult) -> tuple[StepResult, bool]:
+        """Compute a step again, and see to it where it is as bad. Returns what it gave, and whether it is to be taken."""
+        at, undone, again = time.time(), 0, "gone when computed again"
+        self._drop_gradients()
+        result = self._gradients(step, self.feed.again)
+        taken = self.bad_steps.judge(result.loss, result.grad_norm) is None
+        if not taken:
+            self._drop_gradients()
+            self.keeper.steps()
+            self.control.mark("saving")
+            undone, again = self.bad_steps.not_taken(step, result.loss, result.grad_norm), "the same when computed again"
+            self.optimizer.skip()
+        if undone:
+            again += f"; went back to the state of step {step - undone}"
+        self.bad_steps.report(step, (bad.loss, bad.grad_norm), again, at, undone, bad.losses)
+        return result, taken
 
     def _gradients(self, step: int, batch_of: Callable[[int, int], Batch]) -> StepResult:
         """Leave the clipped gradients of the mean loss on the parameters."""
@@ -179,43 +190,12 @@ class Trainer:
         totals = torch.cat((pairwise_total(by_microbatch), sums[-1, 0]))
         norm = self._clip(totals[1])
         loss_sum, tokens, stop, pause = totals.tolist()
-        bad = [] if isfinite(loss_sum) else by_microbatch[:, 0].isfinite().logical_not().nonzero().flatten().tolist()
-        return StepResult(loss_sum / tokens, float(norm), stop > 0, pause > 0, data_s, bad)
+        losses = (by_microbatch[:, 0] / by_microbatch[:, 1].clamp(min=1.0)).tolist()
+        return StepResult(loss_sum / tokens, float(norm), stop > 0, pause > 0, data_s, losses)
 
     def _drop_gradients(self) -> None:
         self.optimizer.drop_gradients()
         self.balance.forget()
-
-    def _give_up_step(self, step: int, result: StepResult) -> StepResult:
-        if self.config.fault.on_nan == "stop":
-            raise RunFailed(
-                f"step {step + 1}: loss {result.loss} and gradient norm {result.grad_norm}: not finite, twice; lower "
-                "train.lr, check the data, use train.dtype=fp32, or skip such steps with fault.on_nan=skip. The newest "
-                "checkpoint is from before this step"
-            )
-        self._drop_gradients()
-        self.optimizer.skip()
-        return result
-
-    def _report_bad_numbers(self, step: int, bad: StepResult, again: StepResult, seconds: float) -> None:
-        layout = self.place.layout
-        shares = self.batching.shares(layout.data_parallel)
-        ranks = [
-            rank
-            for rank in range(layout.world)
-            if any(number in shares[layout.data_rank(rank)] for number in bad.bad_microbatches)
-        ]
-        self.emit(
-            {
-                "type": "incident",
-                "kind": "not finite",
-                "rank": ranks[0] if ranks else None,
-                "operation": f"training step {step + 1}",
-                "reason": f"loss {bad.loss}, gradient norm {bad.grad_norm}; "
-                + ("finite when computed again" if again.finite else "the same when computed again"),
-                "recovered_s": seconds,
-            }
-        )
 
     def evaluate(self) -> float | None:
         """Mean loss over the validation windows, shared out over the data-parallel ranks; None if asked to stop."""
