@@ -17,7 +17,7 @@ from pathlib import Path
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.plan.watch import Signs, Suspect, limits, suspects
-from raytrain_hpc.worker.heartbeat import Pulse, clear_of_the_dead, show_thread_name
+from raytrain_hpc.worker.heartbeat import Pulse, show_thread_name
 
 _LOOK_S = 0.05
 _LATE_S = 0.25  # between two looks: then nobody is accused for as long again
@@ -39,9 +39,8 @@ class Agent:
     """Looks at its workers every 0.05 s; whoever asks hears what it found last."""
 
     def __init__(self, config: Config):
-        clear_of_the_dead()
         self._config = config
-        self._pulses: dict[int, Pulse] = {}  # by pid: opened once, since the file loses its name then
+        self._pulses: dict[int, Pulse] = {}  # by pid, opened once
         self._ranks: dict[int, Pulse] = {}
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._counted: dict[int, int] = {}

@@ -1,7 +1,8 @@
 """Signs of life of a worker in shared memory: whoever watches needs neither its interpreter nor its answer.
 
-One small file a worker under /dev/shm, written by the worker alone, each field in one store of eight bytes: a thread
-beats, the loop marks what it has come to. Moments are of CLOCK_MONOTONIC, which all processes of a node share.
+One small file in memory a worker, without a name, which is gone with its process and opened through /proc. Written by the
+worker alone, each field in one store of eight bytes: a thread beats, the loop marks what it has come to. Behind the fields
+comes what its threads are at, when asked. Moments are of CLOCK_MONOTONIC, which all processes of a node share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import mmap
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -25,21 +25,19 @@ _BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING = range(8)
 _BYTES = 8 * 8
 # Where a loop waits for other ranks, on a CPU: in torch's collectives, in FSDP's, and in our own transfers.
 _WAITS = ("torch/distributed/distributed_c10d.py", "_fsdp_collectives.py", "raytrain_hpc/parallel/collectives.py")
-_SHARED = Path("/dev/shm")
+_NAME = "raytrain-heartbeat"
 
 
 class Heartbeat:
     """A worker's side. SIGUSR1 has it write what its threads are at, even while one of them holds the interpreter."""
 
     def __init__(self) -> None:
-        directory = str(_SHARED) if os.access(_SHARED, os.W_OK) else None
-        descriptor, name = tempfile.mkstemp(prefix=f"raytrain-{os.getpid()}-", dir=directory)
+        descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, _BYTES)
-        self.path = Path(name)
+        self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
         self._fields = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
-        os.close(descriptor)
-        self._stacks = _stacks_of(self.path).open("w")
-        faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
+        os.lseek(descriptor, _BYTES, os.SEEK_SET)
+        faulthandler.register(signal.SIGUSR1, descriptor, all_threads=True)
         self._committed_ns, self._loop = 0, 0
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -73,16 +71,16 @@ class Heartbeat:
 
 
 class Pulse:
-    """A watcher's side: the file of one worker, which has no name any more from then on."""
+    """A watcher's side: the file of one worker."""
 
     def __init__(self, pid: int, path: Path):
-        """Raises OSError where there is no such file."""
+        """Raises OSError where there is no such worker any more."""
+        if _NAME not in os.readlink(path):
+            raise FileNotFoundError(f"process {pid} is another one than it was: {path} is no heartbeat")
         self.pid = pid
-        with path.open("r+b") as file:
-            self._fields = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
-        self._stacks = _stacks_of(path).open()
-        path.unlink()
-        _stacks_of(path).unlink()
+        self._stacks = path.open()
+        self._fields = memoryview(mmap.mmap(self._stacks.fileno(), _BYTES, prot=mmap.PROT_READ)).cast("q")
+        self._stacks.seek(_BYTES)
         # How long the loop had waited for a CPU, of all its life, when it beat and when it marked last.
         self._at_beat, self._at_mark = (0, 0.0), (0, 0.0)
 
@@ -125,19 +123,6 @@ class Pulse:
 def show_thread_name(name: str) -> None:
     """Let the operating system know the calling thread by this name, of at most 15 characters."""
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
-
-
-def clear_of_the_dead() -> None:
-    """Remove files of workers that ended before anybody had looked at them."""
-    for path in _SHARED.glob("raytrain-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            with contextlib.suppress(OSError):  # another user's, or another agent was quicker
-                path.unlink()
-
-
-def _stacks_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.stacks")
 
 
 def _state(pid: int) -> str:

@@ -71,10 +71,19 @@ def test_a_worker_that_works(worker) -> None:
     assert (signs.rank, signs.alive, signs.frozen, signs.phase, signs.step) == (3, True, False, "training", 10)
     assert signs.step_s is not None and 0.02 <= signs.step_s < 10
     assert signs.mark_age_s > 0 and signs.beat_age_s < signs.mark_age_s + 10
-    assert not path.exists() and not list(path.parent.glob(f"raytrain-{process.pid}-*")), "nothing to clean up"
+    another = Pulse(process.pid, path)  # a watcher that follows one that died
+    assert another.read(3).step == 10 and "in loop" in stacks(another)
     process.kill()
     process.wait()
-    assert not pulse.read(3).alive and stacks(pulse) == ""
+    assert not pulse.read(3).alive and not another.read(3).alive
+    with pytest.raises(OSError, match="No such file"):
+        Pulse(process.pid, path)
+
+
+def test_a_process_that_came_to_the_same_number(tmp_path: Path) -> None:
+    """Its file of that number is none of ours."""
+    with (tmp_path / "other").open("w") as file, pytest.raises(FileNotFoundError, match="is no heartbeat"):
+        Pulse(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
 
 
 def test_a_frozen_one_and_one_that_goes_on(worker) -> None:
