@@ -261,8 +261,9 @@ class InjectConfig:
     kind: FaultKind = key(
         "kill",
         "kill: SIGKILL; stop: SIGSTOP; hang: an endless loop; gil: the interpreter's lock held for ever; exception; "
-        "skip_collective: one all-reduce left out; nan: a gradient that is no number; spike: a loss a hundred times too high; bitflip: a bit of a weight after "
-        "the step; slow: from then on every microbatch takes three times as long.",
+        "skip_collective: one all-reduce left out; nan: a gradient that is no number; spike: a loss a hundred "
+        "times too high; bitflip: a bit of a weight after the step; slow: from then on microbatches take three times "
+        "as long.",
     )
     rank: int = key(0, "Which rank it hits; of fewer ranks, that number modulo how many there are.", minimum=0)
     step: int = key(1, "In which step; once, though the step is run again.", minimum=1)
@@ -280,8 +281,8 @@ class FaultConfig:
     max_failures: int = key(3, "Failures without a new step between them before the run gives up.", minimum=0)
     on_nan: Literal["stop", "skip", "rollback"] = key(
         "stop",
-        "A step whose numbers are not finite, or a loss spike, also when computed again: end the run; go on without its "
-        "update; or go on behind it with the state of the newest checkpoint. At most max_failures in a row.",
+        "A step whose numbers are not finite, or a loss spike, also when computed again: end the run; go on without "
+        "its update; or go on behind it with the state of the newest checkpoint. At most max_failures in a row.",
     )
     spike_deviations: float = key(
         0.0,

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from raytrain_hpc.config import Config
@@ -38,8 +39,9 @@ class Seen:
 class Agent:
     """Looks at its workers every 0.05 s; whoever asks hears what it found last."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, config: Config, orphaned_s: float = inf):
+        """`orphaned_s`: after so long without a question its workers are ended, as the others go on without them."""
+        self._config, self._orphaned_s, self._asked = config, orphaned_s, time.monotonic()
         self._pulses: dict[int, Pulse] = {}  # by pid, opened once
         self._ranks: dict[int, Pulse] = {}
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -62,6 +64,7 @@ class Agent:
 
     def look(self) -> Seen:
         """Who shows no life, and what was seen of all."""
+        self._asked = time.monotonic()
         with self._lock:
             return Seen(self._found, self._signs)
 
@@ -94,6 +97,9 @@ class Agent:
             if now - looked > _LATE_S:  # whatever held this thread up may have held up the workers, too
                 trusting = now + (now - looked)
             looked = now
+            if now - self._asked > self._orphaned_s:
+                for rank in list(self._ranks):
+                    self.kill(rank)
             with self._lock:
                 signs = [pulse.read(rank) for rank, pulse in self._ranks.items()]
                 for one in signs:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.05  # between two looks at signs of life and requests; the end of a worker is heard at once
 _ANSWER_S = 10.0
 _SAY_S = 0.3
+_BREAK_S = 0.2  # a collective whose peer has died breaks sooner
 
 Info = dict[str, Any]
 
@@ -342,9 +343,12 @@ class RayWorkers:
         """How all ranks ended that did not end well. Those on a node that does not answer are not waited for."""
         settle_s, left = self._watch.settle_s(), list(self._runs)
         failures: dict[int, RaytrainError] = {}
-        until = time.monotonic() + settle_s
-        while left and time.monotonic() < until:
+        began, aborted = time.monotonic(), False
+        while left and time.monotonic() < began + settle_s:
             ready, left = ray.wait(left, num_returns=len(left), timeout=_LOOK_S)
+            if left and not aborted and time.monotonic() > began + _BREAK_S:
+                aborted = True
+                self._tell("abort")  # their collectives do not break by themselves
             for run in ready:
                 rank = self._runs.index(run)
                 if (found := self._failure(rank)) is not None:

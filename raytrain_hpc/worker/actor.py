@@ -34,6 +34,7 @@ class WorkerActor:
         began = time.time()
         share_one_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # whoever is given up on is the driver's to say
         start_recording()
         import torch
 
@@ -103,6 +104,7 @@ class WorkerActor:
             if not peer_gone(ended.reason):
                 traceback.print_exc()
         finally:
+            self._control.disarm()
             leave()  # at once: it sets those free who wait for this rank
             self._control.mark("idle")
         self._memory.keep_lent()  # also of a run that is done: another rank may be lost while it saves
@@ -134,6 +136,11 @@ class WorkerActor:
     def recall(self, after: int) -> list[Record]:
         """The metrics of the steps after this one."""
         return self._control.recall(after)
+
+    @ray.method(concurrency_group="control")
+    def abort(self) -> None:
+        """The generation has fallen: end its collectives."""
+        self._control.abort()
 
     @ray.method(concurrency_group="control")
     def request_pause(self) -> None:

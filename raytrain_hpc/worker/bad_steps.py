@@ -68,23 +68,24 @@ class BadSteps:
         self._remember(step, loss)
         return undone
 
-    def report(self, step: int, bad: tuple[float, float], again: str, at: float, undone: int, losses: list[float]) -> None:
-        """An incident of it. `bad`: loss and norm when first computed; `losses`: of the microbatches; `at`: when seen."""
+    def incident(self, step: int, bad: tuple[float, float], losses: list[float]) -> Record:
+        """What is known of it as soon as it is seen. `bad`: loss and norm; `losses`: of the microbatches."""
         loss, norm = bad
         high = self._highest()
         spoilt = [number for number, one in enumerate(losses) if not isfinite(one) or one > high]
-        self._emit(
-            {
-                "type": "incident",
-                "kind": self.judge(loss, norm),
-                "rank": self._blamed(spoilt),
-                "operation": f"training step {step + 1}",
-                "reason": f"loss {loss}, gradient norm {norm}; {again}",
-                "time": at,
-                "recovered_s": time.time() - at,
-                "steps_lost": undone,
-            }
-        )
+        return {
+            "type": "incident",
+            "kind": self.judge(loss, norm),
+            "rank": self._blamed(spoilt),
+            "operation": f"training step {step + 1}",
+            "reason": f"loss {loss}, gradient norm {norm}",
+            "time": time.time(),
+        }
+
+    def report(self, incident: Record, outcome: str, undone: int) -> None:
+        """It is over. `undone`: committed steps that this took back."""
+        taken_s, reason = time.time() - incident["time"], f"{incident['reason']}; {outcome}"
+        self._emit(incident | {"reason": reason, "recovered_s": taken_s, "steps_lost": undone})
 
     def _highest(self) -> float:
         return highest_usual([] if self._recent is None else self._recent.tolist(), self._fault.spike_deviations)

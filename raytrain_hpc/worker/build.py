@@ -31,6 +31,7 @@ from raytrain_hpc.plan.spikes import WINDOW
 from raytrain_hpc.plan.stages import split_layers
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, slice_of
 from raytrain_hpc.state.index import Box, StateIndex, first_held
+from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
@@ -91,6 +92,7 @@ def build_trainer(
     home.rest()
     marks["model"] = time.time()
     feed, evaluation = _data(spec, place, control, blocks)
+    control.arm(Abort(place))
     control.emit(marks)
     emit = control.emit if rank == 0 else _discard
     balanced = parallel.modules.values() if _balances(spec) else ()

@@ -6,11 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_hpc.plan.blame import Call
 from raytrain_hpc.plan.watch import Phase
 from raytrain_hpc.worker.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from raytrain_hpc.worker.abort import Abort
 
 Record = dict[str, Any]
 
@@ -44,6 +47,7 @@ class Control:
         self._heartbeat = heartbeat
         self._stop = stop or threading.Event()
         self._pause = threading.Event()
+        self._abort: Abort | None = None
         self._records: list[Record] = []
         self._committed: deque[Record] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
@@ -71,6 +75,25 @@ class Control:
         self._pause.clear()
         self._stop.clear()
         self.mark("building")
+
+    def arm(self, abort: Abort) -> None:
+        """From now on, until `disarm`, this is what ends the collectives of this rank."""
+        self._abort = abort
+
+    def disarm(self) -> None:
+        """There are none any more."""
+        if self._abort is not None:
+            self._abort.end()
+
+    def abort(self) -> None:
+        """The generation has fallen: have the loop go on, with an error, from where it waits for others."""
+        if self._abort is not None:
+            self._abort()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether that has come to pass: what a collective gives after it is nothing."""
+        return self._abort is not None and self._abort.called
 
     def mark(self, phase: Phase) -> None:
         """The loop has come to something new."""

@@ -1,8 +1,8 @@
 """Signs of life of a worker in shared memory: whoever watches needs neither its interpreter nor its answer.
 
-One small file in memory a worker, without a name, which is gone with its process and opened through /proc. Written by the
-worker alone, each field in one store of eight bytes: a thread beats, the loop marks what it has come to. Behind the fields
-comes what its threads are at, when asked. Moments are of CLOCK_MONOTONIC, which all processes of a node share.
+One small file in memory a worker, without a name, gone with its process, and opened through /proc. Written by the
+worker alone, each field in one store of eight bytes: a thread beats, the loop marks what it has come to. Behind the
+fields comes what its threads are at, when asked. Moments are of CLOCK_MONOTONIC, which all processes of a node share.
 """
 
 from __future__ import annotations

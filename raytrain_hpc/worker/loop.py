@@ -24,7 +24,7 @@ from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.feeding import Feed, on_device
-from raytrain_hpc.worker.groups import Place
+from raytrain_hpc.worker.groups import GenerationFallen, Place
 from raytrain_hpc.worker.injection import Injector
 from raytrain_hpc.worker.keeping import Keeper
 from raytrain_hpc.worker.norm import GradientNorm
@@ -136,24 +136,25 @@ class Trainer:
         self.optimizer.step(learning_rate(self.config.train, step))
         self.balance.step()
         self.bad_steps.taken(step, result.loss)
+        self._check()
         return result
 
     def _second_try(self, step: int, bad: StepResult) -> tuple[StepResult, bool]:
-        """Compute a step again, and see to it where it is as bad. Returns what it gave, and whether it is to be taken."""
-        at, undone, again = time.time(), 0, "gone when computed again"
+        """Compute a step again, and see to it where it is as bad. Returns what it gave, and whether that is taken."""
+        incident = self.bad_steps.incident(step, (bad.loss, bad.grad_norm), bad.losses)
         self._drop_gradients()
         result = self._gradients(step, self.feed.again)
-        taken = self.bad_steps.judge(result.loss, result.grad_norm) is None
-        if not taken:
-            self._drop_gradients()
-            self.keeper.steps()
-            self.control.mark("saving")
-            undone, again = self.bad_steps.not_taken(step, result.loss, result.grad_norm), "the same when computed again"
-            self.optimizer.skip()
-        if undone:
-            again += f"; went back to the state of step {step - undone}"
-        self.bad_steps.report(step, (bad.loss, bad.grad_norm), again, at, undone, bad.losses)
-        return result, taken
+        if self.bad_steps.judge(result.loss, result.grad_norm) is None:
+            self.bad_steps.report(incident, "gone when computed again", 0)
+            return result, True
+        self._drop_gradients()
+        self.keeper.steps()
+        self.control.mark("saving")
+        undone = self.bad_steps.not_taken(step, result.loss, result.grad_norm)
+        self.optimizer.skip()
+        back = f"; went back to the state of step {step - undone}" if undone else ""
+        self.bad_steps.report(incident, f"the same when computed again{back}", undone)
+        return result, False
 
     def _gradients(self, step: int, batch_of: Callable[[int, int], Batch]) -> StepResult:
         """Leave the clipped gradients of the mean loss on the parameters."""
@@ -190,8 +191,14 @@ class Trainer:
         totals = torch.cat((pairwise_total(by_microbatch), sums[-1, 0]))
         norm = self._clip(totals[1])
         loss_sum, tokens, stop, pause = totals.tolist()
+        self._check()
         losses = (by_microbatch[:, 0] / by_microbatch[:, 1].clamp(min=1.0)).tolist()
         return StepResult(loss_sum / tokens, float(norm), stop > 0, pause > 0, data_s, losses)
+
+    def _check(self) -> None:
+        """Raise GenerationFallen where collectives were aborted: some come back from that with anything at all."""
+        if self.control.aborted:
+            raise GenerationFallen("its collectives were aborted")
 
     def _drop_gradients(self) -> None:
         self.optimizer.drop_gradients()
