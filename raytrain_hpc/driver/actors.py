@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config import Config
@@ -65,6 +65,12 @@ class Actors:
             self._start(slot)
         self.wait(len(self._slots))
         self._begun = True
+
+    @property
+    def nodes(self) -> set[str]:
+        """Where slots are."""
+        tables = [placement_group_table(group) for group in self._groups]  # type: ignore[no-untyped-call]
+        return {node for table in tables for node in table["bundles_to_node_id"].values() if node}
 
     def extend(self, count: int) -> None:
         """Have `count` slots in all. What is missing comes up behind what runs, as soon as the cluster has room."""

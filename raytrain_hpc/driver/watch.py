@@ -79,6 +79,11 @@ class Watch:
         self._own = Agent(config)
         self._others: dict[str, _AgentElsewhere] = {}
 
+    def expect(self, nodes: Iterable[str]) -> None:
+        """There will be ranks on these nodes: agents come up beside them, and no slower."""
+        for node in set(nodes) - {self._here, *self._others}:
+            self._others[node] = _AgentElsewhere(self._config, node)
+
     def begin(self, ranks: Iterable[dict[str, Any]]) -> None:
         """The ranks of a generation, each with its rank, node, pid and pulse (the path of its heartbeat)."""
         by_node: dict[str, dict[int, tuple[int, str]]] = {self._here: {}}
@@ -87,9 +92,8 @@ class Watch:
         for node in self._others.keys() - by_node.keys():
             self._others[node].watch({})
         self._own.watch(by_node.pop(self._here))
+        self.expect(by_node)
         for node, pulses in by_node.items():
-            if node not in self._others:
-                self._others[node] = _AgentElsewhere(self._config, node)
             self._others[node].watch(pulses)
 
     def suspects(self) -> list[Suspect]:

@@ -99,7 +99,8 @@ class RayWorkers:
         self._broken: dict[int, Sequence[Call]] = {}  # what ranks were last in, of those that broke
 
     def start(self) -> None:
-        """Start the actors. Raises ClusterError past cluster.start_timeout."""
+        """Start the actors, and agents beside them. Raises ClusterError past cluster.start_timeout."""
+        self._watch.expect(self._actors.nodes)
         self._actors.start()
 
     def wait(self, count: int) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import raytrain_hpc as rt
 from raytrain_hpc.drill import fingerprint
+from tests.driver.apart import Apart
 from tests.driver.two_nodes import TwoNodes
 from tests.pool import SMALL, small
 
@@ -38,7 +39,7 @@ class Fault:
 
     Of several that die at once the lowest rank names the incident, and all are in it. `layout`: settings of the run it
     is compared with, too. `grow`: how many workers are asked for, one after the other. `node`: whether the second of
-    two nodes is lost.
+    two nodes is lost, or the network to it cut.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Fault:
     steps: int = STEPS
     layout: tuple[str, ...] = ()
     grow: tuple[int, ...] = ()
-    node: bool = False
+    node: Literal["", "lost", "cut"] = ""
 
     def settings(self, *, disturbed: bool) -> list[str]:
         """The words of a run with the fault, or of the one that it is compared with."""
@@ -91,10 +92,10 @@ def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
     until(lambda: lines(run_dir / "metrics.jsonl")[-1]["elastic/world_size"] == workers, 0.05)
 
 
-def train_on(cluster: TwoNodes, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
-    """A run in a process of its own on the first of two nodes, the second of which is lost."""
+def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
+    """A run in a process of its own on the first of two nodes, the second of which is lost, or cut off."""
     words = [*SMALL, *fault.settings(disturbed=disturbed)]
-    command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words]
+    command = cluster.inside(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
     process = subprocess.Popen(
         command, env=cluster.env, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -103,15 +104,14 @@ def train_on(cluster: TwoNodes, fault: Fault, run_dir: Path, *, disturbed: bool)
             until(lambda: steps_of(run_dir) >= 12 or process.poll() is not None, 0.01)
             there = json.loads((run_dir / "workers.json").read_text())["workers"]
             stamp(run_dir)
-            lost = cluster.tell("lose")
-            (run_dir / "lost.json").write_text(json.dumps([one["rank"] for one in there if one["node"] == lost]))
+            (run_dir / "lost.json").write_text(json.dumps(cluster.strike(there)))
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     finally:
         process.kill()
         process.communicate()
         if disturbed:
-            cluster.tell("add")
+            cluster.restore()
     return fingerprint(run_dir)
 
 
@@ -125,7 +125,8 @@ def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
     named = tuple((one["kind"], one["rank"]) for one in incidents)
     if fault.node:
         lost = json.loads((run_dir / "lost.json").read_text())
-        assert named == (("died", lost[0]),) and incidents[0]["ranks"] == lost, incidents
+        kind = {"lost": "died", "cut": "node lost"}[fault.node]
+        assert lost and named == ((kind, lost[0]),) and incidents[0]["ranks"] == lost, incidents
     else:
         assert named == fault.expected, incidents
     killed = sorted({rank for kind, rank, _ in fault.inject if kind == "kill"})

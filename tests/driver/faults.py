@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from tests.driver.apart import Apart
 from tests.driver.fault_runs import STEPS, Cost, Fault, cost, kill_all, kill_one_of_the_next_generation, train, train_on
 from tests.driver.two_nodes import TwoNodes
 
@@ -78,7 +80,11 @@ FAULTS = (
     ),
     Fault("growing 2 -> 3 -> 4", (), (0.0, 0.2), workers=2, grow=(3, 4), steps=1000),
     *(
-        Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), node=True)
+        Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), node="lost")
+        for name, word in NODES.items()
+    ),
+    *(
+        Fault(f"the network to a node cut, {name}", (), (1.2, 1.0), workers=4, layout=(word,), node="cut")
         for name, word in NODES.items()
     ),
 )
@@ -102,17 +108,18 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
     """The rows as they are made."""
     yield "| fault | named | detected after, s | target | next step after, s | target | steps lost | bits |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    inside, nodes = [one for one in chosen if not one.node], [one for one in chosen if one.node]
+    inside = [one for one in chosen if not one.node]
     if inside:
         import ray
 
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
         yield from _compared(inside, train, rounds)
         ray.shutdown()
-    if nodes:
-        cluster = TwoNodes()
-        yield from _compared(nodes, lambda *of, **how: train_on(cluster, *of, **how), rounds)
-        cluster.close()
+    for kind, made in (("lost", TwoNodes), ("cut", Apart)):
+        if nodes := [one for one in chosen if one.node == kind]:
+            cluster = made()
+            yield from _compared(nodes, partial(train_on, cluster), rounds)
+            cluster.close()
 
 
 def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> Iterator[str]:
@@ -129,7 +136,7 @@ def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> 
 def _row(fault: Fault, found: Cost) -> str:
     cells = [
         fault.name,
-        "died: both its ranks"
+        f"{'died' if fault.node == 'lost' else 'node lost'}: both its ranks"
         if fault.node
         else ", ".join(f"{kind}: rank {rank}" for kind, rank in fault.expected) or "-",
         f"{median(found.detected_s):.2f}" if found.detected_s else "-",

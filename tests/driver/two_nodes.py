@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -40,6 +41,19 @@ class TwoNodes:
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
         return self._answer()
+
+    def inside(self, *command: str) -> list[str]:
+        """The command, to be run on the first node: anywhere."""
+        return list(command)
+
+    def strike(self, workers: Sequence[dict[str, Any]]) -> list[int]:
+        """Lose the second node. Returns the ranks of these workers that were there."""
+        lost = self.tell("lose")
+        return [one["rank"] for one in workers if one["node"] == lost]
+
+    def restore(self) -> None:
+        """Another one in its place."""
+        self.tell("add")
 
     def close(self) -> None:
         self._note_family()
