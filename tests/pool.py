@@ -42,6 +42,7 @@ class WarmPool:
         self._ensure(world)
         self._generation += 1
         prepared = prepare_run(config, custom, lambda line: None)
+        prepared.directory.path.mkdir(parents=True, exist_ok=True)  # the lease does, of a driver
         spec = _spec(prepared, world, self._generation, resume_step, steps_to)
         records = self._everywhere(_train, world, spec)
         self._publish(prepared, spec.batching, records)

@@ -33,7 +33,9 @@ class _Holder:
     released: bool
 
     def same_lease(self, other: _Holder) -> bool:
-        return replace(self, renewed=0.0) == replace(other, renewed=0.0)
+        """Whether this is `other`, or what is left of it from a generation before that could not be written down."""
+        apart = replace(self, renewed=0.0, generation=0) != replace(other, renewed=0.0, generation=0)
+        return not apart and self.generation <= other.generation
 
 
 class Lease:
@@ -80,8 +82,11 @@ class Lease:
         return self._holder.owner
 
     def check(self) -> None:
-        """Raises LeaseLost where the file names another owner or generation, or is gone."""
+        """Raises LeaseLost where the file names another owner or a later generation, or is gone, and RunDirectoryError
+        where that cannot be known: the whole directory is gone, or cannot be read."""
         found = _read(self.directory)
+        if found is None and not self.directory.is_dir():
+            raise RunDirectoryError(f"{self.directory} is gone")
         if found is None:
             raise LeaseLost(f"{self.directory / LEASE} is gone; this driver stops publishing")
         if not found.same_lease(self._holder):
@@ -95,8 +100,17 @@ class Lease:
         self._change(replace(self._holder, renewed=time.time()))
 
     def next_generation(self) -> int:
-        """Start a new generation in the same driver; ranks of the former one are fenced. Raises as `renew`."""
-        self._change(replace(self._holder, generation=self.generation + 1, renewed=time.time()))
+        """Start a new generation in the same driver; ranks of the former one are fenced. Raises LeaseLost.
+
+        A storage that refuses is no reason not to: nothing is published before it can be read again.
+        """
+        following = replace(self._holder, generation=self.generation + 1, renewed=time.time())
+        try:
+            self._change(following)
+        except LeaseLost:
+            raise
+        except RunDirectoryError:
+            self._holder = following
         return self.generation
 
     def release(self) -> None:

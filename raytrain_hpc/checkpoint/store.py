@@ -51,11 +51,12 @@ class CheckpointStore:
         """The directory that the ranks of this generation write into, made by whichever comes first.
 
         Generation numbers only grow, so that no two generations share one. Raises CheckpointError where it cannot be
-        made.
+        made. The directory around `root` is not: where that is gone, so is what is mounted there.
         """
         path = self._staging_path(step, generation)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(exist_ok=True)
+            path.mkdir(exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
         return path

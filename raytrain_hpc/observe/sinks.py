@@ -80,14 +80,15 @@ class TensorBoardSink:
 class _AppendedFile:
     """A file of records, each appended whole or not at all.
 
-    What the disk refuses is kept in memory and written, in order, as soon as it takes it again; `alarm` is told once
-    when that begins. What a kill left behind the last `after` in the file is cut off when it is opened.
+    What the disk refuses is kept in memory and written, in order, as soon as it takes it again, perhaps after it was
+    gone and came back; `alarm` is told once when that begins. What a kill left behind the last `after` in the file is
+    cut off when it is opened.
     """
 
     def __init__(self, path: Path, alarm: Alarm, *, after: bytes = b""):
         self._path, self._alarm, self._after = path, alarm, after
         self._descriptor: int | None = None
-        self._end = 0  # length up to the last whole record
+        self._end: int | None = None  # length up to the last whole record, once it is known
         self._waiting: list[bytes] = []
         self._refused = False
 
@@ -104,43 +105,60 @@ class _AppendedFile:
     def sync(self) -> None:
         self._flush()
         if self._descriptor is not None:
-            os.fsync(self._descriptor)
+            try:
+                os.fsync(self._descriptor)
+            except OSError:
+                self._let_go()
+                raise
 
     def close(self) -> None:
         try:
             self.sync()
         except OSError as error:
             self._alarm(f"{self._path} lacks its last {len(self._waiting)} records: {error.strerror}")
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        self._let_go()
 
     def _flush(self) -> None:
         if not self._waiting:
             return
         if self._descriptor is None:
-            self._descriptor = self._open()
+            self._descriptor, self._end = self._open()
+        end = self._end or 0
         block = b"".join(self._waiting)
         done = 0
         try:
             while done < len(block):
-                done += os.pwrite(self._descriptor, block[done:], self._end + done)
+                done += os.pwrite(self._descriptor, block[done:], end + done)
         except OSError:
             with contextlib.suppress(OSError):  # whatever stays is written over by the next attempt
-                os.truncate(self._descriptor, self._end)
+                os.truncate(self._descriptor, end)
+            self._let_go()
             raise
-        self._end += len(block)
+        self._end = end + len(block)
         self._waiting.clear()
 
-    def _open(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+    def _let_go(self) -> None:
+        """Of what is mounted here now: another one may be there when it is opened again."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> tuple[int, int]:
+        """The file, cut to its last whole record, and where that ends. It is made once only, where its directory is."""
+        if self._end is None:
+            self._path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end is None else 0), 0o666)
         try:
-            size = os.fstat(descriptor).st_size
-            start = max(0, size - _TAIL_BYTES)
-            tail = os.pread(descriptor, _TAIL_BYTES, start)
-            self._end = start + (tail.rfind(self._after) + len(self._after) if self._after else len(tail))
-            os.truncate(descriptor, self._end)
+            end = self._whole(descriptor) if self._end is None else min(self._end, os.fstat(descriptor).st_size)
+            os.truncate(descriptor, end)
         except OSError:
             os.close(descriptor)
             raise
-        return descriptor
+        return descriptor, end
+
+    def _whole(self, descriptor: int) -> int:
+        """Where the last whole record of what an earlier life has written ends."""
+        start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
+        tail = os.pread(descriptor, _TAIL_BYTES, start)
+        return start + (tail.rfind(self._after) + len(self._after) if self._after else len(tail))

@@ -68,9 +68,8 @@ def build_trainer(
     earlier generations, and where those of this one go. Raises StateLost where nobody holds a part of the step to go
     on from.
     """
-    config = spec.config
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
-    set_kernels(config, device)
+    set_kernels(config := spec.config, device)
     place = _join(spec, rank, device, meeting)
     marks["groups"] = time.time()
     task = _task(spec, place)
@@ -82,10 +81,7 @@ def build_trainer(
     indexes = gather_indexes(holding, place)
     restore(spec, place, holding, indexes, store, memory)
     (replicas := Replicas(holding, place)).compare()
-    # Buffers change in forward passes: with them what is live is not the state of a step.
-    lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
-    keeper = Keeper(config, memory, holding, lends, _copying(spec, rank, indexes, memory), optimizer.rest)
-    keeper.begin(spec.first, spec.generation)
+    keeper = _keeper(spec, parallel, holding, memory, _copying(spec, rank, indexes, memory), optimizer.rest)
     saver = Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit)
     go_back = GoingBack(store, config.checkpoint.every, place, holding, indexes, saver.finish, optimizer.rest)
     optimizer.set_steps(spec.first)
@@ -95,13 +91,12 @@ def build_trainer(
     control.arm(Abort(place))
     control.emit(marks)
     emit = control.emit if rank == 0 else _discard
-    balanced = parallel.modules.values() if _balances(spec) else ()
     return Trainer(
         config=config,
         place=place,
         batching=spec.batching,
         buffers=_statistics(task, parallel),
-        balance=Balance(balanced, spec.shape.balance_rate, place.batch_group),
+        balance=_balance(spec, parallel, place),
         passes=_passes(task, parallel, spec, place, control.emit),
         bad_steps=BadSteps(config.fault, recent, partial(first_rank_of, spec.layout, spec.batching), go_back, emit),
         optimizer=optimizer,
@@ -128,6 +123,26 @@ def _join(spec: WorkerSpec, rank: int, device: torch.device, meeting: Rendezvous
 
 def _balances(spec: WorkerSpec) -> bool:
     return spec.custom is None and spec.shape.balance == "bias"
+
+
+def _balance(spec: WorkerSpec, parallel: Parallel, place: Place) -> Balance:
+    return Balance(parallel.modules.values() if _balances(spec) else (), spec.shape.balance_rate, place.batch_group)
+
+
+def _keeper(
+    spec: WorkerSpec,
+    parallel: Parallel,
+    holding: Holding,
+    memory: Snapshots | None,
+    copying: Copying | None,
+    rest: Callable[[], None],
+) -> Keeper:
+    """Keeps what has just been loaded."""
+    # Buffers change in forward passes: with them what is live is not the state of a step.
+    lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
+    keeper = Keeper(spec.config, memory, holding, lends, copying, rest)
+    keeper.begin(spec.first, spec.generation)
+    return keeper
 
 
 def _copying(spec: WorkerSpec, rank: int, indexes: list[StateIndex], memory: Snapshots | None) -> Copying | None:

@@ -102,6 +102,22 @@ def test_renewing_and_new_generations(tmp_path):
     assert Lease.acquire(tmp_path, "me").generation == 3
 
 
+def test_a_directory_that_is_gone_for_a_while_is_not_lost(tmp_path):
+    """A generation that begins meanwhile is written down when it is back."""
+    lease = Lease.acquire(tmp_path / "run", "me")
+    (tmp_path / "run").rename(tmp_path / "away")
+    for call in (lease.check, lease.renew):
+        with pytest.raises(RunDirectoryError) as raised:
+            call()
+        assert not isinstance(raised.value, LeaseLost)
+    assert lease.next_generation() == lease.generation == 2
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "away").rename(tmp_path / "run")
+    lease.check()
+    lease.renew()
+    assert content(tmp_path / "run")["generation"] == 2
+
+
 def test_a_lease_that_is_gone_or_garbage_is_lost(tmp_path):
     lease = Lease.acquire(tmp_path, "me")
     (tmp_path / "lease.json").write_text("{")
