@@ -38,8 +38,9 @@ class Fault:
     """A row. `expected`: (kind, rank) of each incident; `targets`: seconds to detection, and from there to a step.
 
     Of several that die at once the lowest rank names the incident, and all are in it. `layout`: settings of the run it
-    is compared with, too. `grow`: how many workers are asked for, one after the other. `node`: whether the second of
-    two nodes is lost, or the network to it cut.
+    is compared with, too. `grow`: how many workers are asked for, one after the other. `between`: what is done to the
+    directory of a run that was stopped after step 45, before the same run is started again. `struck`: what of two nodes
+    is: the second is lost, or the network to it cut; the driver is killed and started again; or Ray's head is.
     """
 
     name: str
@@ -52,11 +53,12 @@ class Fault:
     steps: int = STEPS
     layout: tuple[str, ...] = ()
     grow: tuple[int, ...] = ()
-    node: Literal["", "lost", "cut"] = ""
+    between: Callable[[Path], None] | None = None
+    struck: Literal["", "node", "network", "driver", "head"] = ""
 
     def settings(self, *, disturbed: bool) -> list[str]:
         """The words of a run with the fault, or of the one that it is compared with."""
-        own = list(self.layout) + [f"train.steps={self.steps}", f"cluster.workers={self.workers if self.node else 3}"]
+        own = list(self.layout) + [f"train.steps={self.steps}", f"cluster.workers={self.workers if self.struck else 3}"]
         if not disturbed:
             return [*WORDS, *own]
         faults = ", ".join(f"{{kind: {kind}, rank: {rank}, step: {step}}}" for kind, rank, step in self.inject)
@@ -75,6 +77,13 @@ class Cost:
 
 def train(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
     """A run in the Ray that this process is connected to. Returns the hash of losses and last state."""
+    if disturbed and fault.between:
+        first = rt.start(small(run_dir, *fault.settings(disturbed=True)))
+        until(lambda: steps_of(run_dir) >= 45, 0.01)
+        first.stop()
+        assert first.result(timeout=120).outcome == "stopped"
+        fault.between(run_dir)
+        stamp(run_dir)
     handle = rt.start(small(run_dir, *fault.settings(disturbed=disturbed)))
     if disturbed and fault.outside:
         threading.Thread(target=fault.outside, args=(run_dir,), daemon=True).start()
@@ -93,45 +102,60 @@ def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
 
 
 def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
-    """A run in a process of its own on the first of two nodes, the second of which is lost, or cut off."""
+    """A run in a process of its own on the first of two nodes, and what is to be struck of all this."""
     words = [*SMALL, *fault.settings(disturbed=disturbed)]
     command = cluster.inside(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
-    process = subprocess.Popen(
-        command, env=cluster.env, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = _started(command, cluster, run_dir)
     try:
         if disturbed:
-            until(lambda: steps_of(run_dir) >= 12 or process.poll() is not None, 0.01)
-            there = json.loads((run_dir / "workers.json").read_text())["workers"]
+            until(lambda: steps_of(run_dir) >= 30 or process.poll() is not None, 0.01)
             stamp(run_dir)
-            (run_dir / "lost.json").write_text(json.dumps(cluster.strike(there)))
+            if fault.struck == "driver":
+                process.kill()
+                process.communicate()
+                process = _started(command, cluster, run_dir)
+            elif fault.struck == "head":
+                assert isinstance(cluster, TwoNodes)
+                cluster.tell("behead")
+            else:
+                there = json.loads((run_dir / "workers.json").read_text())["workers"]
+                (run_dir / "lost.json").write_text(json.dumps(cluster.strike(there)))
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     finally:
         process.kill()
         process.communicate()
-        if disturbed:
+        if disturbed and fault.struck in ("node", "network"):
             cluster.restore()
     return fingerprint(run_dir)
+
+
+def _started(command: list[str], cluster: TwoNodes | Apart, run_dir: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=cluster.env, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
     """Detection and recovery of each incident, and steps lost, having checked that the right rank is named."""
     metrics = lines(run_dir / "metrics.jsonl")
-    if fault.grow:
+    struck = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
+    if fault.grow or fault.between or fault.struck in ("driver", "head"):
         assert not (run_dir / "incidents.jsonl").exists()
-        return [], [max(pauses(metrics))], len(metrics) - fault.steps
+        after = [line["time/unix"] for line in metrics if struck and line["time/unix"] > struck[0]]
+        paused = max(pauses(metrics)) if fault.grow else longest(metrics)
+        begun_again = fault.between or fault.struck == "driver"
+        return [], [min(after) - struck[0] if begun_again else paused], len(metrics) - fault.steps
     incidents = lines(run_dir / "incidents.jsonl")
     named = tuple((one["kind"], one["rank"]) for one in incidents)
-    if fault.node:
+    if fault.struck:
         lost = json.loads((run_dir / "lost.json").read_text())
-        kind = {"lost": "died", "cut": "node lost"}[fault.node]
+        kind = {"node": "died", "network": "node lost"}[fault.struck]
         assert lost and named == ((kind, lost[0]),) and incidents[0]["ranks"] == lost, incidents
     else:
         assert named == fault.expected, incidents
     killed = sorted({rank for kind, rank, _ in fault.inject if kind == "kill"})
     assert not killed or incidents[0]["ranks"] == killed
-    struck = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
     detected = [max(0.0, incidents[0]["time"] - min(struck))] if struck else []
     after = [line["time/unix"] for line in metrics if line["time/unix"] > incidents[-1]["time"]]
     return detected, [min(after) - incidents[-1]["time"]], sum(one["steps_lost"] or 0 for one in incidents)
@@ -145,6 +169,40 @@ def pauses(metrics: list[dict[str, Any]]) -> list[float]:
         for before, line in zip(metrics, metrics[1:], strict=False)
         if line["elastic/generation"] != before["elastic/generation"]
     ]
+
+
+def longest(metrics: list[dict[str, Any]]) -> float:
+    """Seconds between two steps, at most."""
+    return max(line["time/unix"] - before["time/unix"] for before, line in zip(metrics, metrics[1:], strict=False))
+
+
+def newest_shard(run_dir: Path) -> Path:
+    """The largest file of the newest checkpoint."""
+    return max(
+        sorted((run_dir / "checkpoints").glob("step-*"))[-1].glob("*.safetensors"), key=lambda p: p.stat().st_size
+    )
+
+
+def flip(run_dir: Path) -> None:
+    """A bit of it."""
+    content = bytearray((shard := newest_shard(run_dir)).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def cut_short(run_dir: Path) -> None:
+    os.truncate(shard := newest_shard(run_dir), shard.stat().st_size // 2)
+
+
+def delete(run_dir: Path) -> None:
+    newest_shard(run_dir).unlink()
+
+
+def leave_unfinished(run_dir: Path) -> None:
+    """As a kill during the write does: what is written has no manifest and another name."""
+    newest = newest_shard(run_dir).parent
+    (newest / "manifest.json").unlink()
+    newest.rename(newest.with_name(f".staging-{newest.name}-g1"))
 
 
 def kill_one_of_the_next_generation(run_dir: Path) -> None:

@@ -15,7 +15,20 @@ from pathlib import Path
 from statistics import median
 
 from tests.driver.apart import Apart
-from tests.driver.fault_runs import STEPS, Cost, Fault, cost, kill_all, kill_one_of_the_next_generation, train, train_on
+from tests.driver.fault_runs import (
+    STEPS,
+    Cost,
+    Fault,
+    cost,
+    cut_short,
+    delete,
+    flip,
+    kill_all,
+    kill_one_of_the_next_generation,
+    leave_unfinished,
+    train,
+    train_on,
+)
 from tests.driver.two_nodes import TwoNodes
 
 ROUNDS = 3
@@ -80,13 +93,19 @@ FAULTS = (
     ),
     Fault("growing 2 -> 3 -> 4", (), (0.0, 0.2), workers=2, grow=(3, 4), steps=1000),
     *(
-        Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), node="lost")
+        Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), struck="node")
         for name, word in NODES.items()
     ),
     *(
-        Fault(f"the network to a node cut, {name}", (), (1.2, 1.0), workers=4, layout=(word,), node="cut")
+        Fault(f"the network to a node cut, {name}", (), (1.0, 1.0), workers=4, layout=(word,), struck="network")
         for name, word in NODES.items()
     ),
+    Fault("driver killed, same command again", (), (0.0, 15.0), struck="driver"),
+    Fault("Ray's head gone for 5 s (its store in Redis)", (), (0.0, 15.0), struck="head"),
+    Fault("stopped, a bit of the newest checkpoint flipped, same run again", (), (0.0, 15.0), between=flip),
+    Fault("stopped, a file of it cut short", (), (0.0, 15.0), between=cut_short),
+    Fault("stopped, a file of it deleted", (), (0.0, 15.0), between=delete),
+    Fault("killed while it was written", (), (0.0, 15.0), between=leave_unfinished),
 )
 
 
@@ -108,17 +127,22 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
     """The rows as they are made."""
     yield "| fault | named | detected after, s | target | next step after, s | target | steps lost | bits |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    inside = [one for one in chosen if not one.node]
+    inside = [one for one in chosen if not one.struck]
     if inside:
         import ray
 
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
         yield from _compared(inside, train, rounds)
         ray.shutdown()
-    for kind, made in (("lost", TwoNodes), ("cut", Apart)):
-        if nodes := [one for one in chosen if one.node == kind]:
+    clusters: tuple[tuple[tuple[str, ...], Callable[[], TwoNodes | Apart]], ...] = (
+        (("node",), TwoNodes),
+        (("network",), Apart),
+        (("driver", "head"), partial(TwoNodes, stored=True)),
+    )
+    for struck, made in clusters:
+        if there := [one for one in chosen if one.struck in struck]:
             cluster = made()
-            yield from _compared(nodes, partial(train_on, cluster), rounds)
+            yield from _compared(there, partial(train_on, cluster), rounds)
             cluster.close()
 
 
@@ -136,8 +160,8 @@ def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> 
 def _row(fault: Fault, found: Cost) -> str:
     cells = [
         fault.name,
-        f"{'died' if fault.node == 'lost' else 'node lost'}: both its ranks"
-        if fault.node
+        f"{'died' if fault.struck == 'node' else 'node lost'}: both its ranks"
+        if fault.struck in ("node", "network")
         else ", ".join(f"{kind}: rank {rank}" for kind, rank in fault.expected) or "-",
         f"{median(found.detected_s):.2f}" if found.detected_s else "-",
         f"{fault.targets[0]:g}" if found.detected_s else "-",
@@ -152,10 +176,12 @@ def _row(fault: Fault, found: Cost) -> str:
 HEAD = f"""# What a fault costs
 
 Written by `python -m tests.driver.faults`: each row {ROUNDS} runs of {STEPS} steps (more with a slow rank, and to
-grow) on gloo workers of one thread, in one Ray on one machine, the last three on two nodes simulated there; medians.
+grow) on gloo workers of one thread, in one Ray on one machine, the rows about a node, the driver and the head on two
+nodes simulated there, those about the network with each node in a network namespace of its own; medians.
 The model is tiny, so these are the times of finding out, forming groups, and moving state in memory. *Detected after*
 counts from the fault, *next step after* from its detection to the next committed step, on fewer ranks or with a spare;
-where the run grows, it is the pause. *Bits*: losses and gradient norms of all steps, and the last weights and moments,
+where the run grows or the head is gone, it is the pause, and where the run is started again, all from the new command
+to its first step. *Bits*: losses and gradient norms of all steps, and the last weights and moments,
 against the run without a fault (`train.deterministic=elastic`). Targets are seconds.
 
 """

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,23 +18,32 @@ from typing import Any
 import psutil
 
 CPUS = 2
+HEADLESS_S = 5.0
 
 
 class TwoNodes:
-    """A handle on it. `env`: the environment of a driver on this cluster; the first node is where drivers are."""
+    """A handle on it. `env`: the environment of a driver on this cluster; the first node is where drivers are.
 
-    def __init__(self) -> None:
+    `stored`: what the head knows is in a Redis server, so that another head can go on from there.
+    """
+
+    def __init__(self, *, stored: bool = False) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
         env |= {"RAY_worker_niceness": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *(["stored"] if stored else [])],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.env = env | {"RAY_ADDRESS": self._answer()}
         self._family = {self._process.pid: psutil.Process(self._process.pid)}
 
     def tell(self, word: str) -> str:
-        """lose: all processes of the second node are killed at once; drain: it is going to be taken away; add: another.
+        """lose: all processes of the second node are killed at once; drain: it is going to be taken away; add: another;
+        behead: the head's own process (GCS) is killed, and another one started after some seconds.
 
         Returns the id of the node that this is about.
         """
@@ -73,7 +84,20 @@ class TwoNodes:
             self._family[one.pid] = one
 
 
+def _redis() -> subprocess.Popen[bytes]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", tempfile.gettempdir()],
+        stdout=subprocess.DEVNULL,
+    )
+    os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{port}"
+    return server
+
+
 def main() -> None:
+    store = _redis() if "stored" in sys.argv else None
     from ray._raylet import GcsClient
     from ray.cluster_utils import Cluster
 
@@ -94,8 +118,15 @@ def main() -> None:
         elif word == "add":
             node = cluster.add_node(num_cpus=CPUS, include_dashboard=False)
             nodes.append(node)
+        elif word == "behead":
+            node = cluster.head_node
+            node.kill_gcs_server()
+            time.sleep(HEADLESS_S)
+            node.start_gcs_server()
         print(node.node_id, flush=True)
     cluster.shutdown()
+    if store is not None:
+        store.kill()
 
 
 if __name__ == "__main__":
