@@ -8,11 +8,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import raytrain_hpc as rt
 from raytrain_hpc.config import DataConfig
 from raytrain_hpc.data.delivery import Lost
+from tests.conftest import OBJECT_STORE
 from tests.data.test_ledger import readers, until
 from tests.driver.lives import count, joined
 from tests.pool import small
@@ -49,6 +51,30 @@ def test_readers_on_ray_give_the_same_losses_and_may_be_killed(
     assert killed and count(tmp_path) == 700
     assert "lost" not in capfd.readouterr().out
     until(lambda: not readers())
+
+
+@pytest.mark.timeout(200)
+def test_an_object_store_that_others_have_filled(
+    local: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With objects that are in use, and so cannot leave it: blocks go to disk, or ranks read for themselves."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Hog:
+        def fill(self) -> int:
+            self.held = [ray.put(np.ones(OBJECT_STORE // 8, np.uint8)) for _ in range(8)]
+            self.used = [ray.get(one) for one in self.held]
+            return sum(one.nbytes for one in self.used)
+
+    hog = Hog.remote()
+    try:
+        assert ray.get(hog.fill.remote()) >= OBJECT_STORE
+        rt.train(small(tmp_path, *WORDS, "data.engine=ray"))
+    finally:
+        ray.kill(hog)
+    assert joined(tmp_path, 700) == local and count(tmp_path) == 700
+    assert not (tmp_path / "incidents.jsonl").exists() and "Traceback" not in capfd.readouterr().out
 
 
 @pytest.mark.timeout(120)
