@@ -74,8 +74,6 @@ ELASTIC = [
     "checkpoint.every=0",
     "cluster.start_timeout=60",
 ]
-# What a node takes away here only its buddies on the other one have; python -m tests.driver.faults has tp, too.
-LAYOUTS = {"stages across nodes": ["parallel.pp=2"], "shards of ZeRO-3": ["parallel.zero=3"]}
 
 
 def start(cluster: TwoNodes, run_dir: Path, *words: str) -> subprocess.Popen[str]:
@@ -92,10 +90,12 @@ def until_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_lost_node(cluster: TwoNodes, pool: WarmPool, tmp_path: Path, layout: str) -> None:
-    """The other one has all of the state in memory, of its own or as a copy, and goes on from the last step."""
-    words, run_dir = LAYOUTS[layout], tmp_path / "run"
+def test_a_lost_node(cluster: TwoNodes, pool: WarmPool, tmp_path: Path) -> None:
+    """The shards that it takes away the other one has as copies in memory, and goes on from the last step.
+
+    Stages are in test_apart.py, tensor-parallel groups among the rows of docs/faults.md.
+    """
+    words, run_dir = ["parallel.zero=3"], tmp_path / "run"
     undisturbed = steps_of(pool.train(small(None, *ELASTIC, *words, "cluster.workers=4"))[0])
     process = start(cluster, run_dir, *words, "cluster.workers=4")
     try:
