@@ -251,7 +251,9 @@ class CheckpointConfig:
     )
 
 
-FaultKind = Literal["kill", "stop", "hang", "gil", "exception", "skip_collective", "nan", "spike", "bitflip", "slow"]
+FaultKind = Literal[
+    "kill", "stop", "hang", "gil", "exception", "skip_collective", "nan", "spike", "bitflip", "slow", "node"
+]
 
 
 @dataclass
@@ -263,7 +265,7 @@ class InjectConfig:
         "kill: SIGKILL; stop: SIGSTOP; hang: an endless loop; gil: the interpreter's lock held for ever; exception; "
         "skip_collective: one all-reduce left out; nan: a gradient that is no number; spike: a loss a hundred "
         "times too high; bitflip: a bit of a weight after the step; slow: from then on microbatches take three times "
-        "as long.",
+        "as long; node: all that Ray runs on the rank's node is killed, which must not be the driver's.",
     )
     rank: int = key(0, "Which rank it hits; of fewer ranks, that number modulo how many there are.", minimum=0)
     step: int = key(1, "In which step; once, though the step is run again.", minimum=1)
@@ -296,8 +298,8 @@ class FaultConfig:
         "from most is replaced, and the run goes back to the newest checkpoint, or to what keep_agreed keeps.",
         minimum=0,
     )
-    straggler: Literal["report", "evict", "rebalance"] = key(
-        "report",
+    on_straggler: Literal["warn", "evict", "rebalance"] = key(
+        "warn",
         "A rank that keeps the others waiting: an incident; or it is replaced, too; or it is given fewer microbatches, "
         "where passes need no other ranks. Seen on CPU workers; on a GPU, waiting is not told from working yet.",
     )

@@ -229,7 +229,7 @@ class Supervisor:
 
     def _shared_out(self, run: _Run, formation: Formation, candidates: list[Candidate]) -> Batching:
         """The step's microbatches, fewer of them for those that are slow where the settings want that."""
-        if self._config.fault.straggler != "rebalance":
+        if self._config.fault.on_straggler != "rebalance":
             return run.batching
         pace = {one.worker: one.pace for one in candidates}
         return by_pace(run.batching, formation.layout, [pace[member] for member in formation.members])

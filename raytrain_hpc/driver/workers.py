@@ -257,7 +257,7 @@ class RayWorkers:
         """Says who keeps the others waiting; the ranks that are to be ended for it."""
         if not self._pace.due():
             return []
-        policy, evicted = self._config.fault.straggler, []
+        policy, evicted = self._config.fault.on_straggler, []
         for rank, factor in self._pace.look(self._watch.signs(), self._load).items():
             failure = self._failed(rank, "slow", f"works {factor:.1f} times as long as the others for the same")
             if policy == "evict":

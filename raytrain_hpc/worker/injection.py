@@ -89,6 +89,24 @@ class Injector:
         return True
 
 
+def _lose_node() -> None:
+    """Kill all that Ray has started on this node: whose parent is this process's, the parent, and this process."""
+    parent = os.getppid()
+    if Path(f"/proc/{parent}/comm").read_text().strip() == "raylet":
+        for entry in Path("/proc").glob("[0-9]*"):
+            if _parent_of(entry) == parent and int(entry.name) != os.getpid():
+                os.kill(int(entry.name), signal.SIGKILL)
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parent_of(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has just ended
+        return None
+
+
 def _hang() -> None:
     while True:
         pass
@@ -121,4 +139,5 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "gil": _hold_interpreter,
     "exception": _raise,
     "skip_collective": _skip_collective,
+    "node": _lose_node,
 }

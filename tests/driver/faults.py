@@ -93,7 +93,7 @@ FAULTS = (
         (("slow", 1),),
         (10.0, 0.5),
         (("slow", 1, 30),),
-        words=("fault.straggler=evict",),
+        words=("fault.on_straggler=evict",),
         steps=LONG,
     ),
     Fault(
@@ -101,7 +101,7 @@ FAULTS = (
         (("slow", 1),),
         (10.0, 0.5),
         (("slow", 1, 30),),
-        words=("fault.straggler=rebalance",),
+        words=("fault.on_straggler=rebalance",),
         steps=LONG,
     ),
     Fault("growing 2 -> 3 -> 4", (), (0.0, 0.2), workers=2, grow=(3, 4), steps=1000),

@@ -112,7 +112,7 @@ def test_one_fault_after_another(ray_cluster: None, undisturbed, tmp_path: Path)
 def test_a_slow_rank_is_given_less_to_do(ray_cluster: None, pool: WarmPool, tmp_path: Path) -> None:
     constant = [*WORDS, "train.schedule=constant"]
     reference = [curve(metrics) for metrics in steps_of(pool.train(small(None, *constant))[0])]
-    words = ["train.schedule=constant", "train.steps=5000", "checkpoint.every=0", "fault.straggler=rebalance"]
+    words = ["train.schedule=constant", "train.steps=5000", "checkpoint.every=0", "fault.on_straggler=rebalance"]
     slow = "fault.inject=[{kind: slow, rank: 1, step: 3}]"
     run = rt.start(config(tmp_path, *words, slow, "cluster.workers=3", "data.engine=local"))
     until(lambda: count(tmp_path) > 60 and lines(tmp_path)[-1]["elastic/generation"] == 2)
