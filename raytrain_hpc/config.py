@@ -277,7 +277,7 @@ class FaultConfig:
 
     stall_timeout: float | str = key(
         AUTO,
-        "Seconds without a sign of progress before a worker is given up on; auto: 3 steps, and at least 1 s.",
+        "Seconds without a sign of progress before a worker is given up on; auto: nearly 3 steps, and at least 0.8 s.",
         above=0,
     )
     max_failures: int = key(3, "Failures without a new step between them before the run gives up.", minimum=0)

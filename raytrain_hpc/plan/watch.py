@@ -13,7 +13,7 @@ Phase = Literal["idle", "building", "loading", "training", "evaluating", "saving
 Kind = Literal["frozen", "interpreter held", "stalled"]
 
 _BEAT_S = 0.6  # without a beat, which comes every 0.05 s
-_STALL_S, _STALL_STEPS = 1.0, 3.0
+_STALL_S, _STALL_STEPS = 0.8, 2.7  # so that it is found out within 1 s, or 3 steps
 _UNKNOWN_STALL_S = 300.0  # until a step has shown how long one takes
 _DEADLOCK = 4.0  # times the patience with one rank
 _LOOKS, _LOOK_STEPS = 40, 5  # until it is known who waits for whom

@@ -61,9 +61,9 @@ FAULTS = (
     ),
     Fault("SIGKILL under ZeRO-3", (("died", 1),), (0.3, 0.5), (("kill", 1, 30),), words=("parallel.zero=3",)),
     Fault("SIGSTOP", (("frozen", 1),), (1.0, 0.5), (("stop", 1, 30),)),
-    Fault("interpreter held", (("interpreter held", 1),), (1.1, 0.5), (("gil", 1, 30),)),
-    Fault("endless loop", (("stalled", 1),), (1.1, 0.5), (("hang", 1, 30),)),
-    Fault("a collective skipped", (("out of step", 1),), (1.1, 0.5), (("skip_collective", 1, 30),)),
+    Fault("interpreter held", (("interpreter held", 1),), (1.0, 0.5), (("gil", 1, 30),)),
+    Fault("endless loop", (("stalled", 1),), (1.0, 0.5), (("hang", 1, 30),)),
+    Fault("a collective skipped", (("out of step", 1),), (1.0, 0.5), (("skip_collective", 1, 30),)),
     Fault("all workers killed", (("died", 0),), (0.3, 10.0), outside=kill_all),
     Fault("a gradient that is no number, once", (("not finite", 1),), (0.3, 0.5), (("nan", 1, 30),)),
     Fault(

@@ -49,8 +49,8 @@ def test_limits_follow_the_steps_and_come_in_order() -> None:
     for steps in ([], [0.01] * 3, [0.5, 2.0, 1.0], [40.0]):
         bounds = limits(auto, steps)
         assert bounds.beat_s < bounds.stall_s <= bounds.slow_s
-    assert limits(auto, [0.01]).stall_s == 1.0
-    assert limits(auto, [0.5, 2.0, 1.0]).stall_s == 3.0
+    assert limits(auto, [0.01]).stall_s == 0.8
+    assert limits(auto, [0.5, 2.0, 1.0]).stall_s == 2.7
     assert limits(auto, []).stall_s == 300.0
     chosen = limits(load_config(None, ["fault.stall_timeout=0.3"]), [5.0])
     assert chosen.stall_s == 0.3 and chosen.beat_s <= 0.3
