@@ -82,12 +82,13 @@ class Pulse:
         self._fields = memoryview(mmap.mmap(self._stacks.fileno(), _BYTES, prot=mmap.PROT_READ)).cast("q")
         self._stacks.seek(_BYTES)
         # How long the loop had waited for a CPU, of all its life, when it beat and when it marked last.
-        self._at_beat, self._at_mark = (0, 0.0), (0, 0.0)
+        self._at_beat, self._at_mark, self._waited = (0, 0.0), (0, 0.0), 0.0
 
     def read(self, rank: int) -> Signs:
         """What can be seen of it now."""
         fields = self._fields.tolist()
-        state, waited = _state(self.pid), _waited_s(self.pid, fields[_THREAD])
+        state, waited = _state(self.pid), _waited_s(self.pid, fields[_THREAD], self._waited)
+        self._waited = waited
         if fields[_BEAT] != self._at_beat[0]:
             self._at_beat = fields[_BEAT], waited
         if fields[_MARK] != self._at_mark[0]:
@@ -133,9 +134,13 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def _waited_s(pid: int, thread: int) -> float:
-    """Seconds that a thread was ready to run and had no CPU; 0 where the kernel does not count them."""
+def _waited_s(pid: int, thread: int, otherwise: float) -> float:
+    """Seconds that a thread was ready to run and had no CPU.
+
+    `otherwise`: what was read last, which stands where the kernel does not say: of a process that has been killed,
+    threads go before it does, and the time that it waited in its life would count as silence.
+    """
     try:
         return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
-        return 0.0
+        return otherwise

@@ -86,6 +86,25 @@ def test_a_process_that_came_to_the_same_number(tmp_path: Path) -> None:
         Pulse(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
 
 
+def test_who_is_being_killed_has_not_been_silent(worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop's thread goes before the process does, and with it what is known of how long that waited for a CPU."""
+    process, pulse, _ = worker
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
+    real = Path.read_text
+    waited = "0 9000000000 0"  # of all its life
+    monkeypatch.setattr(Path, "read_text", lambda path, *of: waited if path.name == "schedstat" else real(path, *of))
+    assert file.exists() and pulse.read(3).beat_age_s < 2
+
+    def gone(path: Path, *of: str) -> str:
+        if path.name == "schedstat":
+            raise FileNotFoundError(path)
+        return real(path, *of)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    signs = pulse.read(3)
+    assert signs.beat_age_s < 2 and signs.mark_age_s < 5
+
+
 def test_a_frozen_one_and_one_that_goes_on(worker) -> None:
     process, pulse, _ = worker
     os.kill(process.pid, signal.SIGSTOP)
