@@ -176,7 +176,7 @@ def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> 
 def _row(fault: Fault, found: Cost) -> str:
     cells = [
         fault.name,
-        f"{'died' if fault.struck == 'node' else 'node lost'}: both its ranks"
+        "node lost: both its ranks"
         if fault.struck in ("node", "network")
         else ", ".join(f"{kind}: rank {rank}" for kind, rank in fault.expected) or "-",
         f"{median(found.detected_s):.2f}" if found.detected_s else "-",
