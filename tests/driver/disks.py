@@ -7,7 +7,6 @@ import fcntl
 import os
 import struct
 import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +47,10 @@ class Disk:
         _run("mount", "-o", "loop", str(self.image), str(self.path))
 
     def freeze(self, seconds: float) -> None:
-        """Whoever writes waits."""
+        """Whoever writes waits. A process of its own thaws it: a frozen one would hold whoever is ended for good."""
         _run("fsfreeze", "-f", str(self.path))
-        threading.Timer(seconds, _run, ("fsfreeze", "-u", str(self.path))).start()
+        thaw = 'sleep "$1"; fsfreeze -u "$2"'
+        subprocess.Popen(["sh", "-c", thaw, "thaw", str(seconds), str(self.path)], start_new_session=True)
 
 
 @contextlib.contextmanager
