@@ -98,7 +98,7 @@ class Agent:
                 trusting = now + (now - looked)
             looked = now
             if now - self._asked > self._orphaned_s:
-                for rank in list(self._ranks):
+                for rank in [rank for rank, one in self._signs.items() if one.phase != "idle"]:
                     self.kill(rank)
             with self._lock:
                 signs = [pulse.read(rank) for rank, pulse in self._ranks.items()]

@@ -17,7 +17,7 @@ from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
 _AGAIN_S = 5.0  # between one that died and the first question to the one that follows
 _ANSWER_S = 1.0
-_ORPHANED_S = 60.0  # as long as Ray's own processes wait for their head
+_ORPHANED_S = 300.0  # a driver whose storage answers nothing for a while asks nobody either
 _SETTLE_S, _SETTLE_STEPS = 10.0, 3.0
 
 AgentActor = ray.remote(num_cpus=0, max_restarts=0)(Agent)

@@ -65,7 +65,8 @@ def test_a_rank_that_stays_away(pool: WarmPool) -> None:
 
 def test_an_agent_that_nobody_asks_ends_its_workers() -> None:
     """Its node is cut off: the others go on without it."""
-    worker = "from raytrain_hpc.worker.heartbeat import Heartbeat as H; print(H().path, flush=True); input()"
+    worker = "from raytrain_hpc.worker.heartbeat import Heartbeat as H; h = H(); h.mark('training')"
+    worker += "; print(h.path, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", worker], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         agent = Agent(small(), orphaned_s=1.0)
