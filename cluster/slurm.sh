@@ -34,6 +34,7 @@ unset RAY_ADDRESS
 export PID_FILE
 PID_FILE=$(mktemp)
 stopping=""
+# shellcheck disable=SC2329  # the trap invokes it
 stop() { # the driver saves and stops; symmetric-run then ends Ray on all nodes
     stopping=yes
     [ ! -s "$PID_FILE" ] || kill -TERM "$(cat "$PID_FILE")" || true
@@ -43,6 +44,7 @@ trap 'rm -f "$PID_FILE"' EXIT
 
 # symmetric-run starts the head here and a worker on every other node, and runs what follows -- on the head alone.
 # --wait, --kill-on-bad-exit: once the driver has ended the other nodes have nothing left to do.
+# shellcheck disable=SC2016  # the inner shell is the one to expand it
 srun --wait=60 --kill-on-bad-exit=1 \
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
     bash -c 'echo $$ > "$PID_FILE"; exec raytrain-hpc train "$@"' raytrain-hpc "$@" "cluster.address=$address" &

@@ -26,7 +26,7 @@ Row = dict[str, str | int | float]
 
 DEVICE_GIB = 80
 LARGE = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=64", "train.micro_batch=1"]
-LARGE += ["train.dtype=bf16"]
+LARGE += ["train.dtype=bf16", "parallel.pp=1", "parallel.cp=1"]  # left out, plan would choose them
 # (ranks, tp, ZeRO stage): data parallelism only, then the state sharded, then the model cut too.
 CANDIDATES = [(1, 1, 0), (8, 1, 0), (64, 1, 0), (8, 1, 1), (8, 1, 2), (8, 1, 3)]
 CANDIDATES += [(8, 2, 1), (8, 2, 2), (8, 2, 3), (8, 4, 1), (8, 4, 3), (8, 8, 0)]

@@ -6,14 +6,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.config_files import load_config
-from raytrain_hpc.errors import ModelError
+from raytrain_hpc.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
@@ -111,42 +111,53 @@ def plan(
     config: Config,
     *,
     workers: int | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    device: str | None = None,
+    inside: str = "",
+    across: str = "",
+    running: bool = False,
+    tokens: float | None = None,
     device_hours: float = 50_000.0,
     restart_s: float = 300.0,
     pause_s: float = 2.0,
 ) -> dict[str, Any]:
-    """Layout, microbatches, bytes and FLOPs a worker, from the settings alone. Loads neither torch nor Ray.
+    """All legal layouts on a cluster, best first, and what to expect of the best. Loads neither torch nor Ray.
 
-    What failures cost follows from `device_hours` (one device fails once in so many), `restart_s` (of everything, from
-    a checkpoint) and `pause_s` (where those that are left go on in memory); see plan.goodput.
+    The cluster is `nodes` of `gpus_per_node` devices with the names that plan.hardware knows, or `workers` devices,
+    eight a node where that divides them. Without a `device` they are H100 where nodes, GPUs or train.dtype=bf16 are
+    given, else CPUs. What the settings fix is kept; what they leave to `auto`, to a list or, on accelerators, say
+    nothing of is chosen. `running`: for the cluster that is running, which is asked. Links that are not named are those
+    that `bench comm` has measured between such devices, else those they most often have. `tokens`: the budget; without
+    it that of train.steps. What failures cost follows from `device_hours` (one device fails once in so many),
+    `restart_s` (of everything, from a checkpoint) and `pause_s`
+    (where those that are left go on in memory); see plan.goodput. Raises LayoutError where no layout is legal.
     """
-    from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
-    from raytrain_hpc.plan.goodput import COPY_BYTES_PER_S, goodput
-    from raytrain_hpc.plan.layout import check_shape, least_world, resolve_batching, resolve_layout
-    from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
-    from raytrain_hpc.shape import resolve_shape
+    from raytrain_hpc.plan.hardware import machine
+    from raytrain_hpc.plan.layout import least_world
+    from raytrain_hpc.plan.measured import known, known_calibration
+    from raytrain_hpc.plan.planning import make_plan
 
-    world = workers or least_world(config)
-    layout = resolve_layout(config, world)
-    batching = resolve_batching(config, layout)
-    vocab = 256 if config.model.vocab_size == "auto" else None
-    shape = resolve_shape(config.model, vocab_size=vocab, seq_len=config.train.seq_len)
-    check_shape(config, shape)
-    own, train = parameters_of_rank(shape, layout, config.train.seq_len), config.train
-    state = state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
-    save_s = state / COPY_BYTES_PER_S
-    expected = goodput(world, save_s=save_s, restart_s=restart_s, pause_s=pause_s, device_hours=device_hours)
-    return {
-        "workers": world,
-        "layout": asdict(layout),
-        "microbatches": asdict(batching),
-        "microbatches_per_rank": [len(share) for share in batching.shares(layout.data_parallel)],
-        "parameters": shape.num_parameters(),
-        "state_bytes_per_rank": state,
-        "flops_per_token": flops_per_token(shape, config.train.seq_len),
-        "flops_convention": CAUSAL_CONVENTION,
-        "failures": {"device_hours": device_hours, "restart_s": restart_s, "pause_s": pause_s, **asdict(expected)},
-    }
+    calibrated = partial(
+        make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
+    )
+    if running:
+        from raytrain_hpc.driver.probing import running_machine
+
+        there = running_machine(config)
+        return calibrated(there, known_calibration(there.device.name))
+    wants_gpus = nodes or gpus_per_node or config.cluster.device == "cuda" or config.train.dtype == "bf16"
+    named = device or ("h100" if wants_gpus and config.cluster.device != "cpu" else "cpu")
+    if nodes is None and gpus_per_node is None:
+        world = workers or least_world(config)
+        gpus_per_node = 8 if named != "cpu" and world % 8 == 0 else world
+        nodes = world // gpus_per_node
+    nodes, gpus_per_node = nodes or 1, gpus_per_node or 8
+    if workers not in (None, nodes * gpus_per_node):
+        remedy = f"{nodes} nodes of {gpus_per_node} devices are {nodes * gpus_per_node}; leave one of them out"
+        raise ConfigError("workers", workers, "plan", remedy)
+    cluster = machine(named, nodes, gpus_per_node, inside, across, known(named.lower()))
+    return calibrated(cluster, known_calibration(named.lower()))
 
 
 def _supervisor(

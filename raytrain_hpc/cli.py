@@ -70,45 +70,47 @@ def train(words: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
-@click.option("--workers", type=click.IntRange(min=1), help="Plan for this many workers.")
+@click.option("--workers", type=click.IntRange(min=1), help="Plan for this many workers, 8 a node.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Plan for this many nodes.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), help="Devices of a node.  [default: 8]")
+@click.option("--device", help="a100, h100, h200, b200, mi300x, pvc or cpu.  [default: h100 with nodes or bf16]")
+@click.option("--running", is_flag=True, help="Plan for the Ray cluster that is running.")
+@click.option("--inside", default="", help="Link inside a node, as nvlink4 or pcie.  [default: the device's]")
+@click.option("--across", default="", help="Link across nodes, as infiniband-ndr, slingshot or ethernet.")
+@click.option("--tokens", type=_ABOVE_0, help="Tokens to train on.  [default: those of train.steps]")
 @click.option(
     "--device-hours", default=50_000.0, show_default=True, type=_ABOVE_0, help="Hours in which a device fails once."
 )
 @click.option(
     "--restart-seconds", default=300.0, show_default=True, type=_ABOVE_0, help="Starting all again from a checkpoint."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--measure", type=click.IntRange(min=1), help="Train the first so many on the running cluster instead.")
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(min=1), help="Of each, with --measure.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: all legal layouts, ranked.")
 @_one_line_errors
 def plan(
-    words: tuple[str, ...], workers: int | None, device_hours: float, restart_seconds: float, as_json: bool
+    words: tuple[str, ...], restart_seconds: float, measure: int | None, steps: int, as_json: bool, **options: Any
 ) -> None:
-    """Show layout, microbatches, bytes and FLOPs a worker, and what failures cost. Needs no cluster, torch or GPU."""
+    """Show which layout is best and why, whether it fits, how fast it is, and what failures cost.
+
+    Needs no cluster, torch or GPU, but with --measure. Keys of parallel and train.micro_batch also take `auto` or a
+    list to choose from.
+    """
     from raytrain_hpc.api import plan as make_plan
     from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.planned import plan_lines
 
     path, overrides = _split_words(words)
-    made = make_plan(
-        load_config(path, overrides), workers=workers, device_hours=device_hours, restart_s=restart_seconds
-    )
-    if as_json:
-        click.echo(json.dumps(made, indent=2))
+    if measure:
+        from raytrain_hpc.measuring import measure as measured
+
+        trials = measured(load_config(path, overrides), measure, steps, lambda line: click.echo(line, err=True))
+        for line in [json.dumps(trials.to_json(), indent=2)] if as_json else trials.lines():
+            click.echo(line)
         return
-    axes = "  ".join(f"{axis}={size}" for axis, size in made["layout"].items())
-    click.echo(f"layout        {made['workers']} workers: {axes}")
-    cut = made["microbatches"]
-    click.echo(f"microbatches  {cut['count']} of {cut['size']} sequences; a rank runs {made['microbatches_per_rank']}")
-    click.echo(f"parameters    {made['parameters']:,}")
-    click.echo(f"state         {made['state_bytes_per_rank'] / 2**30:.2f} GiB a worker, without activations")
-    click.echo(f"compute       {made['flops_per_token'] / 1e9:.3f} GFLOP a token; counts {made['flops_convention']}")
-    expected = made["failures"]
-    hours, minutes = expected["between_failures_s"] / 3600, expected["save_every_s"] / 60
-    click.echo(
-        f"failures      one in {hours:,.1f} h ({device_hours:,.0f} h a device); best saved every {minutes:,.1f} min"
-    )
-    click.echo(
-        f"goodput       {100 * expected['in_memory']:.2f}% going on in memory ({expected['pause_s']:g} s a failure), "
-        f"{100 * expected['from_checkpoints']:.2f}% from checkpoints ({restart_seconds:g} s to start again)"
-    )
+    made = make_plan(load_config(path, overrides), restart_s=restart_seconds, **options)
+    for line in [json.dumps(made, indent=2)] if as_json else plan_lines(made):
+        click.echo(line)
 
 
 @main.command()
@@ -198,8 +200,27 @@ def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare:
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
 
 
+@main.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_one_line_errors
+def doctor(words: tuple[str, ...], as_json: bool) -> None:
+    """Examine the cluster: nodes, versions, clocks, directories, devices, and how fast workers reach one another."""
+    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.doctor import doctor as examine
+
+    path, overrides = _split_words(words)
+    report = examine(load_config(path, overrides))
+    for line in [json.dumps(report.to_json(), indent=2)] if as_json else report.lines():
+        click.echo(line)
+    if not report.fit:
+        sys.exit(2)
+
+
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.argument("what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data", "watch", "recovery"]))
+@click.argument(
+    "what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data", "watch", "recovery", "comm"])
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
 @_one_line_errors

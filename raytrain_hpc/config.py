@@ -11,6 +11,13 @@ from typing import Any, Literal
 
 AUTO = "auto"
 
+# What the planner can choose: these keys also take `auto`, or a list of values to choose from.
+PLANNED = (
+    *(f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero")),
+    *(f"parallel.{name}" for name in ("schedule", "recompute", "offload")),
+    "train.micro_batch",
+)
+
 
 def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
     """A documented setting. `minimum` is inclusive, `above` exclusive; both are checked when the config is loaded."""
@@ -228,6 +235,11 @@ class ClusterConfig:
     min_workers: int | str = key(
         AUTO, "Fewest workers to go on with when some are lost, until others come; auto: one model's.", minimum=1
     )
+    rack_label: str = key(
+        "rack",
+        "Label of Ray's nodes (ray start --labels rack=...) that names the rack or switch each hangs on: workers that "
+        "send much to one another are placed on the same one.",
+    )
     spares: int = key(0, "Workers beyond those that train, up and waiting to take a lost one's place.", minimum=0)
 
 
@@ -252,7 +264,18 @@ class CheckpointConfig:
 
 
 FaultKind = Literal[
-    "kill", "stop", "hang", "gil", "exception", "skip_collective", "nan", "spike", "bitflip", "slow", "node"
+    "kill",
+    "stop",
+    "hang",
+    "gil",
+    "exception",
+    "skip_collective",
+    "swap_collectives",
+    "nan",
+    "spike",
+    "bitflip",
+    "slow",
+    "node",
 ]
 
 
@@ -263,9 +286,10 @@ class InjectConfig:
     kind: FaultKind = key(
         "kill",
         "kill: SIGKILL; stop: SIGSTOP; hang: an endless loop; gil: the interpreter's lock held for ever; exception; "
-        "skip_collective: one all-reduce left out; nan: a gradient that is no number; spike: a loss a hundred "
-        "times too high; bitflip: a bit of a weight after the step; slow: from then on microbatches take three times "
-        "as long; node: all that Ray runs on the rank's node is killed, which must not be the driver's.",
+        "skip_collective: one all-reduce left out; swap_collectives: two of them in the other order; nan: a gradient "
+        "that is no number; spike: a loss a hundred times too high; bitflip: a bit of a weight after the step; slow: "
+        "from then on microbatches take three times as long; node: all that Ray runs on the rank's node is killed, "
+        "which must not be the driver's.",
     )
     rank: int = key(0, "Which rank it hits; of fewer ranks, that number modulo how many there are.", minimum=0)
     step: int = key(1, "In which step; once, though the step is run again.", minimum=1)
@@ -344,6 +368,15 @@ class Config:
         """Where a key was set ("conf/x.yaml:12", "command line"), or "" for a default."""
         origins: dict[str, str] = self.__dict__.get("_origins", {})
         return origins.get(dotted, "")
+
+    @property
+    def among(self) -> dict[str, list[Any] | None]:
+        """Keys that were left to the planner in so many words: a list to choose from, or None for `auto`.
+
+        Until it has chosen, such a key holds its default, or the first of the list.
+        """
+        found: dict[str, list[Any] | None] = self.__dict__.get("_among", {})
+        return found
 
 
 def to_plain(config: object) -> Any:

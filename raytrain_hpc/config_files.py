@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from raytrain_hpc.config import Config, SourceConfig, StageConfig, to_plain
+from raytrain_hpc.config import AUTO, PLANNED, Config, SourceConfig, StageConfig, to_plain
 from raytrain_hpc.config_rules import check_rules
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.presets import PRESETS
@@ -55,7 +55,13 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
     tree = OmegaConf.structured(Config)
+    among: dict[str, list[Any] | None] = {}
     for setting in _with_preset(settings):
+        if setting.key in PLANNED:
+            among.pop(setting.key, None)
+            if isinstance(setting.value, list) or (setting.value == AUTO and _default(setting.key) != AUTO):
+                among[setting.key] = _options(tree, setting)
+                continue
         _apply(tree, setting)
     try:
         config = OmegaConf.to_object(tree)
@@ -66,9 +72,32 @@ def build_config(settings: list[Setting]) -> Config:
     if not isinstance(config, Config):
         raise TypeError("OmegaConf did not give back a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
+    config.__dict__["_among"] = among
     check_rules(config)
     config.run.dir = str(Path(config.run.dir).expanduser())
     return config
+
+
+def _options(tree: Any, setting: Setting) -> list[Any] | None:
+    """What the planner may choose from: each value as good as if it stood alone. Leaves the first one in the tree."""
+    OmegaConf.update(tree, setting.key, _default(setting.key))
+    if setting.value == AUTO:
+        return None
+    if not setting.value:
+        raise ConfigError(setting.key, "[]", setting.origin, "a list to choose from needs a value")
+    for value in [*setting.value, setting.value[0]]:
+        _apply(tree, setting._replace(value=value))
+        if isinstance(value, int) and value < (low := _declared(setting.key).metadata["minimum"] or 0):
+            raise ConfigError(setting.key, value, setting.origin, f"needs at least {low:g}")
+    return list(dict.fromkeys(setting.value))
+
+
+def _declared(dotted: str) -> Any:
+    return next(f for f in fields(_section_type(dotted.split(".")[0])) if _dotted_end(f.name, dotted))
+
+
+def _default(dotted: str) -> Any:
+    return _declared(dotted).default
 
 
 def config_text(config: Config) -> str:
@@ -181,9 +210,7 @@ def _apply(tree: Any, setting: Setting) -> None:
 
 def _kind(setting: Setting) -> str:
     """The declared type of a key, as written in config.py."""
-    return next(
-        str(f.type) for f in fields(_section_type(setting.key.split(".")[0])) if _dotted_end(f.name, setting.key)
-    )
+    return str(_declared(setting.key).type)
 
 
 def _exact(setting: Setting) -> Any:

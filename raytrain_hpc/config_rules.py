@@ -121,7 +121,7 @@ def _train(config: Config) -> None:
 
 def _parallel(config: Config) -> None:
     p = config.parallel
-    if p.zero > 3:
+    if max([p.zero, *(config.among.get("parallel.zero") or ())]) > 3:
         raise _fail(config, "parallel.zero", "ZeRO has the stages 0, 1, 2 and 3")
     if p.offload != "none" and config.train.optimizer == "sgd":
         raise _fail(config, "parallel.offload", "train.optimizer=sgd keeps no state; use none")

@@ -66,7 +66,7 @@ class WarmPool:
         return self._everywhere(function, world, *arguments)
 
     def _everywhere(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-        from raytrain_hpc.worker.groups import Rendezvous
+        from raytrain_hpc.worker.meeting import Rendezvous
 
         meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
         return self._call([partial(function, rank, meeting, *arguments) for rank in range(world)])

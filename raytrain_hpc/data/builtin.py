@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from raytrain_hpc.cache import default_cache
 from raytrain_hpc.data.manifest import MANIFEST, VERSION
 from raytrain_hpc.data.order import Permutation, derive_key, random_words
 from raytrain_hpc.data.prepare import prepare
@@ -23,7 +24,7 @@ _SHUFFLE_KEY = derive_key("stdlib files")
 def stdlib_dataset(cache_dir: Path | None = None) -> Path:
     """The dataset of this Python's standard library, as bytes; prepared on the first call, then found in the cache.
 
-    The cache is `cache_dir`, else $RAYTRAIN_CACHE, else $XDG_CACHE_HOME/raytrain_hpc, else ~/.cache/raytrain_hpc. The
+    `cache_dir`: where it is kept, else raytrain_hpc.cache. The
     files are put in an order that is shuffled, always the same way, so that the validation split at the end is text
     like the training text and not whatever comes last in the alphabet. Several processes may call this at once.
     DataError where this Python has no source files, or the cache cannot be written.
@@ -40,15 +41,6 @@ def stdlib_dataset(cache_dir: Path | None = None) -> Path:
         shuffled = [files[i] for i in shuffle(np.arange(len(files)))]
         prepare(shuffled, out, tokenizer="byte", val_fraction=0.1, engine="local", workers=1)
     return out
-
-
-def default_cache() -> Path:
-    """Where built-in datasets are kept."""
-    if chosen := os.environ.get("RAYTRAIN_CACHE"):
-        return Path(chosen).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "raytrain_hpc"
-    return Path("~/.cache/raytrain_hpc").expanduser()
 
 
 def _stdlib_files(root: Path) -> list[Path]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,9 @@ from raytrain_hpc.plan.parts import State
 from raytrain_hpc.plan.placement import node_shares
 from raytrain_hpc.plan.topology import Topology
 from raytrain_hpc.worker.actor import WorkerActor
+from raytrain_hpc.worker.spec import WorkerSpec
 
+_log = logging.getLogger(__name__)
 _TRIES = 3  # to start one in the place of another, in a row
 _LET_GO_ON_S = 1.0  # a start takes a CPU for seconds: those that are left come first
 
@@ -43,15 +47,18 @@ class Worker:
 class Actors:
     """An actor a slot, in node-shaped bundles. One that ends is followed by another in its slot."""
 
-    def __init__(self, config: Config, count: int, cluster: Topology):
-        """Raises ClusterError where `count` slots are not free within cluster.start_timeout."""
+    def __init__(self, config: Config, count: int, cluster: Topology, kind: Any = WorkerActor):
+        """Raises ClusterError where `count` slots are not free within cluster.start_timeout. `kind`: a Ray actor."""
         self._coming: list[Worker] = []
         self._vacant: list[tuple[float, Slot]] = []  # since when
         self.up: list[Worker] = []
         self._started, self._futile, self._begun = 0, 0, False
-        self._config, self._cluster = config, cluster
+        self._config, self._cluster, self._kind = config, cluster, kind
+        self.rehearsed: WorkerSpec | None = None  # what those who come up behind a run are warmed up with
         self._groups: list[PlacementGroup] = []
-        self._slots = self._reserve(node_shares(count, cluster, config.parallel.tp))
+        shares = node_shares(count, cluster, config.parallel.tp)
+        # Without racks one node is as good as another, and Ray knows best which are free.
+        self._slots = self._reserve(list(shares.values()), list(shares) if cluster.racked else ())
         if not self._groups[0].wait(config.cluster.start_timeout):
             self.close()
             raise ClusterError(
@@ -131,25 +138,29 @@ class Actors:
         for group in self._groups:
             remove_placement_group(group)
 
-    def _reserve(self, shares: list[int]) -> list[Slot]:
-        """A node-shaped bundle a share; those of a first reservation on as many nodes."""
+    def _reserve(self, shares: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
+        """A node-shaped bundle a share; those of a first reservation on as many nodes, on these if any are named."""
         if not shares:
             return []
         strategy = "PACK" if self._groups or len(shares) == 1 else "STRICT_SPREAD"
-        group = placement_group([{self._cluster.resource: share} for share in shares], strategy=strategy)
+        group = placement_group(
+            [{self._cluster.resource: share} for share in shares],
+            strategy=strategy,
+            bundle_label_selector=[{"ray.io/node-id": node} for node in nodes] or None,
+        )
         self._groups.append(group)
         return [(group, bundle) for bundle, share in enumerate(shares) for _ in range(share)]
 
     def _start(self, slot: Slot) -> None:
         gpus = 1 if self._cluster.device == "cuda" else 0
-        actor = WorkerActor.options(  # type: ignore[attr-defined]
+        actor = self._kind.options(
             num_cpus=0 if gpus else 1,
             num_gpus=gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=slot[0], placement_group_bundle_index=slot[1]
             ),
         ).remote(self._cluster.device, self._config.cluster.threads)
-        described = actor.describe.remote(self._config)
+        described = actor.describe.remote(self._config, self.rehearsed)
         self._coming.append(Worker(self._started, actor, slot, described))
         self._started += 1
 
@@ -162,6 +173,7 @@ class Actors:
                 if not self._begun:
                     raise ClusterError(f"a worker did not start: {last_line(error)}") from error
                 self._futile += 1
+                _log.warning("a worker did not come up behind the run: %s", last_line(error))
                 if self._futile <= _TRIES:  # then the run goes on without it
                     self._start(worker.slot)
                 continue

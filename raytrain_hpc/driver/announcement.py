@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
+from raytrain_hpc.driver.choosing import expected
 from raytrain_hpc.driver.preparation import PreparedRun
 from raytrain_hpc.observe.console import short_count
+from raytrain_hpc.plan.explain import described, expectation
 from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
+from raytrain_hpc.plan.hardware import Machine
 from raytrain_hpc.plan.layout import Batching, Layout
 from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
+from raytrain_hpc.plan.work import work_of
 
 
-def announce(prepared: PreparedRun, layout: Layout, batching: Batching, line: Callable[[str], None]) -> None:
-    """Write the settings and the plan to the run directory, and say what is about to be trained."""
+def announce(
+    prepared: PreparedRun, layout: Layout, batching: Batching, there: Machine, line: Callable[[str], None]
+) -> None:
+    """Write the settings and the plan to the run directory, and say what is about to be trained, on what is there."""
+    estimate, work = expected(prepared, layout, batching, there), work_of(prepared.config, prepared.shape)
     config, shape, train = prepared.config, prepared.shape, prepared.config.train
     own = parameters_of_rank(shape, layout, train.seq_len)
     state = None if prepared.custom else state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
@@ -24,6 +31,7 @@ def announce(prepared: PreparedRun, layout: Layout, batching: Batching, line: Ca
         "state_bytes_per_rank": state,
         "flops_per_token": None if prepared.custom else flops_per_token(shape, train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
+        "expected": None if estimate is None else described(estimate, estimate, work, there),
     }
     tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
     prepared.directory.write_start(config, plan, tokenizer)
@@ -38,6 +46,8 @@ def announce(prepared: PreparedRun, layout: Layout, batching: Batching, line: Ca
     line(f"data    {_data_line(prepared)}")
     memory = "" if state is None else f"; {state / 2**30:.2f} GiB of state a worker"
     line(f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}")
+    if estimate is not None:
+        line(f"expect  {expectation(estimate, work, there)}")
     line(
         f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
         f"(observe.peak_tflops={config.observe.peak_tflops})"

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from raytrain_hpc.address import check_address
 from raytrain_hpc.config import Config
 from raytrain_hpc.plan.recovery import Candidate
+from raytrain_hpc.plan.topology import Topology
 from raytrain_hpc.worker.spec import WorkerSpec
 
 Wish = Literal["pause", "save", None]  # to form another generation: from memory, or from a checkpoint as well
@@ -58,12 +59,13 @@ class Crew(Protocol):
 
 
 class Fleet(Protocol):
-    """A home for `world` workers."""
+    """A home for `world` workers on the nodes of a cluster, or in this process."""
 
     world: int
+    cluster: Topology
 
-    def crew(self) -> Crew:
-        """A crew, not started."""
+    def crew(self, config: Config) -> Crew:
+        """A crew for these settings, not started."""
 
 
 @contextmanager

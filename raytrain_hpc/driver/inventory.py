@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.plan.hardware import device_called
 from raytrain_hpc.plan.layout import fixed_world, model_ranks
 from raytrain_hpc.plan.topology import Node, Topology
 
@@ -24,10 +27,22 @@ def topology(config: Config) -> Topology:
     device = "cuda" if gpus and config.cluster.device != "cpu" else "cpu"
     resource = "GPU" if device == "cuda" else "CPU"
     nodes = [
-        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"].get(resource, 0)),
+            node.get("Labels", {}).get(config.cluster.rack_label, ""),
+        )
         for node in sorted(alive, key=lambda node: str(node["NodeID"]))
     ]
-    return Topology(tuple(node for node in nodes if node.slots > 0), device)
+    return Topology(tuple(node for node in nodes if node.slots > 0), device, _accelerator(alive))
+
+
+def _accelerator(nodes: list[dict[str, Any]]) -> str:
+    """Ray names accelerators as resources, such as accelerator_type:H100."""
+    label = "accelerator_type:"
+    named = {name.removeprefix(label) for node in nodes for name in node["Resources"] if name.startswith(label)}
+    return device_called(named.pop()) if len(named) == 1 else ""
 
 
 def world_size(config: Config, cluster: Topology) -> int:
@@ -40,3 +55,11 @@ def world_size(config: Config, cluster: Topology) -> int:
     slots = cluster.slots if cluster.device == "cuda" else min(CPU_WORKERS_BY_DEFAULT, cluster.slots)
     together = model_ranks(config)
     return max(1, slots // together) * together
+
+
+def door_of(node: str) -> tuple[str, int] | None:
+    """Address and port of Ray's own process on a node; None where Ray knows no such node."""
+    for one in ray.nodes():  # type: ignore[no-untyped-call]
+        if one["NodeID"] == node:
+            return one["NodeManagerAddress"], one["NodeManagerPort"]
+    return None

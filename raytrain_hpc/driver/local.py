@@ -14,7 +14,9 @@ import torch
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.fleet import Wish
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.plan.hardware import device_called
 from raytrain_hpc.plan.recovery import Candidate
+from raytrain_hpc.plan.topology import Node, Topology
 from raytrain_hpc.worker.build import build_trainer
 from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.spec import WorkerSpec
@@ -57,6 +59,7 @@ class LocalWorker:
             {
                 "rank": 0,
                 "node": "local",
+                "rack": "",
                 "address": "127.0.0.1",
                 "host": host,
                 "pid": os.getpid(),
@@ -94,8 +97,10 @@ class LocalFleet:
             raise ClusterError("cluster.device=cuda: this machine has no usable GPU; use cluster.device=cpu")
         use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
         self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+        name = device_called(torch.cuda.get_device_name(self._device)) if use_cuda else ""
+        self.cluster = Topology((Node("local", "127.0.0.1", 1),), self._device.type, name)
 
-    def crew(self) -> LocalWorker:
+    def crew(self, config: Config) -> LocalWorker:
         """The one worker."""
         return LocalWorker(self._device)
 

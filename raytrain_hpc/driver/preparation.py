@@ -28,6 +28,8 @@ from raytrain_hpc.plan.layout import (
     resolve_batching,
     resolve_layout,
 )
+from raytrain_hpc.plan.traffic import by_axis
+from raytrain_hpc.plan.work import work_of
 from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel
 
@@ -51,6 +53,10 @@ class PreparedRun:
         """Layout and microbatches on `world` ranks."""
         layout = resolve_layout(self.config, world)
         return layout, resolve_batching(self.config, layout, self.stored)
+
+    def sent(self, layout: Layout, batching: Batching) -> dict[str, float]:
+        """Bytes a step along each axis of the mesh; of a module of the user's own nothing is known."""
+        return {} if self.custom else by_axis(work_of(self.config, self.shape), layout, batching)
 
     def meta(self, batching: Batching) -> Callable[[int], dict[str, Any]]:
         """What a checkpoint says of its run beside the tensors."""

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from datetime import timedelta
-
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from raytrain_hpc.config import AUTO, Config
-from raytrain_hpc.worker.groups import FALLEN, Rendezvous
+from raytrain_hpc.worker.meeting import FALLEN, Rendezvous
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 COLLECTIVE_TIMEOUT_S = 300.0  # the last resort: whoever stalls is given up on long before
 
 
 class RendezvousStore:
-    """A TCP store on this host; every generation uses a prefix of its own in it."""
+    """A TCP store on this host; every generation uses a prefix of its own in it.
+
+    It is opened for the first meeting: torch, which it is made of, takes seconds to load, in which workers can start.
+    """
 
     def __init__(self, host: str, config: Config):
         stall = config.fault.stall_timeout
         self._timeout_s = COLLECTIVE_TIMEOUT_S if stall == AUTO else max(10 * float(stall), 10.0)
         self._host = host
-        self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
-        )
+
+    @cached_property
+    def _store(self) -> TCPStore:
+        from torch._C._distributed_c10d import TCPStore
+
+        patience = timedelta(seconds=self._timeout_s)
+        return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=patience)
 
     def fall(self, generation: int) -> None:
         """Tell the ranks that still wait for others of this generation that it will not be formed."""
+        from torch._C._distributed_c10d import PrefixStore
+
         PrefixStore(f"generation-{generation}", self._store).set(FALLEN, "1")
 
     def meeting(self, generation: int) -> Rendezvous:

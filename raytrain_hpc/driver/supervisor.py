@@ -12,6 +12,7 @@ from typing import Any
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.announcement import announce
+from raytrain_hpc.driver.choosing import choose, machine_of
 from raytrain_hpc.driver.fleet import Crew, Fleet, Wish, open_fleet
 from raytrain_hpc.driver.incidents import IncidentLog
 from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
@@ -24,6 +25,7 @@ from raytrain_hpc.plan.flops import flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
 from raytrain_hpc.plan.pace import by_pace
 from raytrain_hpc.plan.parts import buddies, newest_step, parts
+from raytrain_hpc.plan.placement import Site, described
 from raytrain_hpc.plan.recovery import Candidate, Formation, form, least_workers
 from raytrain_hpc.worker.schedule import evaluates
 from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
@@ -67,6 +69,8 @@ class Supervisor:
         prepared = prepare_run(self._config, self._custom, self._warn)
         with open_fleet(self._config) as fleet:
             self._marks["cluster"] = time.time()
+            prepared = choose(prepared, fleet.world, fleet.cluster, self._console.line)
+            self._config = prepared.config
             prepared.layout(fleet.world)  # the last thing that can be wrong with the settings: nothing is written yet
             lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
             try:
@@ -89,7 +93,7 @@ class Supervisor:
 
     def _supervise(self, prepared: PreparedRun, lease: Lease, fleet: Fleet) -> Result:
         layout, batching = prepared.layout(fleet.world)
-        announce(prepared, layout, batching, self._console.line)
+        announce(prepared, layout, batching, machine_of(fleet.world, fleet.cluster), self._console.line)
         prepared.store.discard_staging()
         recorder = RunRecorder(
             self._config,
@@ -141,7 +145,7 @@ class Supervisor:
             crew.close()
 
     def _crew(self, fleet: Fleet) -> Crew:
-        crew = fleet.crew()
+        crew = fleet.crew(self._config)
         try:
             crew.start()
         except ClusterError:
@@ -154,7 +158,7 @@ class Supervisor:
         """The next generation. Who holds a step in memory goes on at once; for a checkpoint all are waited for."""
         while True:
             candidates = crew.candidates()
-            formation = form(self._config, run.batching, candidates, self._wanted)
+            formation = form(self._config, run.batching, candidates, self._wanted, run.prepared.sent)
             complete = formation is not None and formation.layout.world == self._wanted
             if formation is not None and (complete or formation.step is not None):
                 return formation
@@ -171,6 +175,9 @@ class Supervisor:
         infos = crew.arrange(formation.members)
         if self._infos and formation.step is None:
             self._console.line("no state to go on from in memory; going on from the newest checkpoint")
+        sites = [Site(info["rack"], info["node"]) for info in infos]
+        if len(set(sites)) > 1:
+            self._console.line(f"placed  {described(layout, sites)}")
         self._infos = self._infos or infos
         newest = None if formation.step is not None else newest_checkpoint(prepared.store, self._warn)
         first = formation.step if formation.step is not None else 0 if newest is None else newest.step
@@ -192,7 +199,7 @@ class Supervisor:
             steps_to=self._config.train.steps,
             unevaluated=self._unevaluated(run, first),
             unsaved=formation.step is not None and self._unsaved(run, first),
-            buddies=buddies(layout, [info["node"] for info in infos]) if self._config.checkpoint.buddies else (),
+            buddies=buddies(layout, sites) if self._config.checkpoint.buddies else (),
         )
         run.incidents.resumed(first, layout.world)
 
@@ -213,7 +220,7 @@ class Supervisor:
                 return None
             looked = seen
             crew.extend(self._wanted)
-            other = form(self._config, run.batching, candidates, self._wanted)
+            other = form(self._config, run.batching, candidates, self._wanted, run.prepared.sent)
             leaving = {one.worker for one in candidates if one.leaving} & set(now.members)
             if other is None:
                 if leaving:

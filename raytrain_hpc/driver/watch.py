@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +13,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.agent import Agent, Pulses, Seen
+from raytrain_hpc.driver.inventory import door_of
 from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
 
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
 _AGAIN_S = 5.0  # between one that died and the first question to the one that follows
 _ANSWER_S = 1.0
 _ORPHANED_S = 300.0  # a driver whose storage answers nothing for a while asks nobody either
+_DUE_S, _KNOCK_S = 0.1, 0.02  # an answer takes less; so does a door that is there
 _SETTLE_S, _SETTLE_STEPS = 10.0, 3.0
 
 AgentActor = ray.remote(num_cpus=0, max_restarts=0)(Agent)
@@ -27,7 +30,7 @@ class _AgentElsewhere:
     """The agent of another node, asked again and again behind what runs."""
 
     def __init__(self, config: Config, node: str):
-        self._config, self._node = config, node
+        self._config, self._node, self._door = config, node, door_of(node)
         self._pulses: Pulses = {}
         self.heard = Seen([], {})
         self.actor: Any = None
@@ -62,6 +65,21 @@ class _AgentElsewhere:
     def silent_s(self) -> float:
         """For how long it has owed an answer; 0 while it comes up."""
         return 0.0 if self._owing_since is None or not self._up else time.monotonic() - self._owing_since
+
+    def refuses(self) -> bool:
+        """Whether it owes an answer, and Ray's own process on its node, with which all others end, is not there.
+
+        A machine that is up says so at once; one that is gone itself says nothing.
+        """
+        if self.silent_s() < _DUE_S or self._door is None:
+            return False
+        try:
+            socket.create_connection(self._door, timeout=_KNOCK_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _start(self) -> None:
         there = NodeAffinitySchedulingStrategy(self._node, soft=False)
@@ -113,7 +131,9 @@ class Watch:
         """Nodes that do not answer any more. `broken`: whether the end of a rank has been heard of."""
         for agent in self._others.values():
             agent.listen()
-        return lost_nodes({node: agent.silent_s() for node, agent in self._others.items()}, broken=broken)
+        silent_s = {node: agent.silent_s() for node, agent in self._others.items()}
+        refusing = [node for node, agent in self._others.items() if broken and agent.refuses()]
+        return lost_nodes(silent_s, broken=broken, refusing=refusing)
 
     def forget(self, node: str) -> None:
         """A node is given up on, and its agent with it."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -22,6 +22,7 @@ from raytrain_hpc.driver.guilt import PEER_GONE, innocence
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
 from raytrain_hpc.driver.listening import Listener
 from raytrain_hpc.driver.pace import Pace
+from raytrain_hpc.driver.rendezvous import RendezvousStore
 from raytrain_hpc.driver.watch import Watch
 from raytrain_hpc.errors import RaytrainError, WorkerFailed
 from raytrain_hpc.plan.blame import Call, blame, pending
@@ -33,9 +34,6 @@ from raytrain_hpc.plan.topology import Topology
 from raytrain_hpc.plan.watch import Suspect, deadlocked
 from raytrain_hpc.worker.control import Ended, Record
 from raytrain_hpc.worker.spec import WorkerSpec
-
-if TYPE_CHECKING:
-    from raytrain_hpc.driver.rendezvous import RendezvousStore
 
 _LOOK_S = 0.05  # between two looks at signs of life and requests; the end of a worker is heard at once
 _ANSWER_S = 10.0
@@ -51,21 +49,26 @@ class RayFleet:
     `readers`: whether processes on the cluster read for the workers.
     """
 
-    def __init__(self, config: Config, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool):
+    def __init__(self, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool):
         self.world = world
-        self._config, self._cluster, self._store, self._readers = config, cluster, store, readers
+        self.cluster, self._store, self._readers = cluster, store, readers
 
-    def crew(self) -> RayWorkers:
+    @property
+    def placed(self) -> tuple[Topology, RendezvousStore]:
+        """The nodes, and the store at which workers on them meet."""
+        return self.cluster, self._store
+
+    def crew(self, config: Config) -> RayWorkers:
         """Fresh actors."""
-        actors = Actors(self._config, self.world + self._config.cluster.spares, self._cluster)
-        return RayWorkers(self._config, actors, self._store, readers=self._readers)
+        actors = Actors(config, self.world + config.cluster.spares, self.cluster)
+        return RayWorkers(config, actors, self._store, readers=self._readers)
 
 
 @contextmanager
 def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
     """Connect to Ray, or start it, and count the slots."""
-    # The store needs torch, whose import takes as long as Ray's start and can pass while that is waited for.
-    threading.Thread(target=import_module, args=("raytrain_hpc.driver.rendezvous",), daemon=True).start()
+    # The store needs torch, whose import takes as long as Ray's start and can pass while Ray and workers come up.
+    threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     wanted = fixed_world(config) or max(CPU_WORKERS_BY_DEFAULT, model_ranks(config))
     with connected(config, wanted + config.cluster.spares) as started:
         cluster = topology(config)
@@ -73,12 +76,10 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
         # Refuses a world that the cluster is too small for, before anything is written.
         node_shares(world + config.cluster.spares, cluster, config.parallel.tp)
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        from raytrain_hpc.driver.rendezvous import RendezvousStore
-
         store = RendezvousStore(host, config)
         # A Ray that is there for this run alone has no CPUs beside those of the workers.
         readers = config.data.engine == "ray" or (config.data.engine == AUTO and not started)
-        yield RayFleet(config, world, cluster, store, readers=readers)
+        yield RayFleet(world, cluster, store, readers=readers)
 
 
 class RayWorkers:
@@ -116,7 +117,15 @@ class RayWorkers:
         self._actors.arrived()
         leaving = self._drains.nodes()
         return [
-            Candidate(one.number, node := one.info["node"], one.info["pid"], one.held, one.pace, node in leaving)
+            Candidate(
+                one.number,
+                node := one.info["node"],
+                one.info["pid"],
+                one.held,
+                one.pace,
+                node in leaving,
+                one.info["rack"],
+            )
             for one in self._actors.up
         ]
 
@@ -196,6 +205,9 @@ class RayWorkers:
         self._runs = [
             worker.actor.run.remote(spec, rank, meeting, self._feeder) for rank, worker in enumerate(self._ranks)
         ]
+        self._actors.rehearsed = spec
+        for spare in (worker for worker in self._actors.up if worker not in self._ranks):
+            spare.actor.rehearse.remote(spec)
         self._pace = Pace(self._config.fault.straggler_factor)
         self._listener, self._broken = Listener([worker.actor for worker in self._ranks], handle), {}
         self._watch.begin({"rank": rank, **worker.info} for rank, worker in enumerate(self._ranks))

@@ -21,8 +21,8 @@ def layer_bytes_per_token(shape: ModelShape, *, tp: int, dtype: str, recompute: 
     - selective: the layer's input and the results of products and attention;
     - full: the layer's input.
 
-    Elements have 4 bytes in fp32, 8 in fp64. In bf16 those of products have 2 and the residual stream's 4; what
-    autocast then keeps in which type differs by device, so that for bf16 this is an estimate.
+    Elements have 4 bytes in fp32, 8 in fp64. In bf16 those of products have 2 and the residual stream's 4, and norms
+    are taken to be fused, as they are on a GPU: they keep their input alone, which the product behind them has cast.
     """
     wide = 8 if dtype == "fp64" else 4
     narrow = 2 if dtype == "bf16" else wide
@@ -33,7 +33,8 @@ def layer_bytes_per_token(shape: ModelShape, *, tp: int, dtype: str, recompute: 
     if recompute == "selective":
         products = h + 2 * kv + h + ups * f  # queries, keys, values; attention; up and gate
         return (wide * h + narrow * products) / tp + narrow * 2 * h  # row products before their sum over ranks
-    norms = wide * h * (4 if shape.norm == "rmsnorm" else 2) / tp + narrow * 2 * h
+    scaled = shape.norm == "rmsnorm" and dtype != "bf16"
+    norms = wide * h * (4 if scaled else 2) / tp + narrow * 2 * h
     attention = h + 2 * kv + h + (h + kv if shape.positions == "rotary" else 0)
     feed_forward = f * (4 if shape.activation == "swiglu" else 2)
     masks = 2 * h if shape.dropout else 0

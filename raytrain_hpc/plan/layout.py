@@ -342,7 +342,7 @@ def _chosen_batching(config: Config, layout: Layout) -> Batching:
 
 
 def _refused_by_schedule(batching: Batching, layout: Layout) -> str | None:
-    counts = {len(share) for share in batching.shares(layout.data_parallel)}
+    counts = {batching.count // layout.data_parallel, -(-batching.count // layout.data_parallel)}
     if layout.lockstep:
         counts = {max(counts)}
     refusals = (layout.pipeline.refusal(count) for count in sorted(counts))

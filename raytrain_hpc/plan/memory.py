@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raytrain_hpc.plan.layout import Layout
@@ -12,14 +13,25 @@ from raytrain_hpc.shape import ModelShape
 @dataclass(frozen=True)
 class RankParameters:
     """Parameters that a rank holds before ZeRO shards them: of experts, which can be sharded over fewer ranks, and the
-    rest."""
+    rest. `unit`: of its largest part that ZeRO-3 gathers as one, a layer or the tables."""
 
     dense: int
     experts: int
+    unit: int
 
 
 def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> RankParameters:
-    """Of the rank that holds most; with one rank all of them.
+    """Of the rank that holds most; with one rank all of them. See `parameters_by_stage`."""
+    return most(parameters_by_stage(shape, layout, seq_len))
+
+
+def most(held: Iterable[RankParameters]) -> RankParameters:
+    """The largest of them."""
+    return max(held, key=lambda of_rank: of_rank.dense + of_rank.experts)
+
+
+def parameters_by_stage(shape: ModelShape, layout: Layout, seq_len: int) -> list[RankParameters]:
+    """Of a rank of each pipeline coordinate, the one with most; with one rank all of them.
 
     Over tp, heads, feed-forward channels and vocabulary rows are shared out; norms, positions, routers, biases of the
     products that are summed, and key-value heads that the ranks do not divide are held whole. Over ep, experts are.
@@ -35,8 +47,9 @@ def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> RankP
         mine = pipeline.stages_of(pp)
         layers = sum(len(stages[stage]) for stage in mine)
         tables = _tables_of_rank(shape, layout.tp, 0 in mine, pipeline.stages - 1 in mine, pipeline.stages)
-        held.append(RankParameters(layers * per_layer + tables, layers * of_experts))
-    return max(held, key=lambda of_rank: of_rank.dense + of_rank.experts)
+        unit = max(per_layer + of_experts, tables)
+        held.append(RankParameters(layers * per_layer + tables, layers * of_experts, unit))
+    return held
 
 
 def _layer_of_rank(shape: ModelShape, tp: int, rank: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.plan.placement import Site
 
 
 @dataclass(frozen=True, order=True)
@@ -32,23 +33,27 @@ def _place(layout: Layout, rank: int) -> Hashable:
     return at["pp"], at["tp"], at["dp_shard"], shares_experts
 
 
-def buddies(layout: Layout, nodes: Sequence[str]) -> tuple[tuple[int, int], ...]:
+def buddies(layout: Layout, sites: Sequence[Site]) -> tuple[tuple[int, int], ...]:
     """(rank, the rank that keeps a copy of its state) pairs: one for each part that the loss of a node would take away.
 
-    `nodes[r]` is the node of rank r. Where all are on one node, the loss of a process is what counts. Copies are spread
-    evenly over the ranks of other nodes, the next one first.
+    `sites[r]` is where rank r is. Where all are on one node, the loss of a process is what counts. Copies are spread
+    evenly over the ranks of other nodes, on other racks where there are any, the next one first.
     """
     holders: dict[int, list[int]] = {}
     for rank, part in enumerate(parts(layout)):
         holders.setdefault(part, []).append(rank)
-    homes = list(nodes) if len(set(nodes)) > 1 else [str(rank) for rank in range(layout.world)]
+    nodes = [site.node for site in sites]
+    homes = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(layout.world)]
     kept: Counter[int] = Counter()
     pairs = []
     for ranks in holders.values():
         source = ranks[0]
         if len({homes[rank] for rank in ranks}) == 1 and layout.world > 1:
             elsewhere = [rank for rank in range(layout.world) if homes[rank] != homes[source]]
-            buddy = min(elsewhere, key=lambda rank: (kept[rank], (rank - source) % layout.world))
+            rack = sites[source].rack
+            buddy = min(
+                elsewhere, key=lambda rank: (sites[rank].rack == rack, kept[rank], (rank - source) % layout.world)
+            )
             kept[buddy] += 1
             pairs.append((source, buddy))
     return tuple(pairs)

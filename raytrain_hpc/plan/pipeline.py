@@ -70,6 +70,13 @@ class Schedule:
         ways = [(self.rank_of(s), self.rank_of(s + 1)) for s in range(self.stages - 1)]
         return sorted({pair for a, b in ways if a != b for pair in ((a, b), (b, a))})
 
+    def enough(self, microbatches: int) -> int:
+        """As many as show all that so many do, where more change nothing: what the schedule takes of at most that."""
+        some = min(microbatches, 4 * self.ranks)
+        while some < microbatches and self.refusal(some):
+            some += 1
+        return some
+
     def refusal(self, microbatches: int) -> str | None:
         """Why this number of microbatches cannot run, None where it can."""
         if not self.name.startswith("interleaved"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
 from raytrain_hpc.plan.parts import State, newest_step
+from raytrain_hpc.plan.placement import Site, arranged, without_spares
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Candidate:
     """A worker that is alive and can be given a rank.
 
     `held`: the states that it has in memory. `pace`: how many times as long as others it was seen to work for as much.
-    `leaving`: its node is about to be taken away, so that it takes no part in what comes next.
+    `leaving`: its node is about to be taken away, so that it takes no part in what comes next. `rack`: its node's.
     """
 
     worker: int
@@ -27,6 +28,12 @@ class Candidate:
     held: tuple[State, ...] = ()
     pace: float = 1.0
     leaving: bool = False
+    rack: str = ""
+
+    @property
+    def site(self) -> Site:
+        """Where it is."""
+        return Site(self.rack, self.node)
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,18 @@ def least_workers(config: Config) -> int:
     return model_ranks(config) if least == AUTO else int(least)
 
 
-def form(config: Config, batching: Batching, candidates: Sequence[Candidate], wanted: int) -> Formation | None:
+def form(
+    config: Config,
+    batching: Batching,
+    candidates: Sequence[Candidate],
+    wanted: int,
+    sent: Callable[[Layout, Batching], Mapping[str, float]] = lambda layout, batching: {},
+) -> Formation | None:
     """The largest legal formation of at most `wanted` workers; None where there are too few for any.
 
     The batch stays cut as it is. Only data-parallel axes change: what cuts a model keeps its size, and a
-    tensor-parallel group stays on one node. They go on from the newest step of which they hold all parts together.
+    tensor-parallel group stays on one node. `sent`: bytes along each axis, by which ranks are placed. They go on from
+    the newest step of which they hold all parts together.
     """
     candidates = [one for one in candidates if not one.leaving]
     for world in range(min(wanted, len(candidates)), least_workers(config) - 1, -1):
@@ -57,7 +71,8 @@ def form(config: Config, batching: Batching, candidates: Sequence[Candidate], wa
         members = None if layout is None else _members(candidates, world, config.parallel.tp)
         if layout is not None and members is not None:
             step = newest_step(one.held for one in members)
-            return Formation(layout, tuple(one.worker for one in members), step)
+            places = arranged(layout, [one.site for one in members], sent(layout, batching))
+            return Formation(layout, tuple(members[place].worker for place in places), step)
     return None
 
 
@@ -81,7 +96,7 @@ def legal_layout(config: Config, world: int, batching: Batching) -> Layout | Non
 
 
 def _members(candidates: Sequence[Candidate], world: int, together: int) -> list[Candidate] | None:
-    """`world` of the candidates in rank order, `together` neighbours on one node; None where too few fit.
+    """`world` of the candidates, in order of racks and nodes, groups of `together` on one node; None where too few fit.
 
     Those who hold state come first, and of a node's those who alone hold some.
     """
@@ -92,12 +107,19 @@ def _members(candidates: Sequence[Candidate], world: int, together: int) -> list
         nodes.setdefault(one.node, []).append(one)
     held = {node: sum(bool(one.held) for one in there) for node, there in nodes.items()}
     everybody = {node: len(there) for node, there in nodes.items()}
-    taken = dict.fromkeys(nodes, 0)
-    for available in (held, everybody):  # those who hold state first
-        for node in sorted(nodes, key=lambda node: (-available[node], node)):
-            share = min(world - sum(taken.values()), available[node] // together * together - taken[node])
-            taken[node] += max(0, share)
-    if sum(taken.values()) < world:
+    taken = _shares(held, everybody, world, together) if any(held.values()) else None
+    taken = taken or without_spares(everybody, world, together)
+    if taken is None:
         return None
     chosen = [one for node, count in taken.items() for one in nodes[node][:count]]
-    return sorted(chosen, key=lambda one: (one.node, one.pid))
+    return sorted(chosen, key=lambda one: (one.site, one.pid))
+
+
+def _shares(held: Mapping[str, int], everybody: Mapping[str, int], world: int, together: int) -> dict[str, int] | None:
+    """How many to take of each node: as many as possible of those who hold state."""
+    taken = dict.fromkeys(everybody, 0)
+    for available in (held, everybody):
+        for node in sorted(taken, key=lambda node: (-available[node], node)):
+            share = min(world - sum(taken.values()), available[node] // together * together - taken[node])
+            taken[node] += max(0, share)
+    return taken if sum(taken.values()) == world else None

@@ -12,6 +12,7 @@ class Node:
     id: str
     address: str
     slots: int
+    rack: str = ""  # or the switch it hangs on, where that is known
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,22 @@ class Topology:
 
     nodes: tuple[Node, ...]
     device: str  # "cuda" or "cpu"
+    accelerator: str = ""  # the GPUs' name in plan.hardware, where all have one that is known there
 
     @property
     def resource(self) -> str:
         """Ray's word for a slot."""
         return "GPU" if self.device == "cuda" else "CPU"
+
+    @property
+    def device_name(self) -> str:
+        """What plan.hardware calls the devices; nothing where it knows none of their name."""
+        return "cpu" if self.device == "cpu" else self.accelerator
+
+    @property
+    def racked(self) -> bool:
+        """Whether anything is known of racks."""
+        return any(node.rack for node in self.nodes)
 
     @property
     def slots(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -74,10 +74,13 @@ def limits(config: Config, step_s: Sequence[float]) -> Limits:
     return Limits(_BEAT_S, stall, max(stall, _SLOW_S))
 
 
-def lost_nodes(silent_s: Mapping[str, float], *, broken: bool) -> list[str]:
-    """Nodes that are given up on. `silent_s`: since when each has owed an answer; `broken`: whether ranks are gone."""
+def lost_nodes(silent_s: Mapping[str, float], *, broken: bool, refusing: Collection[str] = ()) -> list[str]:
+    """Nodes that are given up on. `silent_s`: since when each has owed an answer; `broken`: whether ranks are gone.
+
+    `refusing`: those that answer for themselves that what ran there does not any more.
+    """
     patience = _NODE_BROKEN_S if broken else _NODE_S
-    return [node for node, seconds in silent_s.items() if seconds > patience]
+    return [node for node, seconds in silent_s.items() if seconds > patience or node in refusing]
 
 
 def suspects(signs: Sequence[Signs], bounds: Limits) -> list[Suspect]:

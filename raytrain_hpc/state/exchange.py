@@ -6,6 +6,7 @@ needs is the holding of its new place, and both are known to everybody as plain 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,16 +28,22 @@ class _Transfer:
     bytes: int
 
 
-def fill(holding: Holding, offered: Holding, group: dist.ProcessGroup | None, device: torch.device) -> int:
+def fill(
+    holding: Holding,
+    offered: Holding,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    known: tuple[Sequence[StateIndex], Sequence[StateIndex]] | None = None,
+) -> int:
     """Fill `holding` in place from what the ranks of the group offer; what a rank offers itself costs no transfer.
 
-    Collective. `device` is where the group communicates. Returns the bytes that this rank received from others. Raises
-    StateLost, on every rank, where a region that any of them needs is offered by none.
+    Collective. `device` is where the group communicates. `known`: what all of them offer and hold, where they have told
+    each other. Returns the bytes that this rank received from others. Raises StateLost, on every rank, where a region
+    that any of them needs is offered by none.
     """
-    rank, indexes = 0, [(offered.index(), holding.index())]
-    if group is not None:
-        rank, indexes = dist.get_rank(group), _gather(indexes[0], group)
-    transfers = _transfers([offer for offer, _ in indexes], [wanted for _, wanted in indexes])
+    rank = 0 if group is None else dist.get_rank(group)
+    offers, wanted = known or (_gather(offered.index(), group), _gather(holding.index(), group))
+    transfers = _transfers(offers, wanted)
     received = 0
     for some in _rounds(transfers):
         for one in some:
@@ -49,10 +56,18 @@ def fill(holding: Holding, offered: Holding, group: dist.ProcessGroup | None, de
     return received
 
 
-def _gather(mine: tuple[StateIndex, StateIndex], group: dist.ProcessGroup) -> list[tuple[StateIndex, StateIndex]]:
-    gathered: list[list[dict[str, object]]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, [index.to_json() for index in mine], group=group)
-    return [(StateIndex.from_json(offer), StateIndex.from_json(wanted)) for offer, wanted in gathered]
+def read_indexes(texts: Sequence[str]) -> list[StateIndex]:
+    """Indexes as JSON texts. Replicas hold the same: what is equal is read once."""
+    read = {text: StateIndex.from_json(json.loads(text)) for text in set(texts)}
+    return [read[text] for text in texts]
+
+
+def _gather(mine: StateIndex, group: dist.ProcessGroup | None) -> list[StateIndex]:
+    if group is None:
+        return [mine]
+    gathered = [""] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, json.dumps(mine.to_json()), group=group)
+    return read_indexes(gathered)
 
 
 def _transfers(offers: Sequence[StateIndex], wanted: Sequence[StateIndex]) -> list[_Transfer]:

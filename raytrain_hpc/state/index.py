@@ -316,11 +316,13 @@ def assign_writers(indexes: Sequence[StateIndex]) -> list[list[tuple[str, int]]]
 
 def _cover(box: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
     """Tile `box` with `sources`, the earlier ones first: (source number, region) pairs, and what none covers."""
-    found = []
+    found: list[tuple[int, Box]] = []
     left = [box] if box.numel else []
     for number, source in enumerate(sources):
         if not left:
             break
+        if not found and source == box:  # of replicas and shards alike the commonest case, and a large world has many
+            return [(number, box)], []
         if not box.intersection(source).numel:
             continue
         uncovered = []

@@ -10,27 +10,32 @@ import contextlib
 import os
 import socket
 import threading
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.worker.groups import Place
+End = tuple[str, int]  # address and port
 
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+
+class Connection(NamedTuple):
+    """A TCP connection of this process. `name`: of the socket, which no other has while it is open."""
+
+    descriptor: int
+    name: str
+    here: End
+    there: End
 
 
 class Abort:
-    """What there is to break in one generation. Made by all ranks together, when all groups have been."""
+    """What there is to break in one generation."""
 
-    def __init__(self, place: Place):
-        """Collective."""
+    def __init__(self, sockets: Mapping[int, str]):
+        """`sockets`: those to other ranks, descriptor -> name."""
         self._lock = threading.Lock()
         self._over, self.called = False, False
-        self._connections: dict[int, str] = {}  # descriptor -> name of the socket there
-        if place.world_group is not None and place.device.type != "cuda":
-            self._connections = _between_ranks(place)
+        self._sockets = sockets
 
     def __call__(self) -> None:
         """Have what waits in a collective of this rank go on with an error. Any thread's; nothing once it is over."""
@@ -38,7 +43,7 @@ class Abort:
             if self._over:
                 return
             self.called = True
-            for descriptor, name in self._connections.items():
+            for descriptor, name in self._sockets.items():
                 _shut_down(descriptor, name)
             _abort_nccl()
 
@@ -48,28 +53,31 @@ class Abort:
             self._over = True
 
 
-def _between_ranks(place: Place) -> dict[int, str]:
-    """The sockets whose other end is one of another rank's: of all that a process has, those of its groups."""
-    mine = _connected()
-    gathered: list[Any] = [None] * place.layout.world
-    dist.all_gather_object(gathered, [here for _, _, here, _ in mine])
-    ranks = {here for rank, ends in enumerate(gathered) if rank != place.rank for here in ends}
-    return {descriptor: name for descriptor, name, _, there in mine if there in ranks}
+def between_ranks(mine: Sequence[Connection], ends: Sequence[Collection[End]], rank: int) -> dict[int, str]:
+    """Of all connections that a process has, those of its groups: whose other end is one of another rank's `ends`.
+
+    Descriptor -> name.
+    """
+    others = {end for other, theirs in enumerate(ends) if other != rank for end in theirs}
+    return {one.descriptor: one.name for one in mine if one.there in others}
 
 
-def _connected() -> list[tuple[int, str, str, str]]:
-    """(descriptor, name, local end, remote end) of every TCP connection of this process."""
-    ends = {}
-    for table in map(Path, _TABLES):
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            _, here, there, _, _, _, _, _, _, inode, *_ = line.split()
-            ends[f"socket:[{inode}]"] = here, there
+def connections() -> list[Connection]:
+    """Every TCP connection of this process."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         name = _name(descriptor)
-        if name in ends:
-            found.append((descriptor, name, *ends[name]))
+        if not name.startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or gone
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                found.append(Connection(descriptor, name, _end(one.getsockname()), _end(one.getpeername())))
     return found
+
+
+def _end(address: Any) -> End:
+    """An end of a connection, the same from both sides: IPv4 may be dressed as IPv6."""
+    return address[0].removeprefix("::ffff:"), address[1]
 
 
 def _name(descriptor: int) -> str:

@@ -14,6 +14,7 @@ import ray
 
 from raytrain_hpc.errors import RaytrainError, StateLost
 from raytrain_hpc.plan.blame import peer_gone
+from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.worker.allocator import share_one_arena
 from raytrain_hpc.worker.flight import calls, start_recording
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from raytrain_hpc.config import Config
     from raytrain_hpc.plan.blame import Call
     from raytrain_hpc.worker.control import Ended, Record
-    from raytrain_hpc.worker.groups import Rendezvous
     from raytrain_hpc.worker.loop import Outcome
+    from raytrain_hpc.worker.meeting import Rendezvous
     from raytrain_hpc.worker.spec import WorkerSpec
 
 
@@ -46,27 +47,33 @@ class WorkerActor:
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self._heartbeat = Heartbeat()
         self._control, self._memory = Control(heartbeat=self._heartbeat), Snapshots()
-        self._run_began_ns = time.time_ns()
+        self._run_began_ns, self._rehearsed = time.time_ns(), False
         self._began, self._imported = began, time.time()
 
-    def describe(self, config: Config) -> dict[str, Any]:
-        """Who and where this worker is; settles the network interface its collectives use, and is warm after it."""
+    def describe(self, config: Config, spec: WorkerSpec | None) -> dict[str, Any]:
+        """Who and where this worker is; settles the network interface its collectives use, and is warm after it.
+
+        `spec`: the generation behind which it has come up, to rehearse a step of.
+        """
         import torch
 
         from raytrain_hpc.worker.build import set_kernels
         from raytrain_hpc.worker.groups import use_interface
         from raytrain_hpc.worker.network import interface_of
 
-        set_kernels(config, self._device)  # imports for seconds, which others would wait for later
+        set_kernels(config, self._device)  # loads for seconds, which others would wait for later
         interface = config.cluster.interface
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         chosen = interface_of(address) if interface == "auto" else interface
         if chosen is not None:
             use_interface(chosen)
+        if spec is not None:
+            self.rehearse(spec)
         gc.freeze()  # what is there by now stays: only what generations make is to be looked through
         cuda = self._device.type == "cuda"
         return {
             "node": ray.get_runtime_context().get_node_id(),
+            "rack": ray.get_runtime_context().get_node_labels().get(config.cluster.rack_label, ""),
             "address": address,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -77,6 +84,31 @@ class WorkerActor:
             "began": self._began,
             "imported": self._imported,
         }
+
+    def rehearse(self, spec: WorkerSpec) -> None:
+        """A step of a tiny model of this kind, once, behind what runs."""
+        if not self._rehearsed:
+            from raytrain_hpc.worker.rehearsal import rehearse
+
+            rehearse(spec, self._device)
+            self._rehearsed = True
+
+    def facts(self, path: str, mark: str) -> dict[str, Any]:
+        """What this process finds on its machine; see worker.facts."""
+        from raytrain_hpc.worker.facts import facts
+
+        return facts(self._device, path, mark)
+
+    def collectives(self, rank: int, ranks: int, meeting: Rendezvous, sizes: list[int]) -> dict[str, dict[int, float]]:
+        """Join a group of so many, and measure; see worker.collectives."""
+        from raytrain_hpc.worker.collectives import measure
+        from raytrain_hpc.worker.groups import join, leave
+
+        join(meeting, rank, Layout(dp_replicate=ranks), self._device)
+        try:
+            return measure(sizes, self._device)
+        finally:
+            leave()
 
     def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any = None) -> Ended:
         """One generation, on what the feeder hands out, if there is one. Whatever broke, it can go on to another.

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -37,10 +38,11 @@ from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.copying import Copying
 from raytrain_hpc.worker.feeding import Feed
-from raytrain_hpc.worker.groups import Place, Rendezvous, host_group, join
+from raytrain_hpc.worker.groups import Place, host_group, join
 from raytrain_hpc.worker.injection import Injector
 from raytrain_hpc.worker.keeping import Keeper, keeps_snapshots
 from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.worker.meeting import Rendezvous
 from raytrain_hpc.worker.norm import ExactNorm, GradientNorm, Region
 from raytrain_hpc.worker.offload import home_of
 from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
@@ -48,9 +50,10 @@ from raytrain_hpc.worker.passes import Passes, WholeModel
 from raytrain_hpc.worker.pipelined import Pipelined, Timeline
 from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.restoring import LOSSES, GoingBack, restore
-from raytrain_hpc.worker.saving import Saver, gather_indexes
+from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
+from raytrain_hpc.worker.telling import tell
 
 
 def build_trainer(
@@ -64,31 +67,30 @@ def build_trainer(
 ) -> Trainer:
     """Everything that rank `rank` of this generation needs, its state loaded and checked against its replicas.
 
-    `blocks`: where others read for it; without it reads for itself. `memory`: the snapshots that this process holds of
-    earlier generations, and where those of this one go. Raises StateLost where nobody holds a part of the step to go
-    on from.
+    `blocks`: where others read for it. `memory`: the snapshots that this process holds of earlier generations, and
+    where those of this one go. Raises StateLost where nobody holds a part of the step to go on from.
     """
     marks: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
     set_kernels(config := spec.config, device)
-    place = _join(spec, rank, device, meeting)
-    marks["groups"] = time.time()
+    place = _join(spec, rank, device, meeting, marks)
     task = _task(spec, place)
     parallel = _model(task, spec, place, fresh=spec.memory_step is None and spec.resume_step is None)
     home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
     optimizer, recent = Optimizer(parallel.parameters, config.train, home), _recent_losses(config, device)
-    indexes = gather_indexes(holding := state_of(parallel, optimizer, recent), place)
+    holding, offered = state_of(parallel, optimizer, recent), _offered(spec, memory)
+    beside, told = _beside(spec, memory), tell(holding.index(), offered.index(), place)  # when all groups are made
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
-    restore(spec, place, holding, indexes, store, memory)
+    restore(spec, place, holding, offered, told, store)
     (replicas := Replicas(holding, place)).compare()
-    keeper = _keeper(spec, parallel, holding, memory, _copying(spec, rank, indexes, memory), optimizer.rest)
-    saver = Saver(holding, indexes, place, store, spec.generation, config.checkpoint, control.emit)
-    go_back = GoingBack(store, config.checkpoint.every, place, holding, indexes, saver.finish, optimizer.rest)
+    copying = None if memory is None or beside is None else Copying(memory, rank, spec.buddies, told.holdings, beside)
+    keeper = _keeper(spec, parallel, holding, memory, copying, optimizer.rest)
+    saver = Saver(holding, told.holdings, place, store, spec.generation, config.checkpoint, control.emit)
+    go_back = GoingBack(store, config.checkpoint.every, place, holding, told.holdings, saver.finish, optimizer.rest)
     optimizer.set_steps(spec.first)
     home.rest()
-    marks["model"] = time.time()
     feed, evaluation = _data(spec, place, control, blocks)
-    control.arm(Abort(place))
-    control.emit(marks)
+    control.arm(Abort(told.sockets))
+    control.emit(marks | {"model": time.time()})
     emit = control.emit if rank == 0 else _discard
     return Trainer(
         config=config,
@@ -99,7 +101,7 @@ def build_trainer(
         passes=_passes(task, parallel, spec, place, control.emit),
         bad_steps=BadSteps(config.fault, recent, partial(first_rank_of, spec.layout, spec.batching), go_back, emit),
         optimizer=optimizer,
-        norm=_norm(parallel, indexes, place, exact=_elastic(config)),
+        norm=_norm(parallel, told.holdings, place, exact=_elastic(config)),
         feed=feed,
         evaluation=evaluation,
         saver=saver,
@@ -115,9 +117,11 @@ def build_trainer(
     )
 
 
-def _join(spec: WorkerSpec, rank: int, device: torch.device, meeting: Rendezvous | None) -> Place:
+def _join(spec: WorkerSpec, rank: int, device: torch.device, meeting: Rendezvous | None, marks: Record) -> Place:
     tied = spec.custom is None and spec.shape.tie_embeddings
-    return join(meeting, rank, spec.layout, device, tied=tied, balanced=_balances(spec))
+    place = join(meeting, rank, spec.layout, device, tied=tied, balanced=_balances(spec))
+    marks["groups"] = time.time()
+    return place
 
 
 def _balances(spec: WorkerSpec) -> bool:
@@ -144,10 +148,14 @@ def _keeper(
     return keeper
 
 
-def _copying(spec: WorkerSpec, rank: int, indexes: list[StateIndex], memory: Snapshots | None) -> Copying | None:
-    if memory is None or not spec.buddies or not keeps_snapshots(spec.config):
-        return None
-    return Copying(memory, rank, spec.buddies, indexes, host_group())
+def _beside(spec: WorkerSpec, memory: Snapshots | None) -> dist.ProcessGroup | None:
+    """A group for copies of snapshots, where any are made."""
+    return host_group() if memory is not None and spec.buddies and keeps_snapshots(spec.config) else None
+
+
+def _offered(spec: WorkerSpec, memory: Snapshots | None) -> Holding:
+    """What this process has of the step to go on from."""
+    return Holding() if memory is None or spec.memory_step is None else memory.at(spec.memory_step)
 
 
 def _recent_losses(config: Config, device: torch.device) -> torch.Tensor | None:
@@ -224,12 +232,25 @@ def _discard(said: object) -> None:
     """Only rank 0 reports steps and notes: every rank would say the same."""
 
 
+def load(config: Config) -> None:
+    """Import what such a run needs beyond this module, for a second or more: a generation is not to wait for it."""
+    if config.parallel.zero:
+        for name in ("raytrain_hpc.parallel.shard", "raytrain_hpc.state.sharded", "torch._dynamo"):  # FSDP2 loads it
+            import_module(name)
+
+
 def set_kernels(config: Config, device: torch.device) -> None:
-    """What a process computes with: threads, determinism, the device."""
+    """What a process computes with: modules, threads, determinism, the device.
+
+    First the modules: those that were loaded inside a generation would keep its groups alive.
+    """
+    load(config)
     torch.set_num_threads(config.cluster.threads)
     wanted = config.train.deterministic is not False
-    if torch.are_deterministic_algorithms_enabled() != wanted:  # the call imports torch._inductor
-        torch.use_deterministic_algorithms(wanted)
+    if config.train.compile:
+        torch.use_deterministic_algorithms(wanted)  # tells the compiler too, and so loads it: seconds
+    else:
+        torch.set_deterministic_debug_mode("error" if wanted else "default")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False

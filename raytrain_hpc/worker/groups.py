@@ -18,19 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline import Links
 from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.worker.meeting import FALLEN, Rendezvous
 
-FALLEN = "fallen"  # key of a generation that will not be formed any more
 _CHECK_S = 0.002
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of a generation meet: a store that lives with the driver, and a prefix of its own in it."""
-
-    host: str
-    port: int
-    generation: int
-    timeout_s: float
 
 
 class GenerationFallen(Exception):

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,23 @@ def _skip_collective() -> None:
     dist.all_reduce = skip
 
 
+def _swap_collectives() -> None:
+    """The next all-reduce comes after the one behind it."""
+    if not dist.is_initialized():
+        return
+    real = dist.all_reduce
+
+    def put_off(*first: Any, **of_first: Any) -> None:
+        def both(*second: Any, **of_second: Any) -> None:
+            dist.all_reduce = real
+            real(*second, **of_second)
+            real(*first, **of_first)
+
+        dist.all_reduce = both
+
+    dist.all_reduce = put_off
+
+
 _FAULTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -139,5 +157,6 @@ _FAULTS: dict[str, Callable[[], None]] = {
     "gil": _hold_interpreter,
     "exception": _raise,
     "skip_collective": _skip_collective,
+    "swap_collectives": _swap_collectives,
     "node": _lose_node,
 }

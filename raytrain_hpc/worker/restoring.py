@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.state.exchange import fill
@@ -19,6 +18,7 @@ from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.state.index import StateIndex, compare, merge
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.worker.telling import Told
 
 LOSSES = "losses"  # the recent ones: state only where spikes are looked for
 _PUBLISHED_S = 30.0  # until a checkpoint that all ranks have written is there
@@ -29,16 +29,15 @@ def restore(
     spec: WorkerSpec,
     place: Place,
     holding: Holding,
-    indexes: list[StateIndex],
+    offered: Holding,
+    told: Told,
     store: CheckpointStore,
-    memory: Snapshots | None,
 ) -> None:
-    """Fill the state from memory, a checkpoint, or not at all."""
+    """Fill the state from what is offered of memory, from a checkpoint, or not at all."""
     if spec.memory_step is not None:
-        offered = Holding() if memory is None else memory.at(spec.memory_step)
-        fill(holding, offered, place.world_group, place.device)
+        fill(holding, offered, place.world_group, place.device, (told.offers, told.holdings))
     elif spec.resume_step is not None:
-        load(read_manifest(store.path(spec.resume_step)), holding, indexes)
+        load(read_manifest(store.path(spec.resume_step)), holding, told.holdings)
 
 
 def load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:

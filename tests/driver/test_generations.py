@@ -17,6 +17,7 @@ from raytrain_hpc.driver import supervisor
 from raytrain_hpc.errors import ClusterError, WorkerFailed
 from raytrain_hpc.plan.parts import State
 from raytrain_hpc.plan.recovery import Candidate
+from raytrain_hpc.plan.topology import Node, Topology
 from tests.pool import SMALL
 
 
@@ -63,7 +64,7 @@ class Crew:
         return [Candidate(0, "n", 7, tuple(State(1, 0, 1, step) for step in self.holds) if self.specs else ())]
 
     def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
-        who = {"rank": 0, "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
+        who = {"rank": 0, "rack": "", "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
         return [who | {"began": time.time(), "imported": time.time()}]
 
     def run(
@@ -103,9 +104,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
         crew = Crew(plan, holds)
 
         class Fleet:
-            world = 1
+            world, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
 
-            def crew(self) -> Crew:
+            def crew(self, config: Any) -> Crew:
                 return crew
 
         @contextmanager

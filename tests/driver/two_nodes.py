@@ -5,8 +5,10 @@ As a script it is that cluster: prints its address, does what it reads on its in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import psutil
 
 CPUS = 2
 HEADLESS_S = 5.0
+_SIGNALS = {"lose": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT}
 
 
 class TwoNodes:
@@ -43,7 +46,8 @@ class TwoNodes:
 
     def tell(self, word: str) -> str:
         """lose: all processes of the second node are killed at once; drain: it is going to be taken away; add: another;
-        behead: the head's own process (GCS) is killed, and another one started after some seconds.
+        behead: the head's own process (GCS) is killed, and another one started after some seconds; freeze: all
+        processes of the second node stop where they are; thaw: they go on.
 
         Returns the id of the node that this is about.
         """
@@ -57,9 +61,9 @@ class TwoNodes:
         """The command, to be run on the first node: anywhere."""
         return list(command)
 
-    def strike(self, workers: Sequence[dict[str, Any]]) -> list[int]:
-        """Lose the second node. Returns the ranks of these workers that were there."""
-        lost = self.tell("lose")
+    def strike(self, workers: Sequence[dict[str, Any]], how: str = "lose") -> list[int]:
+        """Lose or freeze the second node. Returns the ranks of these workers that were there."""
+        lost = self.tell(how)
         return [one["rank"] for one in workers if one["node"] == lost]
 
     def restore(self) -> None:
@@ -77,7 +81,9 @@ class TwoNodes:
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        if not (line := self._process.stdout.readline().strip()):
+            raise RuntimeError("the cluster has ended; what it said is above")
+        return line
 
     def _note_family(self) -> None:
         for one in psutil.Process(self._process.pid).children(recursive=True):
@@ -96,6 +102,14 @@ def _redis() -> subprocess.Popen[bytes]:
     return server
 
 
+def _signal(raylet: int, number: int) -> None:
+    """To all that is on a node; nobody where it has given itself up."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        node = psutil.Process(raylet)
+        for one in [node, *node.children(recursive=True)]:
+            one.send_signal(number)
+
+
 def main() -> None:
     store = _redis() if "stored" in sys.argv else None
     from ray._raylet import GcsClient
@@ -107,11 +121,10 @@ def main() -> None:
     print(cluster.address, flush=True)
     for word in map(str.strip, sys.stdin):
         node = nodes[-1]
-        if word == "lose":
-            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-            for one in [raylet, *raylet.children(recursive=True)]:
-                one.kill()
-            nodes.pop()
+        if word in ("lose", "freeze", "thaw"):
+            _signal(node.all_processes["raylet"][0].process.pid, _SIGNALS[word])
+            if word == "lose":
+                nodes.pop()
         elif word == "drain":
             deadline = int(1000 * (time.time() + 600))
             GcsClient(address=cluster.address).drain_node(node.node_id, 2, "preempted", deadline)

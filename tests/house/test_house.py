@@ -19,11 +19,15 @@ FILES = sorted(HOUSE.rglob("*.py"))
 # Single files that belong to a room; every other room is a folder or a file of that name.
 AT_HOME_IN = {
     "address": "config",
+    "cache": "config",
     "config_files": "config",
     "config_rules": "config",
     "presets": "config",
     "shape": "config",
+    "doctor": "api",
     "drill": "api",
+    "measuring": "api",
+    "planned": "api",
     "sampling": "api",
     "summary": "api",
     "__main__": "cli",

@@ -16,7 +16,8 @@ from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.plan.pipeline import NAMES, Action, Name, Schedule
 from raytrain_hpc.plan.timeline import Span, idle_share, most_in_flight, simulate
-from raytrain_hpc.worker.groups import Rendezvous, join
+from raytrain_hpc.worker.groups import join
+from raytrain_hpc.worker.meeting import Rendezvous
 from tests.pool import WarmPool
 
 SECONDS = {"F": 0.08, "I": 0.10, "W": 0.06, "B": 0.16}

@@ -27,6 +27,18 @@ def test_torch_counts_the_same_operations(keys: dict):
     assert counter.get_total_flops() == flops_per_token(shape, 48, causal=False) * tokens.numel()
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_the_parameters_and_operations_that_are_counted(preset: str):
+    """On the meta device, at their full size."""
+    shape = resolve_shape(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=32)
+    with torch.device("meta"):
+        decoder, tokens = Decoder(shape), torch.zeros(1, 32, dtype=torch.int64)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == shape.num_parameters()
+    with FlopCounterMode(display=False) as counter:
+        loss_sum(decoder(tokens), tokens).backward()
+    assert counter.get_total_flops() == flops_per_token(shape, 32, causal=False) * tokens.numel()
+
+
 def test_causal_attention_counts_half_of_the_square():
     shape = resolve_shape(ModelConfig(hidden_size=192, num_heads=6), vocab_size=97, seq_len=48)
     full, half = (flops_per_token(shape, 4096, causal=causal) for causal in (False, True))

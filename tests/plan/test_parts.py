@@ -8,6 +8,7 @@ import pytest
 
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.plan.parts import State, buddies, newest_step, parts
+from raytrain_hpc.plan.placement import Site
 
 LAYOUTS = [
     Layout(dp_replicate=3),
@@ -38,7 +39,7 @@ def test_no_node_takes_a_part_away(layout: Layout, per_node: int) -> None:
     nodes = [f"node {rank // per_node}" for rank in range(layout.world)]
     if len(set(nodes)) == 1:
         nodes = [f"process {rank}" for rank in range(layout.world)]  # then processes are what can be lost alone
-    pairs = buddies(layout, nodes)
+    pairs = buddies(layout, [Site("", node) for node in nodes])
     number = parts(layout)
     held = {rank: {part} for rank, part in enumerate(number)}
     for source, buddy in pairs:
@@ -53,9 +54,10 @@ def test_no_node_takes_a_part_away(layout: Layout, per_node: int) -> None:
 
 
 def test_one_node_protects_against_the_loss_of_a_process() -> None:
-    assert buddies(Layout(dp_shard=3, zero=3), ["a"] * 3) == ((0, 1), (1, 2), (2, 0))
-    assert buddies(Layout(dp_replicate=3), ["a"] * 3) == ()
-    assert buddies(Layout(), ["a"]) == ()
+    site = Site("", "a")
+    assert buddies(Layout(dp_shard=3, zero=3), [site] * 3) == ((0, 1), (1, 2), (2, 0))
+    assert buddies(Layout(dp_replicate=3), [site] * 3) == ()
+    assert buddies(Layout(), [site]) == ()
 
 
 def test_the_newest_step_that_is_whole() -> None:

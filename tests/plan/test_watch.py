@@ -59,6 +59,7 @@ def test_limits_follow_the_steps_and_come_in_order() -> None:
 def test_a_node_is_given_up_on_sooner_where_ranks_are_gone_too() -> None:
     silent = {"a": 0.2, "b": 0.7, "c": 12.0}
     assert lost_nodes(silent, broken=True) == ["b", "c"] and lost_nodes(silent, broken=False) == ["c"]
+    assert lost_nodes(silent, broken=True, refusing=["a"]) == ["a", "b", "c"], "it need not be waited for"
 
 
 def looks(*waiting: int, of: int = 100, steps: int = 20) -> dict[int, Signs]:

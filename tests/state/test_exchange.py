@@ -14,7 +14,8 @@ from raytrain_hpc.state import exchange
 from raytrain_hpc.state.exchange import fill
 from raytrain_hpc.state.holding import Held, Holding, dtype_name
 from raytrain_hpc.state.index import Box, StateIndex, TensorSlices, route
-from raytrain_hpc.worker.groups import Rendezvous, leave
+from raytrain_hpc.worker.groups import leave
+from raytrain_hpc.worker.meeting import Rendezvous
 
 RANKS = 4
 SHAPES = {"a": (7, 5), "b": (13,), "c": (), "d": (4, 6, 3), "e": (0, 3), "f": (40,)}

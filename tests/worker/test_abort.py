@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from raytrain_hpc.driver.agent import Agent
 from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.state.index import StateIndex
 from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.groups import join, leave
+from raytrain_hpc.worker.telling import tell
 from tests.pool import WarmPool, small
 
 AWAY_S = 4.0
@@ -31,7 +33,7 @@ def absent_and_freed(rank: int, meeting: Any, layout: Layout) -> tuple[float, st
     place = join(meeting, rank, layout, cpu)
     own, other = socket.socketpair()
     outside = socket.create_connection((meeting.host, meeting.port))
-    abort = Abort(place)
+    abort = Abort(tell(StateIndex(), StateIndex(), place).sockets)
     began, raised = time.monotonic(), ""
     if rank == 2:
         time.sleep(AWAY_S)
@@ -91,9 +93,7 @@ def test_nccl_is_aborted_and_formed_again() -> None:
         dist.all_reduce(value)
         assert float(value[0]) == 1.0
         if generation == 0:
-            from raytrain_hpc.worker.groups import Place
-
-            abort = Abort(Place(0, Layout(), device))
+            abort = Abort({})
             torch.cuda._sleep(1 << 32)
             dist.all_reduce(value, async_op=True)
             abort()

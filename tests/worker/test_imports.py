@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pool import SMALL
 
 HEAVY = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "ray"]
@@ -23,8 +25,9 @@ print([name for name in {HEAVY} if name in sys.modules])
 """
 
 
-def test_plain_training_loads_neither_compiler_nor_distributed_tensors(tmp_path: Path) -> None:
-    words = [*SMALL, "cluster.workers=0", f"run.dir={tmp_path / 'run'}"]
+@pytest.mark.parametrize("deterministic", ["false", "true", "elastic"])
+def test_plain_training_loads_neither_compiler_nor_distributed_tensors(deterministic: str, tmp_path: Path) -> None:
+    words = [*SMALL, "cluster.workers=0", f"train.deterministic={deterministic}", f"run.dir={tmp_path / 'run'}"]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120, check=False
     )

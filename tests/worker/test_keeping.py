@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_hpc.plan.parts import buddies, parts
+from raytrain_hpc.plan.placement import Site
 from tests.pool import WarmPool, small, spec_of, steps_of
 
 WORDS = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic", "model.dropout=0.1"]
@@ -43,7 +44,7 @@ def test_the_same_processes_as_other_ranks_and_one_that_is_new(pool: WarmPool, l
     words = [*WORDS, *LAYOUTS[layout], "cluster.workers=3"]
     undisturbed = [metrics["train/loss"] for metrics in steps_of(pool.train(small(None, *words))[0])]
     first = spec_of(small(None, *words), 3, steps_to=3)
-    first = replace(first, buddies=buddies(first.layout, ["a"] * 3))
+    first = replace(first, buddies=buddies(first.layout, [Site("", "a")] * 3))
     before = {rank: (steps, copies) for rank, steps, copies, _ in pool.call(life, 3, [first], (0, 1, 2), (0, 1, 2))}
     number = parts(first.layout)
     left = {number[rank] for rank in (0, 2)} | {number[one] for rank in (0, 2) for one in before[rank][1]}

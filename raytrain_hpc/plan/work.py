@@ -1,0 +1,55 @@
+"""What is to be trained, and one way to do so: what cost and memory are functions of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.plan.activations import Recompute
+from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.shape import ModelShape
+
+Offload = Literal["none", "cpu", "disk"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and a step of its training: `global_batch` sequences of `seq_len` tokens, computed in `dtype`."""
+
+    shape: ModelShape
+    seq_len: int
+    global_batch: int
+    dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of what is computed."""
+        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.dtype]
+
+    @property
+    def state_width(self) -> int:
+        """Bytes of an element of weights, gradients and moments."""
+        return 8 if self.dtype == "fp64" else 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout, a cut of the batch, and what is done to save memory."""
+
+    layout: Layout
+    batching: Batching
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+
+    @property
+    def turns(self) -> int:
+        """Microbatches of a data-parallel rank, the one that has most."""
+        return -(-self.batching.count // self.layout.data_parallel)
+
+
+def work_of(config: Config, shape: ModelShape) -> Work:
+    """What these settings train."""
+    train = config.train
+    return Work(shape, train.seq_len, train.global_batch, train.dtype, train.optimizer)

@@ -1,0 +1,58 @@
+"""A step of a tiny model, so that the first one of the real model finds everything loaded that steps need."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from raytrain_hpc.config import ParallelConfig
+from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.worker.build import build_trainer
+from raytrain_hpc.worker.control import Control
+from raytrain_hpc.worker.spec import WorkerSpec
+
+_POSITIONS = 128  # of the sample: a large vocabulary's logits are to be small
+
+
+def rehearse(spec: WorkerSpec, device: torch.device) -> None:
+    """Train on a sample of the run's own data by a tiny decoder of its kind, alone, and forget it all.
+
+    A process that has never trained takes half a second for its first step, in which the others of a generation that
+    it joins would wait for it. A user's own module is left alone: its making can be costly.
+    """
+    if spec.custom is not None:
+        return
+    tiny = replace(
+        spec,
+        config=deepcopy(spec.config),
+        layout=Layout(),
+        batching=Batching(1, 1),
+        shape=_tiny(spec.shape),
+        resume_step=None,
+        memory_step=None,
+        steps_to=1,
+        unevaluated=None,
+        unsaved=False,
+        buddies=(),
+    )
+    tiny.config.parallel = ParallelConfig()
+    train = tiny.config.train
+    train.global_batch, train.seq_len, train.compile = 1, min(train.seq_len, _POSITIONS), False
+    tiny.config.fault.inject = []
+    tiny.config.observe.profile = "none"
+    trainer = build_trainer(tiny, 0, device, None, Control())
+    trainer.train_step(0)
+
+
+def _tiny(shape: ModelShape) -> ModelShape:
+    """A model that meets the same operations; the vocabulary stays, since the data has it."""
+    sizes = replace(shape, hidden_size=32, num_layers=1, num_heads=2, ffn_size=64)
+    sizes = replace(sizes, num_kv_heads=1 if shape.num_kv_heads < shape.num_heads else 2)
+    if not shape.num_experts:
+        return sizes
+    experts = partial(min, 4)
+    return replace(sizes, num_experts=experts(shape.num_experts), experts_per_token=experts(shape.experts_per_token))

@@ -1,0 +1,55 @@
+"""`raytrain-hpc plan`: what it prints, and what its JSON promises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+
+from raytrain_hpc.cli import main
+
+PROMISED = {
+    *("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero", "schedule", "micro_batch", "grad_acc"),
+    *("step_time_s", "tokens_per_sec", "mfu", "memory_gib", "fits", "why"),
+}
+MODEL = ["model.hidden_size=2048", "model.num_layers=16", "model.num_heads=16", "train.dtype=bf16"]
+BATCH = ["train.global_batch=64", "train.seq_len=2048", "--nodes", "2", "--gpus-per-node", "4", "--device", "a100"]
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *argv], catch_exceptions=False)
+
+
+def test_json() -> None:
+    made = json.loads(run(*MODEL, *BATCH, "--json").output)
+    assert {"verdict", "best", "layouts"} <= made.keys() and made["best"] == made["layouts"][0]
+    assert all(row.keys() >= PROMISED for row in made["layouts"])
+    assert made["machine"]["device"]["name"] == "a100" and made["workers"] == 8
+    assert len(made["layouts"]) == len({json.dumps({**row, "why": "", "seconds": 0}) for row in made["layouts"]})
+
+
+def test_text() -> None:
+    lines = run(*MODEL, *BATCH, "--tokens", "1e9").output.splitlines()
+    assert lines[0].startswith("verdict       fits") and any("2 x 4 a100" in line for line in lines)
+    assert any(line.startswith("budget        1e+09 tokens") for line in lines)
+    assert any("slower" in line for line in lines) and lines[-1].endswith("--json prints all")
+
+
+def test_the_quickstart_is_planned_without_a_word() -> None:
+    lines = run().output.splitlines()
+    assert any(line.startswith("layout        1 workers") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--device", "h1000"], "known: a100"),
+        (["parallel.tp=3", "--nodes", "1", "--gpus-per-node", "8"], "parallel.tp=3"),
+        (["model.preset=llama3_8b", "parallel.pp=[64]", "--nodes", "8"], "parallel.pp"),
+        (["train.global_batch=2", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--nodes", "1"], "global_batch"),
+    ],
+)
+def test_what_is_impossible_says_which_number(argv: list[str], named: str) -> None:
+    result = run(*argv)
+    assert result.exit_code == 2 and named in result.output and result.output.count("\n") == 1

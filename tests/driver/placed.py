@@ -1,0 +1,77 @@
+"""Workers on a simulated cluster, placed as a run's are. As a script: nodes as SLOTS:RACK, and JSON of settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.driver.actors import Actors
+from raytrain_hpc.driver.inventory import topology
+from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
+from raytrain_hpc.plan.recovery import Candidate, form
+from raytrain_hpc.plan.traffic import by_axis
+from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.shape import resolve_shape
+
+
+@ray.remote
+class Stand:
+    """In a worker's place: says where it is, and trains nothing."""
+
+    def __init__(self, device: str, threads: int):
+        pass
+
+    def describe(self, config: Config, spec: None) -> dict[str, Any]:
+        context = ray.get_runtime_context()
+        rack = context.get_node_labels().get(config.cluster.rack_label, "")
+        return {"node": context.get_node_id(), "rack": rack, "pid": os.getpid()}
+
+
+def placed(config: Config) -> dict[str, Any]:
+    """Where each rank of a first generation would be, by what is planned and by what Ray says of the processes."""
+    cluster = topology(config)
+    world = int(config.cluster.workers)
+    batching = resolve_batching(config, resolve_layout(config, world))
+    work = work_of(config, resolve_shape(config.model, vocab_size=64, seq_len=config.train.seq_len))
+    actors = Actors(config, world + config.cluster.spares, cluster, Stand)
+    try:
+        actors.start()
+        there = [Candidate(one.number, one.info["node"], one.info["pid"], rack=one.info["rack"]) for one in actors.up]
+        formation = form(config, batching, there, world, lambda layout, cut: by_axis(work, layout, cut))
+        assert formation is not None
+        by_number = {one.number: one.info for one in actors.up}
+        spares = [info["node"] for number, info in by_number.items() if number not in formation.members]
+        members = [by_number[number] for number in formation.members]
+    finally:
+        actors.close()
+    coordinates = [formation.layout.coordinates(rank) for rank in range(world)]
+    ranks = [{**info, "at": at} for info, at in zip(members, coordinates, strict=True)]
+    slots = {node.id: node.slots for node in cluster.nodes}
+    return {"ranks": ranks, "spares": spares, "slots": slots, "racks": {node.id: node.rack for node in cluster.nodes}}
+
+
+def main(words: Sequence[str]) -> None:
+    *nodes, runs = words
+    cluster = Cluster()
+    for slots, rack in (node.split(":") for node in nodes):
+        labels = {"rack": rack} if rack else {}
+        cluster.add_node(num_cpus=int(slots), include_dashboard=False, labels=labels)
+    cluster.wait_for_nodes(timeout=60)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        print(json.dumps([placed(load_config(None, run)) for run in json.loads(runs)]))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

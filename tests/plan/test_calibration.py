@@ -1,0 +1,54 @@
+"""Numbers that fit what was measured, and where they are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.plan.calibration import Calibration, refit
+from raytrain_hpc.plan.cost import CostModel
+from raytrain_hpc.plan.freedom import free_keys
+from raytrain_hpc.plan.hardware import machine
+from raytrain_hpc.plan.measured import known_calibration, remember_calibration
+from raytrain_hpc.plan.planner import rank
+from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.shape import resolve_shape
+
+
+@pytest.mark.parametrize("true", [Calibration(0.3, 5e-4, 0.7, 0.2), Calibration(0.8, 2e-5, 0.1, 0.6)])
+def test_other_numbers_are_found_from_what_they_predict(true: Calibration) -> None:
+    config = load_config(None, ["model.preset=llama3_8b", "train.global_batch=256", "train.dtype=bf16"])
+    shape, cluster = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len), machine("h100", 2, 8)
+    choices = [
+        one.choice
+        for one in rank(config, shape, cluster, Calibration(), free_keys(config, accelerated=True))
+        if one.fits
+    ][::40]
+
+    def predict(calibration: Calibration) -> list[float]:
+        model = CostModel(work_of(config, shape), cluster, calibration)
+        return [model.step(choice).total for choice in choices]
+
+    measured, before = predict(true), predict(Calibration())
+    found = predict(refit(predict, measured, Calibration()))
+    assert max(abs(one / other - 1) for one, other in zip(before, measured, strict=True)) > 0.3
+    assert max(abs(one / other - 1) for one, other in zip(found, measured, strict=True)) < 0.05
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    assert refit(lambda calibration: [], [], Calibration()) == Calibration()
+
+
+def test_what_was_fitted_is_kept_by_device(tmp_path: Path) -> None:
+    assert known_calibration("h100", tmp_path) == Calibration()
+    kept = remember_calibration("h100", Calibration(0.5), tmp_path)
+    remember_calibration("cpu", Calibration(0.9), tmp_path)
+    assert (
+        known_calibration("h100", tmp_path) == Calibration(0.5) and known_calibration("a100", tmp_path) == Calibration()
+    )
+    kept.write_text('{"h100": {"speed": 3}}')
+    with pytest.raises(ConfigError, match=r"calibration.json.*measure again"):
+        known_calibration("h100", tmp_path)
