@@ -67,6 +67,9 @@ def plain_job(config: Config, workers: int, directory: Path) -> Job:
         eps=train.eps,
         weight_decay=train.weight_decay,
         grad_clip=train.grad_clip,
+        dtype=train.dtype,
+        compile=train.compile,
+        device="cuda" if config.cluster.device == "cuda" else "cpu",
     )
 
 

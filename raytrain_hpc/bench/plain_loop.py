@@ -3,7 +3,8 @@
 python plain_loop.py JOB.json STEPS.jsonl
 torchrun --nproc-per-node=2 plain_loop.py JOB.json STEPS.jsonl
 
-Rank 0 writes a line a step: when it was done (Unix time), and its own loss. Every rank leaves its pid in RANK.pid.
+Rank 0 writes a line a step: when it was done (Unix time), its own loss, and on a GPU the peak of allocated memory.
+Every rank leaves its pid in RANK.pid.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from raytrain_hpc.shape import ModelShape
 @dataclass(frozen=True)
 class Job:
     """What is trained. `tokens` names a .npy file of windows int64 [n * global_batch, seq_len + 1]: n steps, again and
-    again."""
+    again. `model`: "decoder" or "transformers", for its Llama of the same shape."""
 
     shape: ModelShape
     tokens: str
@@ -47,6 +48,10 @@ class Job:
     eps: float
     weight_decay: float
     grad_clip: float
+    dtype: str = "fp32"
+    compile: bool = False
+    device: str = "cpu"
+    model: str = "decoder"
 
     def to_json(self) -> dict[str, Any]:
         """As dicts, lists, strings and numbers."""
@@ -58,10 +63,43 @@ class Job:
         return cls(**{**data, "shape": ModelShape(**data["shape"]), "betas": tuple(data["betas"])})
 
 
-def build_model(job: Job) -> Decoder:
-    """The decoder with its first weights."""
+def build_model(job: Job) -> nn.Module:
+    """The decoder with its first weights, or transformers' Llama with weights of its own."""
+    if job.model == "transformers":
+        return Logits(transformers_llama(job.shape))
     model = Decoder(job.shape)
     initialise(model, job.seed)
+    return model
+
+
+class Logits(nn.Module):
+    """A model of transformers, of which only the logits are wanted."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [b, t, vocab_size] of tokens int64 [b, t]."""
+        logits: Tensor = self.model(tokens, use_cache=False).logits
+        return logits
+
+
+def transformers_llama(shape: ModelShape) -> nn.Module:
+    """Of this shape. Raises ImportError where transformers is not installed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        tie_word_embeddings=shape.tie_embeddings,
+        attn_implementation="sdpa",
+    )
+    model: nn.Module = LlamaForCausalLM(config)
     return model
 
 
@@ -77,19 +115,25 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: npt.
     """One optimizer step over this rank's windows int64 [b, seq_len + 1]. Returns their mean loss."""
     optimizer.zero_grad()
     parts = [windows[i : i + job.micro_batch] for i in range(0, len(windows), job.micro_batch)]
-    total = 0.0
+    total = torch.zeros((), device=job.device)
+    loss_of = torch.compile(mean_loss) if job.compile else mean_loss
     for number, part in enumerate(parts, start=1):
-        tokens = torch.from_numpy(part)
+        tokens = torch.from_numpy(part).to(job.device)
         last = number == len(parts)
         with nullcontext() if last else gradients_pile_up(model):
-            logits = model(tokens[:, :-1])
-            loss: Tensor = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(parts)
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=job.dtype == "bf16"):
+                loss = loss_of(model, tokens) / len(parts)
             loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
+        total += loss.detach()
     if job.grad_clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.grad_clip)
     optimizer.step()
-    return total
+    return total.item()
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross entropy of the next token, a scalar, over windows int64 [b, t + 1]."""
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def gradients_pile_up(model: nn.Module) -> AbstractContextManager[None]:
@@ -101,7 +145,7 @@ def main(job: Job, report: Path) -> None:
     """Train, and report every step."""
     torch.set_num_threads(job.threads)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    model: nn.Module = build_model(job)
+    model = build_model(job).to(job.device)
     if world > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -113,7 +157,10 @@ def main(job: Job, report: Path) -> None:
         for step in range(job.steps):
             first = (step * job.global_batch) % len(tokens) + rank * share
             loss = train_step(model, optimizer, np.array(tokens[first : first + share]), job)
-            print(json.dumps({"unix": time.time(), "loss": loss}), file=file, flush=True)
+            line = {"unix": time.time(), "loss": loss}
+            if job.device == "cuda":
+                line["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            print(json.dumps(line), file=file, flush=True)
     if world > 1:
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -252,6 +253,8 @@ def set_kernels(config: Config, device: torch.device) -> None:
     else:
         torch.set_deterministic_debug_mode("error" if wanted else "default")
     if device.type == "cuda":
+        if wanted:  # read when the first handle is made; without it cuBLAS is refused
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.cuda.reset_peak_memory_stats(device)
