@@ -219,7 +219,10 @@ def doctor(words: tuple[str, ...], as_json: bool) -> None:
 
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument(
-    "what", type=click.Choice(["step", "start", "checkpoint", "prepare", "data", "watch", "recovery", "comm", "device"])
+    "what",
+    type=click.Choice(
+        ["step", "start", "checkpoint", "prepare", "data", "watch", "recovery", "comm", "device", "snapshots"]
+    ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")

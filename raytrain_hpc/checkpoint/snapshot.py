@@ -19,6 +19,7 @@ class Slot:
 
     aside: Aside = field(default_factory=Aside)
     step: int | None = None  # None: nothing whole is in it
+    coming: int | None = None  # the step that is on its way into it
     holding: Holding = field(default_factory=Holding)
 
 
@@ -40,8 +41,15 @@ class LastSteps:
     def vacate(self) -> Slot:
         """The slot of the older step, which is not held any more; whoever fills it says then which step it has."""
         slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
-        slot.step = None  # while it is neither
+        slot.step = slot.coming = None  # while it is neither
         return slot
+
+    def arrive(self) -> None:
+        """Wait for what is on its way; then it is held."""
+        for slot in self._slots:
+            if slot.coming is not None:
+                slot.aside.arrive()
+                slot.step, slot.coming = slot.coming, None
 
 
 class Snapshots:
@@ -70,11 +78,20 @@ class Snapshots:
         return {rank: kept.steps for rank, kept in self._others.items()}
 
     def take(self, step: int, holding: Holding) -> Slot:
-        """Keep the state after `step` committed steps instead of the older one."""
+        """Keep the state after `step` committed steps instead of the older one.
+
+        From a GPU it comes behind the next step: before the state changes, `arrive` must have been called.
+        """
         slot = self._own.vacate()
         slot.holding = slot.aside.copy(holding)
-        slot.step = step
+        slot.coming = step
+        if slot.aside.arrived:
+            self.arrive()
         return slot
+
+    def arrive(self) -> None:
+        """Wait for copies of the own state that are on their way; then they are held."""
+        self._own.arrive()
 
     def room_for(self, rank: int, index: StateIndex) -> Slot:
         """Room for a state of another rank, instead of the older one of it."""
@@ -92,14 +109,17 @@ class Snapshots:
 
     def keep_lent(self) -> None:
         """Copy what is lent, whose memory is about to go."""
+        self.arrive()
         if self._lent is not None and self._lent[0] not in self.steps:
             self.take(*self._lent)
+            self.arrive()
         self._lent = None
 
     def agree(self, step: int, holding: Holding) -> None:
         """Keep the state of `step` until another one is agreed on: all replicas of it are equal."""
         self._agreed.step = None
         self._agreed.holding = self._agreed.aside.copy(holding)
+        self._agreed.aside.arrive()
         self._agreed.step = step
 
     def distrust(self) -> None:

@@ -30,8 +30,8 @@ class CheckpointWriter:
     def save(self, held: Sequence[Held], path: Path, step: int, *, wait: bool) -> float:
         """Write these slices to `path`. Returns the seconds the caller was held up.
 
-        When this returns the tensors may change: what is written is what they held when it was called. A write that is
-        still going on is waited for first; with `wait` this one is too.
+        What is written is what the tensors hold now; they may change once `copied` has returned. A write that is still
+        going on is waited for first; with `wait` this one is too.
         """
         start = time.monotonic()
         self.finish()
@@ -45,6 +45,10 @@ class CheckpointWriter:
         if wait:
             self.finish()
         return time.monotonic() - start
+
+    def copied(self) -> None:
+        """Wait until the tensors that are saved have been copied: those on a GPU are behind the next step."""
+        self._aside.arrive()
 
     def finish(self, timeout: float | None = None) -> bool:
         """Wait for the write that is going on, at most `timeout` seconds. Returns whether none is going on any more."""
@@ -60,6 +64,7 @@ class CheckpointWriter:
 
     def _write(self, copies: Sequence[Held], path: Path, step: int) -> None:
         try:
+            self._aside.arrive()
             outcome: dict[str, Any] = {"step": step, "shard": write_shard(path, copies).to_json()}
         except OSError as error:
             outcome = {"step": step, "error": f"{path} cannot be written: {error.strerror or error}"}

@@ -33,7 +33,16 @@ def recompute(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive(_expensive_ops()))
     for block in blocks:
         # The forward is replaced, not the module wrapped: names in the state stay those of the model.
-        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward, options)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A function of its own: behind a `functools.partial` torch.compile leaves the whole block as it is."""
+
+    def recomputing(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, **options)
+
+    return recomputing
 
 
 def _expensive_ops() -> set[Any]:

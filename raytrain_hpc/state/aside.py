@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,6 +22,8 @@ class Aside:
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8)
         self._index, self._room = StateIndex(), Holding()
+        self._copies: torch.cuda.Stream | None = None
+        self._coming: tuple[Holding, torch.cuda.Event] | None = None
 
     def room(self, index: StateIndex, *, pinned: bool = False) -> Holding:
         """Memory for what this index says, holding anything. For the same index it is the same memory."""
@@ -39,18 +42,44 @@ class Aside:
             self._index, self._room = index, Holding(held)
         return self._room
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is under way."""
+        return self._coming is None
+
     def copy(self, held: Iterable[Held]) -> Holding:
-        """Copies of these slices, until the next call overwrites them. When this returns, the originals may change."""
+        """Copies of these slices, until the next call overwrites them.
+
+        From a GPU they come by themselves, behind what it computes: until `arrive` has returned they may hold anything,
+        and the originals must stay as they are.
+        """
+        self.arrive()
         originals = held if isinstance(held, Holding) else Holding(held)
         index = originals.index()
-        room = self.room(index, pinned=any(one.tensor.is_cuda for one in originals))
-        devices = set()
-        for name, tensor in index.items():
-            for number in range(len(tensor.boxes)):
-                original = originals.at(name, number).tensor
-                room.at(name, number).tensor.copy_(original, non_blocking=original.is_cuda)
-                if original.is_cuda:
-                    devices.add(original.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        pairs = [
+            (originals.at(name, number), number) for name, one in index.items() for number in range(len(one.boxes))
+        ]
+        device = next((one.tensor.device for one, _ in pairs if one.tensor.is_cuda), None)
+        room = self.room(index, pinned=device is not None)
+        with self._behind(device):
+            for original, number in pairs:
+                room.at(original.name, number).tensor.copy_(original.tensor, non_blocking=original.tensor.is_cuda)
+        if self._copies is not None:
+            self._coming = originals, self._copies.record_event()  # holding them: their memory must not be given away
         return room
+
+    def arrive(self) -> None:
+        """Wait for what is under way; from any thread."""
+        coming = self._coming
+        if coming is not None:
+            coming[1].synchronize()
+            self._coming = None
+
+    def _behind(self, device: torch.device | None) -> AbstractContextManager[object]:
+        """A stream of its own, which begins with what the device has been given so far."""
+        if device is None:
+            return nullcontext()
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._copies)

@@ -72,6 +72,7 @@ class Copying:
             self._changed.notify_all()
 
     def _exchange(self, step: int, slot: Slot) -> None:
+        slot.aside.arrive()
         coming = {source: self._memory.room_for(source, index) for source, index in self._sources.items()}
         moving = [dist.irecv(kept.aside.block, group=self._group, group_src=source) for source, kept in coming.items()]
         moving += [dist.isend(slot.aside.block, group=self._group, group_dst=buddy) for buddy in self._buddies]

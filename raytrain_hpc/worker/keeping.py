@@ -54,10 +54,12 @@ class Keeper:
             self.rest()
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies that this rank sends and takes have arrived.
+        """Wait until the own snapshot and the copies that this rank sends and takes have arrived.
 
         Before ranks come together in a step: who is through with it knows that all copies of the one before are there.
         """
+        if self.memory is not None:
+            self.memory.arrive()
         if self.copying is not None:
             self.copying.wait()
 

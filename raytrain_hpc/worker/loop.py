@@ -183,6 +183,7 @@ class Trainer:
         self.injector.strike(step)
         self.control.mark("saving")
         self.keeper.wait_for_copies()
+        self.saver.copied()
         self.control.mark(self._busy)
         asked = (float(self.control.stop_requested), float(self.control.pause_requested))
         sums[-1, 0] = sums.new_tensor(asked)

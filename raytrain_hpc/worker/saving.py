@@ -55,6 +55,10 @@ class Saver:
             return 0.0
         return self._writer.save(self._mine, staging / shard_name(self._rank), step, wait=not self._config.async_)
 
+    def copied(self) -> None:
+        """Wait until the state of the last `save` may change."""
+        self._writer.copied()
+
     def finish(self) -> None:
         """Wait until everything is written."""
         self._writer.finish()

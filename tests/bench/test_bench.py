@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from raytrain_hpc.bench.arms import plain_command, read_lines, run_process
 from raytrain_hpc.bench.cases import plain_job
 from raytrain_hpc.bench.checkpoint import windows
 from raytrain_hpc.bench.formats import adamw_state
+from raytrain_hpc.bench.snapshots import measure
 from raytrain_hpc.bench.table import Table
 from tests.pool import small, steps_of
 
@@ -60,3 +62,10 @@ def test_windows_of_a_run_that_checkpoints_every_other_window():
         unix.append(unix[-1] + (2.0 if step % 20 == 1 else 1.0))
     paying, free = windows(unix)
     assert paying == [11.0, 11.0] and free == [10.0, 10.0, 10.0]
+
+
+def test_snapshots_are_measured_in_every_way() -> None:
+    config = small(None, "cluster.workers=1", "train.steps=100")
+    table = measure(config, torch.device("cpu"), turns=1)
+    assert [row["snapshots"] for row in table.rows] == ["none", "behind", "waited for"]
+    assert all(row["step s"] > 0 for row in table.rows) and table.rows[0]["more ms"] == 0.0
