@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from dataclasses import dataclass, replace
 from statistics import median
 
-from raytrain_hpc.bench.arms import plain_command, read_lines, run_platform, run_process, say, scratch
+import torch
+
+from raytrain_hpc.bench.arms import plain_command, read_lines, run_process, say, scratch
 from raytrain_hpc.bench.cases import COMMON, plain_job
+from raytrain_hpc.bench.in_process import give_back_memory, one_worker, the_gpu
 from raytrain_hpc.bench.table import Table, Value
 from raytrain_hpc.config import Config
 from raytrain_hpc.config_files import load_config
-from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.observe.metrics import mfu
 from raytrain_hpc.plan.calibration import Calibration
@@ -29,7 +32,9 @@ ROUND = 15  # steps measured a round
 ALWAYS = (*COMMON, "data.path=synthetic", "cluster.workers=0", "cluster.device=cuda")
 LLAMA = ("model.preset=llama3_1b", "train.seq_len=4096", "train.global_batch=8", "train.micro_batch=4")
 GPT2 = ("model.preset=gpt2_124m", "train.seq_len=1024", "train.global_batch=32", "train.micro_batch=16")
-FAST = ("train.dtype=bf16", "train.compile=true")
+BF16 = ("train.dtype=bf16",)
+FAST = (*BF16, "train.compile=true")
+NONE, SELECTIVE, FULL = ((f"parallel.recompute={mode}",) for mode in ("none", "selective", "full"))
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,17 @@ class Case:
 
 
 CASES = (
-    Case("llama3_1b", (*LLAMA, *FAST), peers=True),
-    Case("llama3_1b", (*LLAMA, *FAST, "parallel.recompute=selective")),
-    Case("llama3_1b", (*LLAMA, *FAST, "parallel.recompute=full")),
-    Case("llama3_1b, eager", (*LLAMA, "train.dtype=bf16", "train.micro_batch=2")),
-    Case("gpt2_124m", (*GPT2, *FAST), peers=False),
-    Case("gpt2_124m, eager", (*GPT2, "train.dtype=bf16", "parallel.recompute=selective")),
-    Case("gpt2_124m, fp32", (*GPT2, "train.micro_batch=8", "parallel.recompute=full")),
+    Case("llama3_1b, compiled", (*LLAMA, *FAST, *NONE), peers=True),
+    Case("llama3_1b, compiled", (*LLAMA, *FAST, *NONE, "train.micro_batch=8")),
+    Case("llama3_1b, compiled", (*LLAMA, *FAST, *SELECTIVE)),
+    Case("llama3_1b, compiled", (*LLAMA, *FAST, *FULL)),
+    Case("llama3_1b", (*LLAMA, *BF16, *NONE, "train.micro_batch=2")),
+    Case("llama3_1b", (*LLAMA, *BF16, *SELECTIVE, "train.micro_batch=2")),
+    Case("gpt2_124m, compiled", (*GPT2, *FAST, *NONE)),
+    Case("gpt2_124m, compiled", (*GPT2, *FAST, *SELECTIVE)),
+    Case("gpt2_124m", (*GPT2, *BF16, *NONE)),
+    Case("gpt2_124m", (*GPT2, *NONE, "train.micro_batch=8")),
+    Case("gpt2_124m", (*GPT2, *FULL, "train.micro_batch=8")),
 )
 
 
@@ -63,7 +72,8 @@ class Measured:
 
 def run(rounds: int) -> Table:
     """Every case once, its steps in proportion to `rounds`. Raises ClusterError where there is no GPU."""
-    name = _device()
+    device = the_gpu("device")
+    name = torch.cuda.get_device_name(device)
     table = Table(
         "bench device: one process on one accelerator",
         ("model", "by", "microbatch", "recompute", "dtype", "tok/s", "MFU %", "expected tok/s", "waiting for data %")
@@ -71,7 +81,7 @@ def run(rounds: int) -> Table:
         notes=[name],
     )
     for case in CASES:
-        _measure(case, WARMUP + ROUND * rounds, name, table)
+        _measure(case, WARMUP + ROUND * rounds, device, table)
     table.notes += [
         "tok/s: from the median step after five; MFU counts 6N + 6Lhs, causal counted once, of the dense bf16 peak",
         "peak: of what torch's allocator has given out; planned: the same, as `plan` counts it, without fragments",
@@ -81,21 +91,14 @@ def run(rounds: int) -> Table:
     return table
 
 
-def _device() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ClusterError("bench device: this machine has no usable GPU; run it where there is one")
-    return torch.cuda.get_device_name(0)
-
-
-def _measure(case: Case, steps: int, device: str, table: Table) -> None:
+def _measure(case: Case, steps: int, where: torch.device, table: Table) -> None:
+    device = torch.cuda.get_device_name(where)
     words = [*ALWAYS, *case.words, f"train.steps={steps}"]
     config = load_config(None, words)
-    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    shape = resolve_shape(config.model, vocab_size=wanted or 0, seq_len=config.train.seq_len)
+    shape = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len)
     plan = expected(config, shape, device)
-    ours = by_platform(words)
+    ours = by_platform(config, where)
+    give_back_memory()
     planned = plan.footprint.allocated / 2**30
     off = 100 * (planned / ours.peak_gib - 1)
     rate = config.train.global_batch * config.train.seq_len / plan.step_s
@@ -130,14 +133,21 @@ def expected(config: Config, shape: ModelShape, device: str) -> Estimate:
     return estimate(config, shape, there, Calibration(), layout, resolve_batching(config, layout))
 
 
-def by_platform(words: list[str]) -> Measured:
-    """`raytrain-hpc train` of these settings."""
-    lines = run_platform(words).metrics[WARMUP:]
-    return Measured(
-        median(line["throughput/tokens_per_sec"] for line in lines),
-        lines[-1]["memory/peak_gib"],
-        100 * median(line["time/data_s"] / line["time/step_s"] for line in lines),
-    )
+def by_platform(config: Config, device: torch.device) -> Measured:
+    """The platform's own loop, in this process."""
+    seconds, waits = [], []
+    with one_worker(config, device) as trainer:
+        for step in range(config.train.steps):
+            if step == 1:  # what compilers and autotuning took is no part of training
+                torch.cuda.reset_peak_memory_stats(device)
+            began = time.perf_counter()
+            result = trainer.train_step(step)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            waits.append(result.data_s / seconds[-1])
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+    rate = config.train.global_batch * config.train.seq_len / median(seconds[WARMUP:])
+    return Measured(rate, peak, 100 * median(waits[WARMUP:]))
 
 
 def by_peer(config: Config, model: str) -> Measured:
@@ -147,6 +157,6 @@ def by_peer(config: Config, model: str) -> Measured:
         steps = directory / "steps.jsonl"
         run_process(plain_command(job, 1, directory, steps), {"OMP_NUM_THREADS": str(job.threads)})
         lines = read_lines(steps)
-    unix = [line["unix"] for line in lines][WARMUP - 1 :]
+    unix = [line["unix"] for line in lines[WARMUP - 1 :]]
     seconds = median(later - earlier for earlier, later in zip(unix, unix[1:], strict=False))
     return Measured(config.train.global_batch * config.train.seq_len / seconds, lines[-1]["peak_gib"])

@@ -9,17 +9,13 @@ from statistics import median
 import torch
 
 from raytrain_hpc.bench.cases import COMMON
+from raytrain_hpc.bench.in_process import one_worker, the_gpu
 from raytrain_hpc.bench.table import Table
 from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.config import Config
 from raytrain_hpc.config_files import load_config
-from raytrain_hpc.driver.preparation import prepare_run
-from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.worker.build import build_trainer
-from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.keeping import Keeper
 from raytrain_hpc.worker.loop import Trainer
-from raytrain_hpc.worker.spec import WorkerSpec
 
 WORDS = (
     *COMMON,
@@ -39,26 +35,23 @@ MODES = ("none", "behind", "waited for")
 
 
 def run(rounds: int) -> Table:
-    """The three ways in turn, four times a round. Raises ClusterError where there is no GPU."""
-    if not torch.cuda.is_available():
-        raise ClusterError("bench snapshots: this machine has no usable GPU; run it where there is one")
-    return measure(load_config(None, list(WORDS)), torch.device("cuda", 0), 4 * rounds)
-
-
-def measure(config: Config, device: torch.device, turns: int) -> Table:
-    """The same on any device and for any settings of one worker."""
-    trainer = _trainer(config, device)
-    memory = Snapshots()
-    keeper = replace(trainer.keeper, memory=memory, lends=False)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    """The three ways in turn, twice a round. Raises ClusterError where there is no GPU."""
+    device, turns = the_gpu("snapshots"), 2 * rounds
     steps = BLOCK * len(MODES) * (turns + 1)
-    with trainer.feed.reading(0, steps):
-        for block in range(steps // BLOCK):
+    return measure(load_config(None, [*WORDS, f"train.steps={steps}"]), device)
+
+
+def measure(config: Config, device: torch.device) -> Table:
+    """The same for any settings of one worker, on any device; in the first turn code is compiled."""
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    with one_worker(config, device) as trainer:
+        keeper = replace(trainer.keeper, memory=Snapshots(), lends=False)
+        for block in range(config.train.steps // BLOCK):
             mode = MODES[block % len(MODES)]
             of_block = _block(trainer, keeper, mode, range(block * BLOCK, (block + 1) * BLOCK))
-            if block >= len(MODES):  # in the first turn memory is allocated, and code compiled
+            if block >= len(MODES):
                 seconds[mode] += of_block[2:]
-    gib = sum(held.tensor.numel() * held.tensor.element_size() for held in trainer.keeper.holding) / 2**30
+        gib = sum(held.tensor.numel() * held.tensor.element_size() for held in keeper.holding) / 2**30
     table = Table(
         "bench snapshots: the state copied to host memory after every step", ("snapshots", "step s", "more ms")
     )
@@ -70,22 +63,6 @@ def measure(config: Config, device: torch.device, turns: int) -> Table:
         torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     ]
     return table
-
-
-def _trainer(config: Config, device: torch.device) -> Trainer:
-    prepared = prepare_run(config, None, lambda line: None)
-    layout, batching = prepared.layout(1)
-    spec = WorkerSpec(
-        config=prepared.config,
-        layout=layout,
-        batching=batching,
-        shape=prepared.shape,
-        custom=None,
-        generation=1,
-        resume_step=None,
-        steps_to=config.train.steps,
-    )
-    return build_trainer(spec, 0, device, None, Control())
 
 
 def _block(trainer: Trainer, keeper: Keeper, mode: str, steps: range) -> list[float]:

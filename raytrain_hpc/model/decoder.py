@@ -101,7 +101,7 @@ class Head(nn.Module):
     def __init__(self, shape: ModelShape, *, tied: bool):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size))
-        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.product: Callable[[Tensor, Tensor], Tensor] = vocabulary_product
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Logits [b, t, vocab_size] of normalised x [b, t, hidden_size]; table is the embedding's weight."""
@@ -109,6 +109,18 @@ class Head(nn.Module):
         if weight is None:
             raise ModelError("a tied head without its embedding has no table")
         return self.product(x, weight)
+
+
+def vocabulary_product(x: Tensor, table: Tensor) -> Tensor:
+    """Logits [..., rows] of x [..., hidden_size] and a table [rows, hidden_size].
+
+    A GPU gets a table with rows of nothing up to a multiple of 64: its kernels for other widths are far slower.
+    """
+    rows = table.shape[0]
+    spare = -rows % 64 if x.is_cuda else 0
+    if not spare:
+        return F.linear(x, table)
+    return F.linear(x, F.pad(as_multiplied(table), (0, 0, 0, spare)))[..., :rows]
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
@@ -216,8 +228,17 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""
+        x = as_multiplied(x)
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """x in the type that autocast would give it for each product: cast once, where several products share it."""
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):  # no autocast knows meta tensors
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 class Norm(nn.Module):

@@ -66,14 +66,35 @@ def attend_backward(
     elif bias is None and q.dtype in (torch.float16, torch.bfloat16):
         nothing = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            slope, q, wide_k, wide_v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
+            slope,
+            q,
+            wide_k,
+            wide_v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            nothing,
+            nothing,
         )
     else:
         nothing = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            slope, q, wide_k, wide_v, bias, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal
+            slope, q, wide_k, wide_v, bias, out, _aligned(lse), nothing, nothing, 0.0, [True, True, True, False], causal
         )
     return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
+
+
+def _aligned(lse: Tensor) -> Tensor:
+    """The same numbers in rows that start where the GPU kernel wants them; behind a row's end are queries that see
+    nothing, as its forward pass leaves them."""
+    rows = lse.new_full((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32), torch.inf)
+    rows[..., : lse.shape[-1]] = lse
+    return rows
 
 
 def combine(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,9 @@ from raytrain_hpc.shape import ModelShape
 Recompute = Literal["none", "selective", "full"]
 
 
-def layer_bytes_per_token(shape: ModelShape, *, tp: int, dtype: str, recompute: Recompute) -> float:
+def layer_bytes_per_token(
+    shape: ModelShape, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+) -> float:
     """Bytes a token of a microbatch that one dense layer keeps, on a rank of `tp`; a token counts on one rank of cp.
 
     After Korthikanti et al. 2022 (arXiv 2205.05198), for the layers as they are here: fused attention keeps no scores;
@@ -23,6 +25,8 @@ def layer_bytes_per_token(shape: ModelShape, *, tp: int, dtype: str, recompute: 
 
     Elements have 4 bytes in fp32, 8 in fp64. In bf16 those of products have 2 and the residual stream's 4, and norms
     are taken to be fused, as they are on a GPU: they keep their input alone, which the product behind them has cast.
+    Blocks that are compiled keep less: norms are fused in all types, and queries and keys before they are turned, what
+    the activation gives and the last product's result come again from what else is kept.
     """
     wide = 8 if dtype == "fp64" else 4
     narrow = 2 if dtype == "bf16" else wide
@@ -32,10 +36,11 @@ def layer_bytes_per_token(shape: ModelShape, *, tp: int, dtype: str, recompute: 
         return wide * h / tp
     if recompute == "selective":
         products = h + 2 * kv + h + ups * f  # queries, keys, values; attention; up and gate
-        return (wide * h + narrow * products) / tp + narrow * 2 * h  # row products before their sum over ranks
-    scaled = shape.norm == "rmsnorm" and dtype != "bf16"
-    norms = wide * h * (4 if scaled else 2) / tp + narrow * 2 * h
-    attention = h + 2 * kv + h + (h + kv if shape.positions == "rotary" else 0)
-    feed_forward = f * (4 if shape.activation == "swiglu" else 2)
+        # Row products before their sum over ranks.
+        return (wide * h + narrow * products) / tp + narrow * h * (1 if compiled else 2)
+    scaled = shape.norm == "rmsnorm" and dtype != "bf16" and not compiled
+    norms = wide * h * (4 if scaled else 2) / tp + narrow * h * 2
+    attention = h + 2 * kv + h + (h + kv if shape.positions == "rotary" and not compiled else 0)
+    feed_forward = f * ((3 if compiled else 4) if shape.activation == "swiglu" else 2)
     masks = 2 * h if shape.dropout else 0
     return norms + (narrow * (attention + feed_forward) + masks) / tp

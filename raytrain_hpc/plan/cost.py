@@ -22,6 +22,9 @@ _ATTENTION = 0.7  # of what matrix products reach, by fused attention
 _NARROW = 50.0  # width at which a product reaches half of what large ones do: its tiles do not fill the device
 # Moved a logit in bf16: cast to fp32 (6), made a probability (8) and that, in its place, a gradient (8), cast back (6).
 _LOGIT_BYTES = 28
+_COMPILED_LOGIT_BYTES = 10  # written (2), read for the largest and their sum (4), made a gradient in one pass (4)
+_COMPILED = 1.18  # more of the peak where blocks are compiled: little stands between their products (RESULTS.md)
+_MOST = 0.9  # of the peak, whatever is calibrated
 _HOST_GBS = 25.0  # a device's share of its host's memory, over which the CPU steps what is offloaded
 _DISK_GBS = 2.0
 _STATE_TRAFFIC = 10  # elements a parameter that clipping and AdamW read and write: norm 1, scale 2, step 7
@@ -71,7 +74,9 @@ class CostModel:
 
     def __init__(self, work: Work, machine: Machine, calibration: Calibration):
         self._work, self._machine, self._calibration = work, machine, calibration
-        self._peak = machine.device.tflops * 1e12 * (1 if work.dtype == "bf16" else 0.5)
+        device = machine.device
+        self._peak = (device.tflops if work.dtype == "bf16" else device.exact_tflops) * 1e12
+        self._reached = self._peak * min(_MOST, calibration.efficiency * (_COMPILED if work.compiled else 1.0))
         self._layer = cache(self._layer_pass)
         self._shares = Shares(work)
 
@@ -135,9 +140,8 @@ class CostModel:
         shape, tokens = work.shape, size * work.seq_len / cp
         products = sum(self._product_s(*product) for product in self._products(tokens, tp))
         # Fused causal attention computes half of the square of scores; backward two and a half times as much.
-        reached = self._peak * calibration.efficiency * _ATTENTION
-        attention = 2 * tokens * work.seq_len * shape.hidden_size / tp / reached
-        kept = layer_bytes_per_token(shape, tp=tp, dtype=work.dtype, recompute="none")
+        attention = 2 * tokens * work.seq_len * shape.hidden_size / tp / (self._reached * _ATTENTION)
+        kept = layer_bytes_per_token(shape, tp=tp, dtype=work.dtype, recompute="none", compiled=work.compiled)
         elementwise = tokens * kept / (self._machine.device.memory_gbs * 1e9)
         forward = products + attention + elementwise
         again = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
@@ -167,15 +171,15 @@ class CostModel:
 
     def _product_s(self, rows: float, inputs: float, outputs: float) -> float:
         narrowest = min(rows, inputs, outputs)
-        reached = self._calibration.efficiency * narrowest / (narrowest + _NARROW)
-        return 2 * rows * inputs * outputs / (self._peak * reached)
+        return 2 * rows * inputs * outputs / (self._reached * narrowest / (narrowest + _NARROW))
 
     def _head(self, layout: Layout, size: int) -> float:
         """Seconds of the head and the loss, there and back."""
         shape, tokens = self._work.shape, size * self._work.seq_len / layout.cp
         rows = shape.vocab_size / layout.tp
         product = self._product_s(tokens, shape.hidden_size, rows)
-        return 3 * product + _LOGIT_BYTES * tokens * rows / (self._machine.device.memory_gbs * 1e9)
+        moved = _COMPILED_LOGIT_BYTES if self._work.compiled else _LOGIT_BYTES
+        return 3 * product + moved * tokens * rows / (self._machine.device.memory_gbs * 1e9)
 
     def _tied_s(self, layout: Layout) -> float:
         """A table that is the first stage's and the last one's has its gradients summed over both once a step."""

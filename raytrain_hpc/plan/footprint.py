@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from raytrain_hpc.plan.activations import Recompute, layer_bytes_per_token
@@ -58,20 +58,26 @@ class MemoryModel:
         back += tokens * self._kept(layout.tp, "none") - kept
         handed = 2 * tokens * work.shape.hidden_size / layout.tp * work.state_width if layout.pp > 1 else 0.0
         flying = _in_flight(pipeline, choice.turns)
-        logits = tokens * work.shape.vocab_size / layout.tp * _logit_bytes(work, layout.tp)
         found = []
         for rank, own in enumerate(self._shares.parameters(layout)):
             mine = pipeline.stages_of(rank)
+            last = pipeline.stages - 1 in mine
             held = sum(flying[rank][stage] * (stages[stage] * kept + handed) for stage in mine)
-            working = max(logits if pipeline.stages - 1 in mine else 0.0, back)
-            found.append(_of_rank(work, choice, own, held, working))
+            working = max(_head_bytes(work, tokens, layout.tp) if last else 0.0, back)
+            whole = _of_rank(work, choice, own, held, working, head=last)
+            if choice.turns > 1:
+                found.append(whole)
+            else:  # of a step's only microbatch there are no gradients yet where most is kept, and all of them later
+                found.append(replace(whole, gradients=0))
+                found.append(replace(whole, activations=int(kept + handed), working=int(back)))
         return max(found, key=lambda one: one.allocated)
 
     def _kept_of_layer(self, tp: int, recompute: Recompute) -> float:
-        return layer_bytes_per_token(self._work.shape, tp=tp, dtype=self._work.dtype, recompute=recompute)
+        work = self._work
+        return layer_bytes_per_token(work.shape, tp=tp, dtype=work.dtype, recompute=recompute, compiled=work.compiled)
 
 
-def _of_rank(work: Work, choice: Choice, own: RankParameters, held: float, working: float) -> Footprint:
+def _of_rank(work: Work, choice: Choice, own: RankParameters, held: float, working: float, *, head: bool) -> Footprint:
     layout, wide, moments = choice.layout, work.state_width, 2 if work.optimizer == "adamw" else 0
     expert_shards = layout.expert_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
     sums = [0.0] * 4
@@ -80,20 +86,35 @@ def _of_rank(work: Work, choice: Choice, own: RankParameters, held: float, worki
         sums[0] += parameters * wide / (shards if zero else 1)
         sums[1] += parameters * wide / (shards if zero >= 2 else 1)
         sums[2] += parameters * wide * moments / (shards if zero else 1) if choice.offload == "none" else 0
-        # What ZeRO-1 and 2 gather stays for the step; autocast keeps what it has cast for a microbatch.
-        if zero in (1, 2) or (work.width < wide and zero == 0):
+        # What ZeRO-1 and 2 gather stays for the step; what autocast has cast, as long as a backward pass needs it.
+        if zero in (1, 2) or (work.width < wide and zero == 0 and choice.recompute == "none"):
             sums[3] += parameters * work.width
+    if work.width < wide and choice.recompute != "none" and head and not (layout.zero and layout.dp_shard > 1):
+        sums[3] += _table(work, layout.tp) * work.width
     if layout.zero == 3 and layout.dp_shard > 1:  # the unit in use, the one ahead, and a gradient that is reduced next
         sums[3] += own.unit * (2 * work.width + wide)
     weights, gradients, kept, copies = (int(one) for one in sums)
     return Footprint(weights, gradients, kept, copies, int(held), int(working))
 
 
-def _logit_bytes(work: Work, tp: int) -> int:
-    """A logit's at the start of the backward pass: the result of the head, and in fp32 its logarithm or probability and
-    one gradient, or where the whole vocabulary is on one rank two of them, the loss's being as large."""
-    exact = (3 if tp == 1 else 2) * work.state_width
-    return exact + work.width
+def _head_bytes(work: Work, tokens: float, tp: int) -> float:
+    """At the start of the backward pass: logits and what they become, and the last norm's input and result.
+
+    A logit is the result of the head, and in fp32 its logarithm or probability and one gradient, or where the whole
+    vocabulary is on one rank two of them, the loss's being as large. Where the loss is compiled it is the result and
+    its gradient, and beside them there is that of the head's table.
+    """
+    shape, wide, width = work.shape, work.state_width, work.width
+    norm = tokens * shape.hidden_size * (wide / tp + width)
+    logits = tokens * shape.vocab_size / tp
+    if work.compiled:
+        return norm + logits * 2 * width + _table(work, tp) * width
+    return norm + logits * ((3 if tp == 1 else 2) * wide + width)
+
+
+def _table(work: Work, tp: int) -> float:
+    """Elements of the head."""
+    return work.shape.vocab_size * work.shape.hidden_size / tp
 
 
 @lru_cache(maxsize=4096)

@@ -13,12 +13,13 @@ _CALL_S = 60e-6  # from asking for a collective until anything moves
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `tflops`: dense bf16 peak. `memory_gib`: what a process can use, `reserved_gib` of it for its
-    own context, kernels and communication buffers. `memory_gbs`: its memory's bandwidth in GB/s. `inside`, `across`:
-    the names of the links that its nodes most often have."""
+    """One accelerator. `tflops`: dense bf16 peak; `exact_tflops`: of fp32 without shortcuts. `memory_gib`: what a
+    process can use, `reserved_gib` of it for its own context, kernels and communication buffers. `memory_gbs`: its
+    memory's bandwidth in GB/s. `inside`, `across`: the names of the links that its nodes most often have."""
 
     name: str
     tflops: float
+    exact_tflops: float
     memory_gib: float
     memory_gbs: float
     inside: str
@@ -56,13 +57,13 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100", 312.0, 80.0, 2039.0, "nvlink3", "infiniband-hdr"),
-        Device("h100", 989.0, 79.1, 3350.0, "nvlink4", "infiniband-ndr"),
-        Device("h200", 989.0, 141.0, 4800.0, "nvlink4", "infiniband-ndr"),
-        Device("b200", 2250.0, 180.0, 8000.0, "nvlink5", "infiniband-ndr"),
-        Device("mi300x", 1307.0, 192.0, 5300.0, "infinity-fabric", "infiniband-ndr"),
-        Device("pvc", 420.0, 128.0, 3276.0, "xe-link", "slingshot"),
-        Device("cpu", 0.2, 8.0, 15.0, "memory", "ethernet", 0.0),  # one core; what it does in fp32 counts as half
+        Device("a100", 312.0, 19.5, 80.0, 2039.0, "nvlink3", "infiniband-hdr"),
+        Device("h100", 989.0, 67.0, 79.1, 3350.0, "nvlink4", "infiniband-ndr"),
+        Device("h200", 989.0, 67.0, 141.0, 4800.0, "nvlink4", "infiniband-ndr"),
+        Device("b200", 2250.0, 75.0, 180.0, 8000.0, "nvlink5", "infiniband-ndr"),
+        Device("mi300x", 1307.0, 163.4, 192.0, 5300.0, "infinity-fabric", "infiniband-ndr"),
+        Device("pvc", 420.0, 52.0, 128.0, 3276.0, "xe-link", "slingshot"),
+        Device("cpu", 0.2, 0.1, 8.0, 15.0, "memory", "ethernet", 0.0),  # one core
     )
 }
 

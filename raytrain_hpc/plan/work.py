@@ -15,13 +15,17 @@ Offload = Literal["none", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Work:
-    """A model and a step of its training: `global_batch` sequences of `seq_len` tokens, computed in `dtype`."""
+    """A model and a step of its training: `global_batch` sequences of `seq_len` tokens, computed in `dtype`.
+
+    `compiled`: blocks and loss are.
+    """
 
     shape: ModelShape
     seq_len: int
     global_batch: int
     dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    compiled: bool = False
 
     @property
     def width(self) -> int:
@@ -52,4 +56,4 @@ class Choice:
 def work_of(config: Config, shape: ModelShape) -> Work:
     """What these settings train."""
     train = config.train
-    return Work(shape, train.seq_len, train.global_batch, train.dtype, train.optimizer)
+    return Work(shape, train.seq_len, train.global_batch, train.dtype, train.optimizer, train.compile)

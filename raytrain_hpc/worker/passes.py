@@ -47,6 +47,7 @@ class WholeModel:
             with self.parallel.data.backward(0, number, last=number == count - 1):
                 (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
             note(sums[number], loss, batch)
+            del output, loss  # logits are the largest of all tensors: not beside the next microbatch
         self.parallel.finish()
         return sums
 
@@ -59,6 +60,7 @@ class WholeModel:
                 batch = read(number)
                 output = self.task.forward(module, batch.inputs, 0, batch)
                 note(sums[number], self.task.loss(output, batch.targets), batch)
+                del output
         return sums
 
 

@@ -1,0 +1,52 @@
+"""Training in the benchmark's own process, a step at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from raytrain_hpc.config import Config
+from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.worker.build import build_trainer
+from raytrain_hpc.worker.control import Control
+from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.worker.spec import WorkerSpec
+
+
+def the_gpu(bench: str) -> torch.device:
+    """The one to measure on. Raises ClusterError where there is none."""
+    if not torch.cuda.is_available():
+        raise ClusterError(f"bench {bench}: this machine has no usable GPU; run it where there is one")
+    return torch.device("cuda", 0)
+
+
+@contextmanager
+def one_worker(config: Config, device: torch.device) -> Iterator[Trainer]:
+    """The one rank of a run of these settings, its data read ahead for all of train.steps."""
+    give_back_memory()
+    prepared = prepare_run(config, None, lambda line: None)
+    layout, batching = prepared.layout(1)
+    spec = WorkerSpec(
+        config=prepared.config,
+        layout=layout,
+        batching=batching,
+        shape=prepared.shape,
+        custom=None,
+        generation=1,
+        resume_step=None,
+        steps_to=config.train.steps,
+    )
+    trainer = build_trainer(spec, 0, device, None, Control())
+    with trainer.feed.reading(0, config.train.steps):
+        yield trainer
+
+
+def give_back_memory() -> None:
+    """What trainers that are not used any more have left, on all GPUs; and what was compiled for them."""
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
