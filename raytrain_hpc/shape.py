@@ -8,6 +8,8 @@ from typing import Any, Literal
 from raytrain_hpc.config import AUTO, ModelConfig
 from raytrain_hpc.errors import ConfigError
 
+VOCABULARY_TILE = 64  # rows of the head's table, of which a GPU multiplies whole tiles
+
 _FFN_MULTIPLE = 64
 
 

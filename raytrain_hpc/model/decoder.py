@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.experts import MixtureOfExperts
-from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.shape import VOCABULARY_TILE, ModelShape
 from raytrain_hpc.state.rng import fold, keyed_dropout
 
 IGNORED = -100  # a target that is no part of the loss
@@ -114,10 +114,11 @@ class Head(nn.Module):
 def vocabulary_product(x: Tensor, table: Tensor) -> Tensor:
     """Logits [..., rows] of x [..., hidden_size] and a table [rows, hidden_size].
 
-    A GPU gets a table with rows of nothing up to a multiple of 64: its kernels for other widths are far slower.
+    A GPU gets a table with rows of nothing up to whole tiles: GPT-2's step with its 50,257 rows takes 1.5 times as long
+    without them.
     """
     rows = table.shape[0]
-    spare = -rows % 64 if x.is_cuda else 0
+    spare = -rows % VOCABULARY_TILE if x.is_cuda else 0
     if not spare:
         return F.linear(x, table)
     return F.linear(x, F.pad(as_multiplied(table), (0, 0, 0, spare)))[..., :rows]

@@ -12,6 +12,7 @@ from raytrain_hpc.plan.pipeline import Schedule
 from raytrain_hpc.plan.shares import Shares
 from raytrain_hpc.plan.timeline import most_in_flight
 from raytrain_hpc.plan.work import Choice, Work
+from raytrain_hpc.shape import VOCABULARY_TILE
 
 _FRAGMENTATION = 0.12  # of what is allocated, by which a device's caching allocator holds more
 
@@ -68,7 +69,8 @@ class MemoryModel:
             if choice.turns > 1:
                 found.append(whole)
             else:  # of a step's only microbatch there are no gradients yet where most is kept, and all of them later
-                found.append(replace(whole, gradients=0))
+                first = min(whole.gradients, work.bucket_bytes) if layout.copies > 1 and layout.zero < 2 else 0
+                found.append(replace(whole, gradients=first))
                 found.append(replace(whole, activations=int(kept + handed), working=int(back)))
         return max(found, key=lambda one: one.allocated)
 
@@ -102,13 +104,13 @@ def _head_bytes(work: Work, tokens: float, tp: int) -> float:
 
     A logit is the result of the head, and in fp32 its logarithm or probability and one gradient, or where the whole
     vocabulary is on one rank two of them, the loss's being as large. Where the loss is compiled it is the result and
-    its gradient, and beside them there is that of the head's table.
+    its gradient, once more where that is filled up to whole tiles, and beside them there is that of the head's table.
     """
     shape, wide, width = work.shape, work.state_width, work.width
     norm = tokens * shape.hidden_size * (wide / tp + width)
     logits = tokens * shape.vocab_size / tp
     if work.compiled:
-        return norm + logits * 2 * width + _table(work, tp) * width
+        return norm + logits * (3 if shape.vocab_size % VOCABULARY_TILE else 2) * width + _table(work, tp) * width
     return norm + logits * ((3 if tp == 1 else 2) * wide + width)
 
 

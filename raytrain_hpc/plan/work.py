@@ -17,7 +17,7 @@ Offload = Literal["none", "cpu", "disk"]
 class Work:
     """A model and a step of its training: `global_batch` sequences of `seq_len` tokens, computed in `dtype`.
 
-    `compiled`: blocks and loss are.
+    `compiled`: blocks and loss are. `bucket_bytes`: gradients that plain data parallelism sums together.
     """
 
     shape: ModelShape
@@ -26,6 +26,7 @@ class Work:
     dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     compiled: bool = False
+    bucket_bytes: int = 25 << 20
 
     @property
     def width(self) -> int:
@@ -55,5 +56,5 @@ class Choice:
 
 def work_of(config: Config, shape: ModelShape) -> Work:
     """What these settings train."""
-    train = config.train
-    return Work(shape, train.seq_len, train.global_batch, train.dtype, train.optimizer, train.compile)
+    train, bucket = config.train, config.parallel.bucket_mib << 20
+    return Work(shape, train.seq_len, train.global_batch, train.dtype, train.optimizer, train.compile, bucket)

@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum, rotary_tables, rotate
+from raytrain_hpc.parallel.recompute import recompute
 from raytrain_hpc.state.rng import keyed_dropout, sample_keys
 from tests.model.reference_decoder import reference_logits
 
@@ -140,7 +141,8 @@ def test_recomputing_every_block_gives_the_same_gradients(tiny, random_decoder):
         assert torch.equal(a.grad, b.grad), name
 
 
-def test_one_graph_serves_every_block(tiny, random_decoder):
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_one_graph_serves_every_block(tiny, random_decoder, policy: str):
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
@@ -151,6 +153,7 @@ def test_one_graph_serves_every_block(tiny, random_decoder):
     tokens, keys = torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2))
     decoder = random_decoder(shape)
     expected = decoder(tokens, keys)
+    recompute(list(decoder.layers.values()), policy, keyed_randomness=True)
     for block in decoder.layers.values():
         block.compile(backend=count, fullgraph=True)
     assert torch.equal(decoder(tokens, keys), expected)

@@ -23,9 +23,12 @@ FAMILIES = {"gpt2": [*GPT2, "model.dropout=0.1"], "llama": [*LLAMA, "model.num_k
 LAYOUTS = {
     "alone": ["cluster.workers=1"],
     "alone, long": ["cluster.workers=1", "train.micro_batch=8"],
+    "alone, one microbatch": ["cluster.workers=1", "train.micro_batch=16"],
     "alone, selective": ["cluster.workers=1", "parallel.recompute=selective"],
     "alone, full": ["cluster.workers=1", "parallel.recompute=full"],
     "dp-2": ["cluster.workers=2"],
+    "dp-2, one microbatch each": ["cluster.workers=2", "train.micro_batch=8"],
+    "zero3-2, one microbatch each": ["cluster.workers=2", "train.micro_batch=8", "parallel.zero=3"],
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
     "zero2-2": ["cluster.workers=2", "parallel.zero=2"],
     "zero3-2": ["cluster.workers=2", "parallel.zero=3"],
