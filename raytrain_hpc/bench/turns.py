@@ -117,16 +117,17 @@ def alternate(first: Contestant, second: Contestant, pairs: int, warmup: int) ->
         one.until_steps(warmup)
     for one in (first, second):
         one.signal(signal.SIGSTOP)
-    slowest = max(median(after - before for before, after in pairwise(one.commits())) for one in (first, second))
-    # Both were alive until now: alone a step takes about half as long.
-    seconds = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, STEPS_A_TURN * slowest / 2))
+    for one in (first, second):
+        one.take_turn(LONGEST_TURN_S)  # until now both were alive, and on a crowded machine a step took any time
+    alone = max(one.step_seconds()[0] or LONGEST_TURN_S for one in (first, second))
+    seconds = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, STEPS_A_TURN * alone))
     for number in range(pairs):
         for one in (first, second) if number % 2 == 0 else (second, first):
             one.take_turn(seconds)
-    both = zip(first.step_seconds(), second.step_seconds(), strict=True)
+    both = zip(first.step_seconds()[1:], second.step_seconds()[1:], strict=True)
     kept = [(mine, other) for mine, other in both if mine is not None and other is not None]
     if len(kept) < (pairs + 1) // 2:
-        raise RunFailed(f"turns of {seconds:.0f} s are too short for a step of {slowest:.1f} s")
+        raise RunFailed(f"turns of {seconds:.0f} s are too short for a step of {alone:.1f} s")
     return kept
 
 
