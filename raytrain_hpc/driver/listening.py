@@ -9,9 +9,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raytrain_hpc.driver.sparing import Sparing
 from raytrain_hpc.worker.control import Record
 
 _EVERY_S = 1.0  # often enough to read along, seldom enough to cost nothing
+_A_SECOND = 500  # questions at most: the first rank has the steps to tell, the others little
 _HURRY_S = 0.05  # while stopping
 _ANSWER_S = 10.0
 
@@ -23,15 +25,21 @@ class Listener:
         self._actors, self._handle = actors, handle
         now = time.time()
         self._asked: dict[int, tuple[float, Any]] = {}
+        self._looking = Sparing(0.0)
         self.seen = [now] * len(actors)  # when each rank last answered, unix time
 
     def listen(self, *, hurry: bool = False) -> None:
         """Take what has come, and ask who has not been asked for a while. Returns at once."""
-        self._take(0.0)
-        now = time.time()
-        for rank, actor in enumerate(self._actors):
-            if rank not in self._asked and now - self.seen[rank] > (_HURRY_S if hurry else _EVERY_S):
-                self._asked[rank] = now, actor.drain.remote()
+        if not self._looking.due():
+            return
+        with self._looking.doing():
+            self._take(0.0)
+            now = time.time()
+            often = max(_HURRY_S if hurry else _EVERY_S, len(self._actors) / _A_SECOND)
+            for rank, actor in enumerate(self._actors):
+                patience = often if rank else min(often, _EVERY_S)
+                if rank not in self._asked and now - self.seen[rank] > patience:
+                    self._asked[rank] = now, actor.drain.remote()
 
     def finish(self, timeout_s: float = _ANSWER_S, without: Collection[int] = ()) -> None:
         """Take all records that there are, of the ranks that answer in time; `without` those that are gone."""

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from raytrain_hpc.config import AUTO, Config
-from raytrain_hpc.worker.meeting import FALLEN, Rendezvous
+from raytrain_hpc.worker.meeting import DECIDED, FALLEN, Rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -37,7 +37,7 @@ class RendezvousStore:
         """Tell the ranks that still wait for others of this generation that it will not be formed."""
         from torch._C._distributed_c10d import PrefixStore
 
-        PrefixStore(f"generation-{generation}", self._store).set(FALLEN, "1")
+        PrefixStore(f"generation-{generation}", self._store).set(DECIDED, FALLEN)
 
     def meeting(self, generation: int) -> Rendezvous:
         """Where the ranks of `generation` meet."""

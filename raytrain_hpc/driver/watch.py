@@ -17,6 +17,7 @@ from raytrain_hpc.driver.inventory import door_of
 from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
 
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
+_A_SECOND = 1000  # questions at most, to all agents together
 _AGAIN_S = 5.0  # between one that died and the first question to the one that follows
 _ANSWER_S = 1.0
 _ORPHANED_S = 300.0  # a driver whose storage answers nothing for a while asks nobody either
@@ -44,21 +45,29 @@ class _AgentElsewhere:
         self._pulses, self.heard = pulses, Seen([], {})
         self.actor.watch.remote(pulses)
 
-    def listen(self) -> None:
-        """Take what it has said, and ask it again if that is a while ago. One that has died is followed by another."""
+    @property
+    def answer(self) -> Any:
+        """What it was asked and has not been heard to answer; None where nothing is."""
+        return self._answer
+
+    def hear(self) -> None:
+        """Take what it has said. One that has died is followed by another."""
+        self._answered = time.monotonic()
+        try:
+            self.heard, self._owing_since = ray.get(self._answer), None
+            self._up = True
+        except ActorUnavailableError:  # perhaps for good: then its silence tells
+            pass
+        except RayError:
+            self._start()
+            self.actor.watch.remote(self._pulses)
+            self._answered += _AGAIN_S
+        self._answer = None
+
+    def ask(self, every_s: float) -> None:
+        """Ask it again, where it owes no answer and has not given one for so long."""
         now = time.monotonic()
-        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-            try:
-                self.heard, self._owing_since = ray.get(self._answer), None
-                self._answered, self._up = now, True
-            except ActorUnavailableError:  # perhaps for good: then its silence tells
-                self._answered = now
-            except RayError:
-                self._start()
-                self.actor.watch.remote(self._pulses)
-                self._answered = now + _AGAIN_S
-            self._answer = None
-        if self._answer is None and now - self._answered > _EVERY_S:
+        if self._answer is None and now - self._answered > every_s:
             self._answer = self.actor.look.remote()
             self._owing_since = self._owing_since or now
 
@@ -116,21 +125,28 @@ class Watch:
 
     def suspects(self) -> list[Suspect]:
         """Who shows no life, as far as agents have said so."""
-        for agent in self._others.values():
-            agent.listen()
+        self._listen()
         return [one for seen in self._seen() for one in seen.suspects]
 
     def signs(self) -> dict[int, Signs]:
         """What was seen last of every rank."""
         return {rank: signs for seen in self._seen() for rank, signs in seen.signs.items()}
 
+    def _listen(self) -> None:
+        """Take what agents have said, and ask again."""
+        owed = {agent.answer: agent for agent in self._others.values() if agent.answer is not None}
+        ready, _ = ray.wait(list(owed), num_returns=len(owed), timeout=0) if owed else ([], [])
+        for answer in ready:
+            owed[answer].hear()
+        for agent in self._others.values():
+            agent.ask(max(_EVERY_S, len(self._others) / _A_SECOND))
+
     def _seen(self) -> list[Seen]:
         return [self._own.look(), *(agent.heard for agent in self._others.values())]
 
     def lost(self, *, broken: bool) -> list[str]:
         """Nodes that do not answer any more. `broken`: whether the end of a rank has been heard of."""
-        for agent in self._others.values():
-            agent.listen()
+        self._listen()
         silent_s = {node: agent.silent_s() for node, agent in self._others.items()}
         refusing = [node for node, agent in self._others.items() if broken and agent.refuses()]
         return lost_nodes(silent_s, broken=broken, refusing=refusing)

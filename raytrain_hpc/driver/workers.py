@@ -23,6 +23,7 @@ from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, worl
 from raytrain_hpc.driver.listening import Listener
 from raytrain_hpc.driver.pace import Pace
 from raytrain_hpc.driver.rendezvous import RendezvousStore
+from raytrain_hpc.driver.sparing import Sparing
 from raytrain_hpc.driver.watch import Watch
 from raytrain_hpc.errors import RaytrainError, WorkerFailed
 from raytrain_hpc.plan.blame import Call, blame, pending
@@ -90,7 +91,7 @@ class RayWorkers:
         self._drains = Drains()
         self._watch, self._pace = Watch(config), Pace(config.fault.straggler_factor)
         self._ranks: list[Worker] = []
-        self._runs: list[Any] = []
+        self._runs: dict[Any, int] = {}  # the answers that are waited for, and whose
         self._feeder: Any = None
         self._generation = 0
         self._numbers: dict[int, list[int]] = {}  # generation -> which part of the state each of its ranks holds
@@ -151,21 +152,25 @@ class RayWorkers:
         """
         self._launch(spec, handle)
         left, stopping, pausing = list(self._runs), False, False
+        wishing = Sparing(_LOOK_S)
         while left:
             ready, left = ray.wait(left, num_returns=1, timeout=_LOOK_S)
-            if any(self._failure(self._runs.index(run)) is not None for run in ready):
+            if any(self._failure(run, self._runs[run]) is not None for run in ready):
                 raise self._fall(time.time(), [])
             if left and (guilty := [*self._given_up(), *self._slow(handle)]):
                 raise self._fall(time.time(), guilty)
             if stop.is_set() and not stopping:
                 stopping = True
                 self._tell("request_stop")
-            if not (stopping or pausing) and (wish := regroup()) is not None:
-                pausing = True
-                self._tell("request_pause" if wish == "pause" else "request_stop")
+            if not (stopping or pausing) and wishing.due():
+                with wishing.doing():
+                    wish = regroup()
+                if wish is not None:
+                    pausing = True
+                    self._tell("request_pause" if wish == "pause" else "request_stop")
             self._listener.listen(hurry=stopping)
         self._listener.finish()
-        ended = [self._ended(rank) for rank in range(len(self._runs))]
+        ended = [self._ended(run, rank) for run, rank in self._runs.items()]
         return ended[0].outcome
 
     def recall(self, after: int, until: int) -> list[Record]:
@@ -202,9 +207,10 @@ class RayWorkers:
             from raytrain_hpc.data.ray_feed import start_feeder  # not every run needs it
 
             self._feeder = start_feeder(spec.recipe, spec.blocks)
-        self._runs = [
-            worker.actor.run.remote(spec, rank, meeting, self._feeder) for rank, worker in enumerate(self._ranks)
-        ]
+        sent = ray.put(spec)  # once for all, however many they are
+        self._runs = {
+            worker.actor.run.remote(sent, rank, meeting, self._feeder): rank for rank, worker in enumerate(self._ranks)
+        }
         self._actors.rehearsed = spec
         for spare in (worker for worker in self._actors.up if worker not in self._ranks):
             spare.actor.rehearse.remote(spec)
@@ -221,9 +227,9 @@ class RayWorkers:
         for worker in self._ranks:
             getattr(worker.actor, method).remote()
 
-    def _ended(self, rank: int) -> Ended:
+    def _ended(self, run: Any, rank: int) -> Ended:
         """How a rank's part ended; of those that are left, what they hold is noted. Raises RayError."""
-        ended: Ended = ray.get(self._runs[rank])
+        ended: Ended = ray.get(run)
         self._ranks[rank].held = tuple(self._states(rank, ended))
         if ended.outcome == "broken":
             self._broken[rank] = ended.calls
@@ -242,9 +248,9 @@ class RayWorkers:
                 for step in steps:
                     yield State(ended.taken_in, numbers[one], max(numbers) + 1, step)
 
-    def _failure(self, rank: int) -> RaytrainError | None:
+    def _failure(self, run: Any, rank: int) -> RaytrainError | None:
         try:
-            ended = self._ended(rank)
+            ended = self._ended(run, rank)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RaytrainError):
@@ -363,13 +369,12 @@ class RayWorkers:
                 aborted = True
                 self._tell("abort")  # their collectives do not break by themselves
             for run in ready:
-                rank = self._runs.index(run)
-                if (found := self._failure(rank)) is not None:
-                    failures[rank] = found
+                if (found := self._failure(run, self._runs[run])) is not None:
+                    failures[self._runs[run]] = found
             lost = self._on_lost_nodes(broken=True) if left else {}
-            failures |= {rank: failure for rank, failure in lost.items() if self._runs[rank] in left}
-            left = [run for run in left if self._runs.index(run) not in lost]
-        for rank in (self._runs.index(run) for run in left):
+            failures |= {rank: lost[rank] for rank in (self._runs[run] for run in left) if rank in lost}
+            left = [run for run in left if self._runs[run] not in lost]
+        for rank in (self._runs[run] for run in left):
             failures[rank] = self._failed(rank, "silent", f"did not end within {settle_s:g} s")
         return failures
 

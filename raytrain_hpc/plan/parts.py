@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right, insort
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.plan.placement import Site
@@ -42,21 +43,34 @@ def buddies(layout: Layout, sites: Sequence[Site]) -> tuple[tuple[int, int], ...
     holders: dict[int, list[int]] = {}
     for rank, part in enumerate(parts(layout)):
         holders.setdefault(part, []).append(rank)
-    nodes = [site.node for site in sites]
-    homes = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(layout.world)]
-    kept: Counter[int] = Counter()
-    pairs = []
+    nodes, racks = [site.node for site in sites], [site.rack for site in sites]
+    homes = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(sites))]
+    apart = racks if len(set(racks)) > 1 else homes
+    keepers, pairs = _Keepers(len(sites)), []
     for ranks in holders.values():
         source = ranks[0]
-        if len({homes[rank] for rank in ranks}) == 1 and layout.world > 1:
-            elsewhere = [rank for rank in range(layout.world) if homes[rank] != homes[source]]
-            rack = sites[source].rack
-            buddy = min(
-                elsewhere, key=lambda rank: (sites[rank].rack == rack, kept[rank], (rank - source) % layout.world)
-            )
-            kept[buddy] += 1
-            pairs.append((source, buddy))
+        if len({homes[rank] for rank in ranks}) == 1 and len(sites) > 1:
+            pairs.append((source, keepers.next_after(source, apart)))
     return tuple(pairs)
+
+
+class _Keepers:
+    """Ranks by how many copies each keeps: of those with fewest, the next one is found without looking at all."""
+
+    def __init__(self, world: int):
+        self._by_count: list[list[int]] = [list(range(world))]  # each ascending
+
+    def next_after(self, source: int, apart: Sequence[str]) -> int:
+        """The next rank around that is apart from the source and keeps fewest copies; it keeps one more now."""
+        for count, ranks in enumerate(self._by_count):
+            begin = bisect_right(ranks, source)
+            for at in chain(range(begin, len(ranks)), range(begin)):
+                if apart[ranks[at]] != apart[source]:
+                    if count + 1 == len(self._by_count):
+                        self._by_count.append([])
+                    insort(self._by_count[count + 1], rank := ranks.pop(at))
+                    return rank
+        raise ValueError("nobody is apart from anybody")
 
 
 def newest_step(held: Iterable[Sequence[State]]) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,9 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline import Links
 from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.worker.meeting import FALLEN, Rendezvous
-
-_CHECK_S = 0.002
+from raytrain_hpc.worker.meeting import DECIDED, FORMED, Rendezvous
 
 
 class GenerationFallen(Exception):
@@ -96,9 +93,14 @@ def join(
     timeout = timedelta(seconds=meeting.timeout_s)
     store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
     prefixed = PrefixStore(f"generation-{meeting.generation}", store)
-    _wait_for_all(prefixed, rank, layout.world, meeting.timeout_s)
+    _wait_for_all(prefixed, layout.world, meeting.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=layout.world, timeout=timeout)
+    return place_among(rank, layout, device, tied=tied, balanced=balanced)
+
+
+def place_among(rank: int, layout: Layout, device: torch.device, *, tied: bool, balanced: bool) -> Place:
+    """The groups of a rank in the process group of all; as in `join`. Every rank makes the same ones in one order."""
     mesh = _mesh(layout, device)
     axes, links = _axes(rank, layout, mesh), _links(rank, layout)
     if tied:
@@ -108,17 +110,20 @@ def join(
     return Place(rank, layout, device, mesh, axes, links, experts, batch, _state_group(layout, mesh))
 
 
-def _wait_for_all(store: PrefixStore, rank: int, world: int, timeout_s: float) -> None:
+def _wait_for_all(store: PrefixStore, world: int, timeout_s: float) -> None:
     """Come together before groups are formed: there, who waits for a rank that has just died waits for the timeout.
 
-    Raises GenerationFallen where the driver says that one has.
+    They count themselves, and each asks once, however many they are. Raises GenerationFallen where the driver says that
+    a rank has died.
     """
-    store.set(f"here/{rank}", "1")
-    here, until = [f"here/{other}" for other in range(world)], time.monotonic() + timeout_s
-    while not store.check(here):
-        if store.check([FALLEN]) or time.monotonic() > until:
-            raise GenerationFallen("a rank of this generation was lost before it had formed its groups")
-        time.sleep(_CHECK_S)
+    if store.add("here", 1) == world:
+        store.set(DECIDED, FORMED)
+    try:
+        store.wait([DECIDED], timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        raise GenerationFallen(f"not all ranks of this generation came within {timeout_s:g} s") from error
+    if store.get(DECIDED).decode() != FORMED:
+        raise GenerationFallen("a rank of this generation was lost before it had formed its groups")
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FALLEN = "fallen"  # key of a generation that will not be formed any more
+DECIDED = "decided"  # key that says which of the two a generation is: all are there, or it will not be formed
+FORMED, FALLEN = "formed", "fallen"
 
 
 @dataclass(frozen=True)
