@@ -138,8 +138,9 @@ class Watch:
         ready, _ = ray.wait(list(owed), num_returns=len(owed), timeout=0) if owed else ([], [])
         for answer in ready:
             owed[answer].hear()
+        every_s = max(_EVERY_S, len(self._others) / _A_SECOND)
         for agent in self._others.values():
-            agent.ask(max(_EVERY_S, len(self._others) / _A_SECOND))
+            agent.ask(every_s)
 
     def _seen(self) -> list[Seen]:
         return [self._own.look(), *(agent.heard for agent in self._others.values())]

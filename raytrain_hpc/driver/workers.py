@@ -155,6 +155,9 @@ class RayWorkers:
         wishing = Sparing(_LOOK_S)
         while left:
             ready, left = ray.wait(left, num_returns=1, timeout=_LOOK_S)
+            if ready and left:  # most end together
+                more, left = ray.wait(left, num_returns=len(left), timeout=0)
+                ready = [*ready, *more]
             if any(self._failure(run, self._runs[run]) is not None for run in ready):
                 raise self._fall(time.time(), [])
             if left and (guilty := [*self._given_up(), *self._slow(handle)]):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
-from raytrain_hpc.plan.parts import State, newest_step
+from raytrain_hpc.plan.parts import State, newest_step, parts
 from raytrain_hpc.plan.placement import Site, arranged, without_spares
+from raytrain_hpc.plan.staying import staying
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,16 @@ def form(
 
     The batch stays cut as it is. Only data-parallel axes change: what cuts a model keeps its size, and a
     tensor-parallel group stays on one node. `sent`: bytes along each axis, by which ranks are placed. They go on from
-    the newest step of which they hold all parts together.
+    the newest step of which they hold all parts together, each where it was as far as that is as good.
     """
     candidates = [one for one in candidates if not one.leaving]
     for world in range(min(wanted, len(candidates)), least_workers(config) - 1, -1):
         layout = legal_layout(config, world, batching)
         members = None if layout is None else _members(candidates, world, config.parallel.tp)
         if layout is not None and members is not None:
-            step = newest_step(one.held for one in members)
-            places = arranged(layout, [one.site for one in members], sent(layout, batching))
+            step, sites = newest_step(one.held for one in members), [one.site for one in members]
+            held = [[state.part for state in one.held if state.step == step] for one in members]
+            places = staying(arranged(layout, sites, sent(layout, batching)), sites, held, parts(layout))
             return Formation(layout, tuple(members[place].worker for place in places), step)
     return None
 

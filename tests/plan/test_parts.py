@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -76,3 +78,35 @@ def test_parts_of_two_generations_do_not_make_a_whole() -> None:
     assert newest_step([of_two, of_three]) is None
     assert newest_step([[*of_two, State(1, 1, 2, 7)], of_three]) == 7
     assert newest_step([[State(1, 0, 2, 9), State(1, 1, 2, 9)], [State(2, 0, 1, 8)]]) == 9
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_buddies_are_those_that_a_look_at_everybody_finds(seed: int) -> None:
+    """The rule as it is meant: on another rack, else another node, whoever keeps fewest copies, the next one first."""
+    draw = random.Random(seed)
+    sizes = {"dp_replicate": [1, 1, 2], "dp_shard": [1, 2, 3, 4], "pp": [1, 2, 3], "tp": [1, 2, 4], "zero": [1, 3]}
+    layout = Layout(**{axis: draw.choice(choices) for axis, choices in sizes.items()})
+    world, racks, a_node = layout.world, draw.choice([0, 2, 3]), draw.choice([1, 2, 3, 4, 8])
+    numbers = [rank // a_node if seed % 2 else draw.randrange(4) for rank in range(world)]
+    sites = [Site(f"rack-{number % racks}" if racks else "", f"node-{number}") for number in numbers]
+    nodes = [site.node if len(set(numbers)) > 1 else str(rank) for rank, site in enumerate(sites)]
+    holders: dict[int, list[int]] = {}
+    for rank, part in enumerate(parts(layout)):
+        holders.setdefault(part, []).append(rank)
+    kept: Counter[int] = Counter()
+    wanted = []
+    for ranks in holders.values():
+        first = ranks[0]
+        elsewhere = [rank for rank in range(world) if nodes[rank] != nodes[first]]
+        if len({nodes[rank] for rank in ranks}) == 1 and elsewhere:
+            buddy = min(
+                elsewhere,
+                key=lambda rank, first=first: (
+                    sites[rank].rack == sites[first].rack,
+                    kept[rank],
+                    (rank - first) % world,
+                ),
+            )
+            kept[buddy] += 1
+            wanted.append((first, buddy))
+    assert list(buddies(layout, sites)) == wanted

@@ -1,0 +1,105 @@
+"""The driver over ranks that are not there, and what single ranks of thousands make of their place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.parallel.apply import parallelise
+from raytrain_hpc.plan.layout import Layout, resolve_layout
+from raytrain_hpc.plan.memory import parameters_by_stage
+from raytrain_hpc.plan.stages import split_layers
+from raytrain_hpc.shape import resolve_shape
+from raytrain_hpc.state.holding import local
+from raytrain_hpc.worker.groups import place_among
+from tests.driver.dry_run import A_NODE, dry_run
+from tests.driver.stage import Play
+
+SHORT = Play(building_s=0.2, step_s=0.1)
+SIZES = (64, 512)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, dict[str, Any]]:
+    return {ranks: dry_run(ranks, SHORT) for ranks in SIZES}
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_run_gets_over_the_loss_of_a_rank(runs: dict[int, dict[str, Any]], ranks: int) -> None:
+    """Its state was in its buddy's memory alone, and a spare takes its place."""
+    run = runs[ranks]
+    assert (run["outcome"], run["steps"]) == ("done", 20)
+    [incident] = run["incidents"]
+    assert (incident["kind"], incident["rank"], incident["step"]) == ("died", SHORT.lost, SHORT.lost_after)
+    assert (incident["world_after"], incident["steps_lost"]) == (ranks, 0)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_ranks_are_on_the_nodes_that_their_layout_wants(runs: dict[int, dict[str, Any]], ranks: int) -> None:
+    first, second = runs[ranks]["placed"]
+    for tensor_parallel in (range(begin, begin + A_NODE) for begin in range(0, ranks, A_NODE)):
+        assert len({first[rank] for rank in tensor_parallel}) == 1
+    assert set(Counter(first.values()).values()) == {A_NODE}
+    assert sum(first[rank] != second[rank] for rank in range(ranks)) <= A_NODE, "one tensor-parallel group moved"
+    assert len({second[rank] for rank in range(A_NODE)}) == 1, "and is together again"
+
+
+def test_messages_grow_no_faster_than_ranks(runs: dict[int, dict[str, Any]]) -> None:
+    fewer, more = (Counter(runs[ranks]["messages"]) for ranks in SIZES)
+    times = SIZES[1] / SIZES[0]
+    for name in ("describe", "run", "rehearse", "watch", "drain", "look"):
+        assert 0 < more[name] <= 1.1 * times * fewer[name], name
+    assert more["run"] == 2 * SIZES[1], "one a rank and generation"
+
+
+LAYOUTS = {
+    "zero3": ["parallel.tp=8", "parallel.pp=4", "parallel.zero=3", "parallel.dp_shard=auto"],
+    "hsdp": ["parallel.tp=8", "parallel.pp=4", "parallel.zero=3", "parallel.dp_shard=8", "parallel.dp_replicate=auto"],
+    "replicas": ["parallel.tp=8", "parallel.pp=8", "parallel.dp_replicate=auto"],
+}
+WORLD = 4096
+
+
+@pytest.mark.parametrize("rank", [0, 514, 2049, 3589])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_of_thousands_has_its_share_of_the_model(layout: str, rank: int) -> None:
+    """Its groups on a fake backend, its stage of Llama 8B on the meta device."""
+    words = [f"cluster.workers={WORLD}", f"train.global_batch={WORLD}", "train.micro_batch=1", "train.seq_len=4096"]
+    config = load_config(None, ["model.preset=llama3_8b", *words, *LAYOUTS[layout]])
+    resolved = resolve_layout(config, WORLD)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    try:
+        held = elements(config, resolved, rank)
+    finally:
+        dist.destroy_process_group()
+    shape = resolve_shape(config.model, vocab_size=None, seq_len=4096)
+    planned = parameters_by_stage(shape, resolved, 4096)[resolved.coordinates(rank)["pp"]].dense
+    shards = resolved.dp_shard if resolved.zero == 3 else 1
+    assert held == pytest.approx(planned / shards, rel=0.01)
+
+
+def elements(config: Any, layout: Layout, rank: int) -> int:
+    """Parameters that this rank stores."""
+    place = place_among(rank, layout, torch.device("cpu"), tied=False, balanced=False)
+    assert place.at == layout.coordinates(rank)
+    if layout.tp > 1:
+        neighbours = dist.get_process_group_ranks(place.axes["tp"].group)
+        assert len({other // A_NODE for other in neighbours}) == 1 and rank in neighbours
+        assert all(after - before == 1 for before, after in pairwise(neighbours))
+    shape = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    stages = split_layers(shape, config.train.seq_len, layout.pipeline.stages)
+    with torch.device("meta"):
+        modules = {stage: Decoder(shape, stages[stage]) for stage in layout.pipeline.stages_of(place.at["pp"])}
+    meta = torch.device("meta")
+    made = parallelise(
+        modules, config, layout, place.mesh, meta, place.axes, place.experts, None, keyed_randomness=True
+    )
+    return sum(local(parameter).numel() for parameter in made.parameters.values())
