@@ -124,7 +124,8 @@ def plan(
 ) -> dict[str, Any]:
     """All legal layouts on a cluster, best first, and what to expect of the best. Loads neither torch nor Ray.
 
-    The cluster is `nodes` of `gpus_per_node` devices with the names that plan.hardware knows, or `workers` devices,
+    The cluster is `nodes` of `gpus_per_node` devices with the names that plan.hardware knows (and numbers that differ:
+    "h100,memory_gib=64"), or `workers` devices,
     eight a node where that divides them. Without a `device` they are H100 where nodes, GPUs or train.dtype=bf16 are
     given, else CPUs. What the settings fix is kept; what they leave to `auto`, to a list or, on accelerators, say
     nothing of is chosen. `running`: for the cluster that is running, which is asked. Links that are not named are those
@@ -133,7 +134,7 @@ def plan(
     `restart_s` (of everything, from a checkpoint) and `pause_s`
     (where those that are left go on in memory); see plan.goodput. Raises LayoutError where no layout is legal.
     """
-    from raytrain_hpc.plan.hardware import machine
+    from raytrain_hpc.plan.hardware import machine, preset_of
     from raytrain_hpc.plan.layout import least_world
     from raytrain_hpc.plan.measured import known, known_calibration
     from raytrain_hpc.plan.planning import make_plan
@@ -156,8 +157,8 @@ def plan(
     if workers not in (None, nodes * gpus_per_node):
         remedy = f"{nodes} nodes of {gpus_per_node} devices are {nodes * gpus_per_node}; leave one of them out"
         raise ConfigError("workers", workers, "plan", remedy)
-    cluster = machine(named, nodes, gpus_per_node, inside, across, known(named.lower()))
-    return calibrated(cluster, known_calibration(named.lower()))
+    cluster = machine(named, nodes, gpus_per_node, inside, across, known(preset_of(named)))
+    return calibrated(cluster, known_calibration(preset_of(named)))
 
 
 def _supervisor(

@@ -73,9 +73,11 @@ def train(words: tuple[str, ...]) -> None:
 @click.option("--workers", type=click.IntRange(min=1), help="Plan for this many workers, 8 a node.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Plan for this many nodes.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="Devices of a node.  [default: 8]")
-@click.option("--device", help="a100, h100, h200, b200, mi300x, pvc or cpu.  [default: h100 with nodes or bf16]")
+@click.option(
+    "--device", help="a100, h100, h200, b200, mi300x, pvc or cpu; with numbers of your own: h100,memory_gib=64."
+)
 @click.option("--running", is_flag=True, help="Plan for the Ray cluster that is running.")
-@click.option("--inside", default="", help="Link inside a node, as nvlink4 or pcie.  [default: the device's]")
+@click.option("--inside", default="", help="Link inside a node, as nvlink4 or pcie,gbs=20.  [default: the device's]")
 @click.option("--across", default="", help="Link across nodes, as infiniband-ndr, slingshot or ethernet.")
 @click.option("--tokens", type=_ABOVE_0, help="Tokens to train on.  [default: those of train.steps]")
 @click.option(

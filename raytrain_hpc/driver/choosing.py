@@ -54,5 +54,8 @@ def machine_of(world: int, cluster: Topology) -> Machine:
     per_node = world
     for node in cluster.nodes:
         per_node = gcd(per_node, node.slots) if node.slots < world else per_node
-    name = cluster.device_name or _UNKNOWN
-    return machine(name, world // per_node, per_node, measured=known(name))
+    name = cluster.device_name
+    there = machine(name or _UNKNOWN, world // per_node, per_node, measured=known(name))
+    if name:
+        return there
+    return replace(there, device=replace(there.device, name=f"device taken for an {_UNKNOWN}"))

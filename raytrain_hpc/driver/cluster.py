@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from raytrain_hpc.address import LOCAL, answers, auth_notice_hidden, named_address
 from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.plan.launcher import task_of
 
 
 @contextmanager
@@ -56,6 +57,13 @@ def _connect(config: Config, workers_wanted: int) -> bool:
         except (ConnectionError, RuntimeError, RayError) as error:
             raise ClusterError(f"cluster.address={address}: Ray did not answer: {_first_line(error)}") from error
         return False
+    task = task_of(os.environ)
+    if task is not None and task.rank > 0:  # the first may be somebody's shell
+        raise ClusterError(
+            f"{task.launcher} has started {task.size} of these, and this is number {task.rank}: it would train alone, "
+            "on a Ray of its own; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
+            "(ray symmetric-run), or name a cluster that is there (cluster.address)"
+        )
     # Training is what this Ray is for: by default Ray runs workers at nice 15, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Our own Ray on one machine: enough slots for the run, and one CPU more, since trainers that hold every CPU

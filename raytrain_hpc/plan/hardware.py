@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from math import exp, log, log2
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, inf, log, log2, nan
+from typing import Any, TypeVar
 
 from raytrain_hpc.errors import ConfigError
 
@@ -52,6 +54,8 @@ class Link:
         part = at - low
         return exp(log(shares[low]) * (1 - part) + log(shares[low + 1]) * part)
 
+
+_Preset = TypeVar("_Preset", Device, Link)
 
 # Dense bf16 peaks and memory as in the makers' data sheets (a PVC device is both tiles of a Max 1550).
 DEVICES = {
@@ -152,18 +156,45 @@ def machine(
     """A cluster by the names of its parts.
 
     Links that are not named are those that were measured, inside a node and across, else those its device most often
-    has. Raises ConfigError for a name that is not known.
+    has. A name may be followed by numbers that differ, as in "h100,memory_gib=64" or "nvlink4,gbs=200". Raises
+    ConfigError for a name that is not known, and a number that it has not.
     """
-    found = DEVICES.get(device.lower())
-    if found is None:
-        raise ConfigError("device", device, "command line", f"known: {', '.join(DEVICES)}")
+    found = _changed(device, DEVICES, "device", ("tflops", "exact_tflops", "memory_gib", "memory_gbs", "reserved_gib"))
     links = []
     for key, named, usual, own in (
         ("inside", inside, found.inside, measured[0]),
         ("across", across, found.across, measured[1]),
     ):
-        name = (named or usual).lower()
-        if name not in LINKS:
-            raise ConfigError(key, named, "command line", f"known: {', '.join(LINKS)}")
-        links.append(own if own is not None and not named else LINKS[name])
+        preset = _changed(named or usual, LINKS, key, ("gbs", "latency_s"))
+        links.append(own if own is not None and not named else preset)
     return Machine(found, links[0], links[1], nodes, per_node)
+
+
+def preset_of(text: str) -> str:
+    """The name alone, of one that numbers may follow."""
+    return text.lower().partition(",")[0]
+
+
+def _changed(text: str, presets: Mapping[str, _Preset], key: str, numbers: Sequence[str]) -> _Preset:
+    found = presets.get(preset_of(text))
+    if found is None:
+        raise ConfigError(key, text, "command line", f"known: {', '.join(presets)}")
+    changes: dict[str, Any] = {}
+    for change in text.lower().split(",")[1:]:
+        name, _, value = change.partition("=")
+        if name not in numbers:
+            raise ConfigError(
+                key, text, "command line", f"{name!r} is no number of it; these are: {', '.join(numbers)}"
+            )
+        changes[name] = _number(value, key, text)
+    return replace(found, **changes)
+
+
+def _number(value: str, key: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = nan
+    if not 0 < number < inf:
+        raise ConfigError(key, text, "command line", f"{value!r} must be a number above 0")
+    return number

@@ -45,6 +45,9 @@ def test_the_quickstart_is_planned_without_a_word() -> None:
     ("argv", "named"),
     [
         (["--device", "h1000"], "known: a100"),
+        (["--device", "h100,memory=64"], "'memory' is no number of it; these are: tflops"),
+        (["--device", "h100,memory_gib=much"], "'much' must be a number above 0"),
+        (["--device", "h100", "--nodes", "2", "--across", "ethernet,gbs=0"], "'0' must be a number above 0"),
         (["parallel.tp=3", "--nodes", "1", "--gpus-per-node", "8"], "parallel.tp=3"),
         (["model.preset=llama3_8b", "parallel.pp=[64]", "--nodes", "8"], "parallel.pp"),
         (["train.global_batch=2", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--nodes", "1"], "global_batch"),
@@ -53,3 +56,17 @@ def test_the_quickstart_is_planned_without_a_word() -> None:
 def test_what_is_impossible_says_which_number(argv: list[str], named: str) -> None:
     result = run(*argv)
     assert result.exit_code == 2 and named in result.output and result.output.count("\n") == 1
+
+
+def test_numbers_of_ones_own_count() -> None:
+    words = ["model.preset=llama3_8b", "--nodes", "2", "--gpus-per-node", "8", "--json"]
+    usual, small, slow = (
+        json.loads(run(*words, *more).output)["best"]
+        for more in (
+            ["--device", "h100"],
+            ["--device", "h100,memory_gib=12"],
+            ["--device", "h100", "--across", "ethernet,gbs=0.5"],
+        )
+    )
+    assert small["memory_gib"] < 12 < usual["memory_gib"]
+    assert slow["step_time_s"] > 1.1 * usual["step_time_s"], "other layouts are best where nodes are far apart"

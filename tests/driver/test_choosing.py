@@ -59,3 +59,9 @@ def test_too_large_a_model_is_warned_of_and_not_refused() -> None:
     lines: list[Any] = []
     choose(prepared(*LARGE, "model.num_layers=200", "cluster.workers=1"), 1, cluster(1), lines.append)
     assert "does not fit" in lines[0] and any("may run out of memory" in line for line in lines)
+
+
+def test_a_device_that_nobody_knows_is_said_to_be_taken_for_another() -> None:
+    lines: list[str] = []
+    choose(prepared(*LARGE, "cluster.workers=8"), 8, cluster(8, accelerator=""), lines.append)
+    assert "on every device taken for an h100" in lines[0]
