@@ -60,16 +60,20 @@ class ModelShape:
         """Matrices of one feed-forward."""
         return 3 if self.activation == "swiglu" else 2
 
+    @property
+    def channels_met(self) -> int:
+        """Feed-forward channels that a position goes through, of all experts that it goes to."""
+        if not self.num_experts:
+            return self.ffn_size
+        return self.experts_per_token * self.ffn_size + self.shared_expert_size
+
     def layer_matrix_weights(self) -> int:
         """Weights of one block's matrix products that a position meets; no biases, no norms.
 
         Queries, keys, values, output and feed-forward, or router, shared expert and as many experts as it goes to.
         """
         attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
-        if not self.num_experts:
-            return attention + self.feed_forward_matrices * self.hidden_size * self.ffn_size
-        channels = self.experts_per_token * self.ffn_size + self.shared_expert_size
-        return attention + self.hidden_size * (self.feed_forward_matrices * channels + self.num_experts)
+        return attention + self.hidden_size * (self.feed_forward_matrices * self.channels_met + self.num_experts)
 
     def expert_parameters(self) -> int:
         """Parameters of all experts of one block that are chosen among; 0 where feed-forwards are dense."""

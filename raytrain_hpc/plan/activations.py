@@ -12,7 +12,7 @@ Recompute = Literal["none", "selective", "full"]
 def layer_bytes_per_token(
     shape: ModelShape, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
 ) -> float:
-    """Bytes a token of a microbatch that one dense layer keeps, on a rank of `tp`; a token counts on one rank of cp.
+    """Bytes a token of a microbatch that one layer keeps, on a rank of `tp`; a token counts on one rank of cp.
 
     After Korthikanti et al. 2022 (arXiv 2205.05198), for the layers as they are here: fused attention keeps no scores;
     inputs of column products are kept gathered, everything else is shared out. Kept are
@@ -30,17 +30,34 @@ def layer_bytes_per_token(
     """
     wide = 8 if dtype == "fp64" else 4
     narrow = 2 if dtype == "bf16" else wide
-    h, f, kv = shape.hidden_size, shape.ffn_size, shape.kv_size
-    ups = shape.feed_forward_matrices - 1
+    h, kv = shape.hidden_size, shape.kv_size
     if recompute == "full":
         return wide * h / tp
+    feed_forward = _feed_forward(shape, tp, wide, narrow, recompute == "selective", compiled)
     if recompute == "selective":
-        products = h + 2 * kv + h + ups * f  # queries, keys, values; attention; up and gate
-        # Row products before their sum over ranks.
-        return (wide * h + narrow * products) / tp + narrow * h * (1 if compiled else 2)
+        products = h + 2 * kv + h  # queries, keys, values; attention
+        return (wide * h + narrow * products) / tp + narrow * h + feed_forward  # row products before their sum
     scaled = shape.norm == "rmsnorm" and dtype != "bf16" and not compiled
     norms = wide * h * (4 if scaled else 2) / tp + narrow * h * 2
     attention = h + 2 * kv + h + (h + kv if shape.positions == "rotary" and not compiled else 0)
-    feed_forward = f * ((3 if compiled else 4) if shape.activation == "swiglu" else 2)
     masks = 2 * h if shape.dropout else 0
-    return norms + (narrow * (attention + feed_forward) + masks) / tp
+    return norms + (narrow * attention + masks) / tp + feed_forward
+
+
+def _feed_forward(shape: ModelShape, tp: int, wide: int, narrow: int, selective: bool, compiled: bool) -> float:
+    """What the feed-forward keeps between its first product's input and its last one's result.
+
+    Every position goes to several experts, and to the shared one: the rows that go there are kept, what comes of them
+    before it is weighed, and the router's scores.
+    """
+    ups = shape.feed_forward_matrices - 1
+    swiglu = (3 if compiled else 4) if shape.activation == "swiglu" else 2
+    a_channel = narrow * (ups if selective else swiglu)
+    k, h = shape.experts_per_token, shape.hidden_size
+    result = narrow * h if selective and not compiled else 0
+    if not shape.num_experts:
+        return a_channel * shape.ffn_size / tp + result
+    shared = a_channel * shape.shared_expert_size / tp + (result if shape.shared_expert_size else 0)
+    routed = a_channel * k * shape.ffn_size / tp + narrow * k * h * (1 if selective else 2)
+    # Scores in fp32 at least; and of each choice its place there and back, and its weight.
+    return shared + routed + wide * shape.num_experts + k * (3 * 8 + 3 * wide)

@@ -55,7 +55,7 @@ class MemoryModel:
         stages = self._shares.layers(pipeline.stages)
         kept = tokens * self._kept(layout.tp, choice.recompute)
         # Going back through a layer: what is computed again, gradients of both its widest tensors, and a few others.
-        back = tokens * (2 * work.shape.ffn_size + 4 * work.shape.hidden_size) / layout.tp * work.width
+        back = tokens * (2 * work.shape.channels_met + 4 * work.shape.hidden_size) / layout.tp * work.width
         back += tokens * self._kept(layout.tp, "none") - kept
         handed = 2 * tokens * work.shape.hidden_size / layout.tp * work.state_width if layout.pp > 1 else 0.0
         flying = _in_flight(pipeline, choice.turns)
