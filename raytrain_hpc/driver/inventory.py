@@ -57,9 +57,9 @@ def world_size(config: Config, cluster: Topology) -> int:
     return max(1, slots // together) * together
 
 
-def door_of(node: str) -> tuple[str, int] | None:
-    """Address and port of Ray's own process on a node; None where Ray knows no such node."""
-    for one in ray.nodes():  # type: ignore[no-untyped-call]
-        if one["NodeID"] == node:
-            return one["NodeManagerAddress"], one["NodeManagerPort"]
-    return None
+def doors() -> dict[str, tuple[str, int]]:
+    """Address and port of Ray's own process on every node that it knows."""
+    return {
+        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+    }

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_hpc.config import Config
 from raytrain_hpc.driver.agent import Agent, Pulses, Seen
-from raytrain_hpc.driver.inventory import door_of
+from raytrain_hpc.driver.inventory import doors
 from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
 
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
@@ -30,8 +30,8 @@ AgentActor = ray.remote(num_cpus=0, max_restarts=0)(Agent)
 class _AgentElsewhere:
     """The agent of another node, asked again and again behind what runs."""
 
-    def __init__(self, config: Config, node: str):
-        self._config, self._node, self._door = config, node, door_of(node)
+    def __init__(self, config: Config, node: str, door: tuple[str, int] | None):
+        self._config, self._node, self._door = config, node, door
         self._pulses: Pulses = {}
         self.heard = Seen([], {})
         self.actor: Any = None
@@ -108,8 +108,10 @@ class Watch:
 
     def expect(self, nodes: Iterable[str]) -> None:
         """There will be ranks on these nodes: agents come up beside them, and no slower."""
-        for node in set(nodes) - {self._here, *self._others}:
-            self._others[node] = _AgentElsewhere(self._config, node)
+        new = set(nodes) - {self._here, *self._others}
+        known = doors() if new else {}
+        for node in new:
+            self._others[node] = _AgentElsewhere(self._config, node, known.get(node))
 
     def begin(self, ranks: Iterable[dict[str, Any]]) -> None:
         """The ranks of a generation, each with its rank, node, pid and pulse (the path of its heartbeat)."""

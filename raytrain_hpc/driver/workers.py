@@ -216,7 +216,7 @@ class RayWorkers:
         }
         self._actors.rehearsed = spec
         for spare in (worker for worker in self._actors.up if worker not in self._ranks):
-            spare.actor.rehearse.remote(spec)
+            spare.actor.rehearse.remote(sent)
         self._pace = Pace(self._config.fault.straggler_factor)
         self._listener, self._broken = Listener([worker.actor for worker in self._ranks], handle), {}
         self._watch.begin({"rank": rank, **worker.info} for rank, worker in enumerate(self._ranks))
