@@ -24,7 +24,6 @@ from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
 from raytrain_hpc.plan.planner import Estimate, estimate
 from raytrain_hpc.shape import ModelShape, resolve_shape
 
-MFU_GOAL = 50.0  # per cent, of the first case
 MEMORY_GOAL = 5.0  # per cent between what was planned and what was measured
 WARMUP = 5  # steps
 ROUND = 15  # steps measured a round

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -11,16 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.stand_ins import played
+
 SCRIPT = Path(__file__).parents[2] / "cluster" / "pbs.sh"
 STAND_INS = {
     "mpiexec": 'echo "mpiexec $1 $2 $3 $4" >> "$LOG"; while [ "$1" != ray ]; do shift; done; shift; exec ray "$@"',
-    "ray": 'echo "ray $*" >> "$LOG"; while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?',
-    "raytrain-hpc": """
-        printf "%s\\n" "driver" "$@" >> "$LOG"
-        trap 'echo "driver saves" >> "$LOG"; exit ${STOPS_WITH:-3}' TERM
-        [ -z "$ENDS_WITH" ] || exit "$ENDS_WITH"
-        echo ready >> "$LOG"
-        for i in $(seq 400); do sleep 0.05; done""",
     "qstat": 'echo "    Resource_List.walltime = ${WALLTIME:-06:00:00}"',
     "qsub": 'echo "qsub $*" >> "$LOG"',
 }
@@ -28,16 +22,10 @@ STAND_INS = {
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    for name, body in STAND_INS.items():
-        path = tmp_path / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
     (tmp_path / "nodes").write_text("x1\nx1\nx1\nx1\nx2\nx2\nx2\nx2\n")
-    (tmp_path / "tmp").mkdir()
     pbs = {"PBS_JOBID": "17.pbs", "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path)}
     pbs |= {"NCPUS": "64", "HEAD_IP": "10.0.0.1", "RUN_ARGS": "conf/llama3_8b.yaml run.dir=/shared/a"}
-    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "TMPDIR": str(tmp_path / "tmp")}
-    yield os.environ | pbs | paths | {"ENDS_WITH": ""}
+    yield played(tmp_path, STAND_INS) | pbs
     assert list((tmp_path / "tmp").iterdir()) == []  # the script cleans up after itself
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -11,31 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.stand_ins import played
+
 SCRIPT = Path(__file__).parents[2] / "cluster" / "slurm.sh"
 STAND_INS = {
     "srun": 'while [ "$1" != ray ]; do shift; done; shift; exec ray "$@"',
-    # Like the real one: runs the driver as a child, and ends with its exit code.
-    "ray": 'echo "ray $*" >> "$LOG"; while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?',
-    "raytrain-hpc": """
-        printf "%s\\n" "driver" "$@" >> "$LOG"
-        trap 'echo "driver saves" >> "$LOG"; exit 3' TERM
-        [ -z "$ENDS_WITH" ] || exit "$ENDS_WITH"
-        echo ready >> "$LOG"
-        for i in $(seq 200); do sleep 0.05; done""",
     "scontrol": 'echo "scontrol $*" >> "$LOG"',
 }
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    for name, body in STAND_INS.items():
-        path = tmp_path / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "4", "HEAD_IP": "10.0.0.1"}
-    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), "TMPDIR": str(tmp_path / "tmp")}
-    (tmp_path / "tmp").mkdir()
-    yield os.environ | slurm | paths | {"ENDS_WITH": ""}
+    yield played(tmp_path, STAND_INS) | slurm
     assert list((tmp_path / "tmp").iterdir()) == []  # the script cleans up after itself
 
 
