@@ -138,7 +138,10 @@ def _torchrun() -> Iterator[Arm]:
     with _job() as (directory, described):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=3", f"--nproc-per-node={WORKERS}"]
         command = [sys.executable, *launcher, resuming_loop.__file__, str(described), str(directory)]
-        with _arm("torchrun", command, {"OMP_NUM_THREADS": "1"}, directory, directory / "steps.jsonl") as arm:
+        # By default workers that are started again share a store with those before, and gloo's new ranks now and then
+        # take the address of a dead one from it: then torchrun starts them in vain, or they hang.
+        environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with _arm("torchrun", command, environment, directory, directory / "steps.jsonl") as arm:
             yield arm
 
 

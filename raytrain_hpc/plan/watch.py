@@ -25,8 +25,9 @@ _SLOW_S = 300.0  # who builds, loads or saves may wait for a file system, or for
 class Signs:
     """What can be seen of a worker at a moment.
 
-    Ages are in seconds, less the time in which its loop was ready to run and had no CPU: a machine with too much to do
-    is no fault. `step_s`: how long its last step took, None where unknown. `looks` and `waiting` count up for ever.
+    Ages are in seconds, less the time in which its loop was ready to run and had no CPU (of beats, any of its threads):
+    a machine with too much to do is no fault. `step_s`: how long its last step took, None where unknown. `looks` and
+    `waiting` count up for ever.
     """
 
     rank: int

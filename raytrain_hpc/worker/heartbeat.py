@@ -20,6 +20,7 @@ from pathlib import Path
 from raytrain_hpc.plan.watch import Phase, Signs
 
 BEAT_S = 0.05
+_MISSED = 4  # beats, after which all threads are asked how long they waited: there are dozens
 PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
 _BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING = range(8)
 _BYTES = 8 * 8
@@ -83,6 +84,9 @@ class Pulse:
         self._stacks.seek(_BYTES)
         # How long the loop had waited for a CPU, of all its life, when it beat and when it marked last.
         self._at_beat, self._at_mark, self._waited = (0, 0.0), (0, 0.0), 0.0
+        # How long each other thread had when beats began to be missed, and all of them together since then.
+        self._others: dict[int, float] = {}
+        self._beside = 0.0
 
     def read(self, rank: int) -> Signs:
         """What can be seen of it now."""
@@ -94,11 +98,12 @@ class Pulse:
         if fields[_MARK] != self._at_mark[0]:
             self._at_mark = fields[_MARK], waited
         now = time.monotonic_ns()
+        silent_s = (now - fields[_BEAT]) / 1e9 - (waited - self._at_beat[1])
         return Signs(
             rank=rank,
             alive=state not in "ZX",
             frozen=state in "Tt",
-            beat_age_s=(now - fields[_BEAT]) / 1e9 - (waited - self._at_beat[1]),
+            beat_age_s=silent_s - self._waited_beside(fields[_THREAD], silent_s),
             mark_age_s=(now - fields[_MARK]) / 1e9 - (waited - self._at_mark[1]),
             phase=PHASES[fields[_PHASE]],
             step=fields[_STEP],
@@ -106,6 +111,21 @@ class Pulse:
             looks=fields[_LOOKS],
             waiting=fields[_WAITING],
         )
+
+    def _waited_beside(self, loop: int, silent_s: float) -> float:
+        """Seconds that threads beside the loop have waited for a CPU since beats began to be missed.
+
+        Whichever of them has the interpreter, and the one that beats, keep the process silent while they wait; a thread
+        that waits for the interpreter waits for no CPU, so that one which holds it for ever is found out all the same.
+        """
+        if silent_s < _MISSED * BEAT_S:
+            self._others, self._beside = {}, 0.0
+            return 0.0
+        now = {thread: _waited_s(self.pid, thread, 0.0) for thread in _threads(self.pid) if thread != loop}
+        self._others = now | self._others
+        # Never less than before: of a process that is being killed threads go one by one.
+        self._beside = max(self._beside, sum(max(0.0, now[thread] - self._others[thread]) for thread in now))
+        return self._beside
 
     def ask_for_stacks(self) -> None:
         """Have it write what its threads are at."""
@@ -132,6 +152,14 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def _threads(pid: int) -> list[int]:
+    """Threads of a process; none where it has gone."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
 
 
 def _waited_s(pid: int, thread: int, otherwise: float) -> float:

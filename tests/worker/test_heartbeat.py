@@ -16,8 +16,12 @@ from raytrain_hpc.plan.watch import Signs
 from raytrain_hpc.worker.heartbeat import Pulse
 
 WORKER = """
-import ctypes, sys, time
+import ctypes, os, sys, threading, time
 from raytrain_hpc.worker.heartbeat import Heartbeat
+
+def spin():
+    while True:
+        pass
 
 def loop():
     heart = Heartbeat()
@@ -28,6 +32,11 @@ def loop():
         heart.committed(step)
     print("ten", flush=True)
     sys.stdin.readline()
+    if sys.argv[1] == "starve":  # from now on, beside a loop that sleeps, and on a CPU that others have
+        for thread in map(int, os.listdir("/proc/self/task")):
+            os.sched_setaffinity(thread, {min(os.sched_getaffinity(thread))})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        threading.Thread(target=spin, daemon=True).start()
     if sys.argv[1] == "hold":
         ctypes.PyDLL(None).sleep(60)
     while sys.argv[1] == "spin":
@@ -127,3 +136,25 @@ def test_who_holds_the_interpreter_and_who_only_keeps_busy(worker) -> None:
         signs = seen(pulse, lambda signs: signs.mark_age_s > before + 0.5)
         assert signs.beat_age_s < 0.5
     assert "in loop" in stacks(pulse)
+
+
+@pytest.mark.parametrize("worker", ["starve"], indirect=True)
+def test_a_thread_beside_the_loop_that_has_the_interpreter_and_no_cpu(worker) -> None:
+    """No beat comes while it waits for a CPU, and nobody is to blame for that."""
+    process, pulse, _ = worker
+    busy = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
+    try:
+        time.sleep(0.5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        silent, counted, deadline = 0.0, 0.0, time.monotonic() + 4
+        while time.monotonic() < deadline:
+            silent = max(silent, (time.monotonic_ns() - pulse._fields[0]) / 1e9)  # whatever for
+            counted = max(counted, pulse.read(3).beat_age_s)
+            time.sleep(0.02)
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
+    assert silent > 1 and counted < silent / 2  # the kernel counts a wait when it is over
