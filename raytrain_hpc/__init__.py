@@ -4,12 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raytrain_hpc.api import Run, start, train
+    from raytrain_hpc.api import Run, run_script, start, train
     from raytrain_hpc.config import Config
     from raytrain_hpc.config_files import load_config
     from raytrain_hpc.data.prepare import prepare
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.errors import RaytrainError
+    from raytrain_hpc.huggingface.exporting import export_model
+    from raytrain_hpc.huggingface.importing import import_model
+    from raytrain_hpc.own_loop import attach
+    from raytrain_hpc.report.writing import write_report
     from raytrain_hpc.sampling import generate
 
 # Resolved on first use, so that `raytrain-hpc plan` loads neither torch nor Ray. The planner itself is
@@ -19,11 +23,16 @@ _HOMES = {
     "RaytrainError": "errors",
     "Result": "driver.result",
     "Run": "api",
+    "attach": "own_loop",
+    "export_model": "huggingface.exporting",
     "generate": "sampling",
+    "import_model": "huggingface.importing",
     "load_config": "config_files",
     "prepare": "data.prepare",
+    "run_script": "api",
     "start": "api",
     "train": "api",
+    "write_report": "report.writing",
 }
 
 __all__ = [
@@ -31,11 +40,16 @@ __all__ = [
     "RaytrainError",
     "Result",
     "Run",
+    "attach",
+    "export_model",
     "generate",
+    "import_model",
     "load_config",
     "prepare",
+    "run_script",
     "start",
     "train",
+    "write_report",
 ]
 
 

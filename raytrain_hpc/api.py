@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,24 @@ def train(
     """
     stop = threading.Event()
     supervisor = _supervisor(config, model, loss, quiet, stop)
+    with _stop_on_signals(stop):
+        return supervisor.run()
+
+
+def run_script(config: Config, script: str | Path, arguments: Sequence[str] = (), *, quiet: bool = False) -> Result:
+    """Run a script with a loop of its own, which asks for it with `attach`, on the workers of this config, to its end.
+
+    Every worker runs the script from its beginning, and again after a fault; see `attach`. Raises as `train`.
+    """
+    from raytrain_hpc.driver.supervisor import Supervisor
+    from raytrain_hpc.observe.console import Console
+    from raytrain_hpc.worker.spec import Script
+
+    path = Path(script).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError("SCRIPT", str(script), "run", "no such file; give the path of a Python script")
+    stop = threading.Event()
+    supervisor = Supervisor(config, Script(str(path), tuple(arguments)), Console(quiet=quiet), stop)
     with _stop_on_signals(stop):
         return supervisor.run()
 
@@ -99,6 +117,26 @@ class Run:
         if self._result is None:
             raise RuntimeError("the run ended without a result")
         return self._result
+
+    def watch(self, every_s: float = 1.0) -> None:
+        """In a notebook: show figures and curve, live, until the run ends. Interrupting the kernel ends the showing
+        alone: the run goes on, and `stop` or `resize` still reach it."""
+        from IPython.display import display
+
+        shown: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
+        try:
+            while self.running:
+                self._thread.join(every_s)
+                shown.update(self)
+        except KeyboardInterrupt:
+            return
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from raytrain_hpc.report.live import live_html
+
+        outcome = "failed" if self._error is not None else "stopping" if self._stop.is_set() else "under way"
+        return live_html(self._config.run.dir, outcome if self._result is None else self._result.outcome)
 
     def _run(self, target: Callable[[], Result]) -> None:
         try:
@@ -194,4 +232,4 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-__all__ = ["Run", "load_config", "plan", "start", "train"]
+__all__ = ["Run", "load_config", "plan", "run_script", "start", "train"]

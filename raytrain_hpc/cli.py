@@ -13,6 +13,7 @@ import click
 from raytrain_hpc.errors import RaytrainError
 
 STOPPED = 3
+_OF_A_SCRIPT = ("data.path=synthetic", "data.engine=local", "model.vocab_size=2")  # it brings its own data and model
 _ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
@@ -116,6 +117,27 @@ def plan(
 
 
 @main.command()
+@click.argument("script")
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@_one_line_errors
+def run(script: str, words: tuple[str, ...]) -> None:
+    """Run a script with a loop of its own (rt.attach) on workers: elastic, and gone on with by the same command."""
+    from pathlib import Path
+
+    from raytrain_hpc.api import run_script
+    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.summary import closing_lines
+
+    path, overrides = _split_words(words)
+    config = load_config(path, [f"run.name={Path(script).stem}", *_OF_A_SCRIPT, *overrides])
+    result = run_script(config, script)
+    for line in closing_lines(config, result):
+        click.echo(line)
+    if result.outcome == "stopped":
+        sys.exit(STOPPED)
+
+
+@main.command()
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("--out", required=True, help="Directory to write.")
 @click.option(
@@ -181,6 +203,83 @@ def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top
     for piece in pieces:
         click.echo(piece, nl=False)
     click.echo()
+
+
+@main.command()
+@click.argument("run_dir")
+@_one_line_errors
+def status(run_dir: str) -> None:
+    """Say what a run is doing, from another shell: how far it is, what broke, what is saved."""
+    from raytrain_hpc.status import status_lines
+
+    for line in status_lines(run_dir):
+        click.echo(line)
+
+
+@main.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option(
+    "--over", multiple=True, required=True, help="key=value,value,...: what to vary; several: every combination."
+)
+@click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Runs side by side.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_one_line_errors
+def sweep(words: tuple[str, ...], over: tuple[str, ...], at_once: int, as_json: bool) -> None:
+    """Train with several settings or layouts, in turn or side by side, and compare them in one table."""
+    from raytrain_hpc.sweep import sweep as run_sweep
+    from raytrain_hpc.sweep import table
+
+    path, overrides = _split_words(words)
+    trials = run_sweep(path, overrides, over, at_once=at_once, note=lambda line: click.echo(line, err=True))
+    for line in [json.dumps([one.to_json() for one in trials], indent=2)] if as_json else table(trials):
+        click.echo(line)
+    if not as_json:
+        click.echo(f"next: raytrain-hpc report {trials[0].run_dir.parent}/* --out sweep.html")
+    if any(one.code for one in trials):
+        sys.exit(4)
+
+
+@main.command()
+@click.argument("run_dirs", nargs=-1, required=True, metavar="RUN_DIR...")
+@click.option("--out", help="File to write.  [default: report.html in the run's directory]")
+@_one_line_errors
+def report(run_dirs: tuple[str, ...], out: str | None) -> None:
+    """Write one HTML page about a run, or about several beside each other: curves, incidents, memory, time."""
+    from raytrain_hpc.report.writing import write_report
+
+    click.echo(f"{write_report(run_dirs, out)}")
+
+
+@main.command()
+@click.argument("run_dir")
+@click.option("--out", required=True, help="Directory to write.")
+@click.option("--step", type=click.IntRange(min=0), help="Checkpoint to write.  [default: the newest valid one]")
+@click.option("--dtype", help="float32, bfloat16, float16 or float64.  [default: as the checkpoint]")
+@click.option("--shard-gib", default=4.0, show_default=True, type=_ABOVE_0, help="Largest file of weights, in GiB.")
+@_one_line_errors
+def export(run_dir: str, out: str, step: int | None, dtype: str | None, shard_gib: float) -> None:
+    """Write a run's model for Hugging Face: safetensors, config.json, tokenizer files."""
+    from raytrain_hpc.huggingface.exporting import export_model
+
+    made = export_model(run_dir, out, step=step, dtype=dtype, shard_bytes=int(shard_gib * 2**30))
+    tokenizer = "with its tokenizer" if made.tokenizer else "without a tokenizer: the run's has no such form"
+    click.echo(f"step {made.step} as a {made.family} model in {len(made.files)} files, {tokenizer}")
+    click.echo(f'next: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
+
+
+@main.command("import-hf")
+@click.argument("directory")
+@click.option("--out", required=True, help="Run directory to write.")
+@_one_line_errors
+def import_hf(directory: str, out: str) -> None:
+    """Take in a Hugging Face model (Llama, Qwen3, Mixtral, GPT-2) as a run of zero steps."""
+    from raytrain_hpc.huggingface.importing import import_model
+
+    made = import_model(directory, out)
+    click.echo(f"{made.shape.num_parameters():,} parameters, tokenizer: {made.tokenizer or 'none'}")
+    data = f"raytrain-hpc prepare INPUT --out DIR --tokenizer hf:{out}/huggingface" if made.tokenizer else ""
+    for line in filter(None, (f"next: {data}" if data else "", f"next: raytrain-hpc train run.init_from={out}")):
+        click.echo(line)
 
 
 @main.command()

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-AUTO = "auto"
+from raytrain_hpc.config_key import AUTO, key
+from raytrain_hpc.config_model import ModelConfig
 
 # What the planner can choose: these keys also take `auto`, or a list of values to choose from.
 PLANNED = (
@@ -17,14 +18,6 @@ PLANNED = (
     *(f"parallel.{name}" for name in ("schedule", "recompute", "offload")),
     "train.micro_batch",
 )
-
-
-def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
-    """A documented setting. `minimum` is inclusive, `above` exclusive; both are checked when the config is loaded."""
-    metadata = {"doc": doc, "minimum": minimum, "above": above}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -37,40 +30,11 @@ class RunConfig:
     resume: Literal["auto", "never"] = key(
         "auto", "auto: go on from the newest valid checkpoint in run.dir; never: refuse a run.dir that holds a run."
     )
-
-
-@dataclass
-class ModelConfig:
-    """The decoder. GPT-2 and Llama are two settings of one model."""
-
-    preset: str = key("", "A known shape (gpt2_124m, llama3_8b, ...); keys given beside it win over it.")
-    hidden_size: int = key(128, "Width of the residual stream.", minimum=1)
-    num_layers: int = key(4, "Transformer blocks.", minimum=1)
-    num_heads: int = key(4, "Attention heads; must divide hidden_size.", minimum=1)
-    num_kv_heads: int | str = key(AUTO, "Key-value heads (grouped-query attention); auto: num_heads.", minimum=1)
-    ffn_size: int | str = key(
-        AUTO, "Feed-forward width; auto: 4 x hidden_size, or 8/3 of it up to a multiple of 64 for swiglu.", minimum=1
+    init_from: str = key(
+        "",
+        "A run directory, or what `import-hf` wrote: its newest checkpoint gives the first weights, its model is the "
+        "model, but for keys given beside it; steps, data and optimizer begin anew.",
     )
-    vocab_size: int | str = key(AUTO, "Vocabulary; auto: the dataset's tokenizer.", minimum=2)
-    norm: Literal["layernorm", "rmsnorm"] = key("rmsnorm", "Normalisation before attention, feed-forward and head.")
-    norm_eps: float = key(1e-5, "Epsilon inside the norms.", above=0)
-    activation: Literal["gelu", "swiglu"] = key("swiglu", "Feed-forward: tanh-GELU of one product, or gated SiLU.")
-    positions: Literal["learned", "rotary"] = key("rotary", "Learned absolute positions, or rotary embedding.")
-    rope_theta: float = key(10000.0, "Base of the rotary frequencies.", above=0)
-    tie_embeddings: bool = key(True, "Input embedding and output head share one weight.")
-    bias: bool = key(False, "Biases in the linear layers and layer norms.")
-    dropout: float = key(0.0, "Dropout on the embedding and on both residual branches.", minimum=0)
-    init_std: float = key(0.02, "Standard deviation of the initial weights.", above=0)
-    num_experts: int = key(
-        0, "Feed-forwards a layer that positions choose among; 0: one that all go through.", minimum=0
-    )
-    experts_per_token: int = key(2, "Experts that a position goes to, with num_experts.", minimum=1)
-    shared_expert_size: int = key(0, "Width of one more expert that every position goes to; 0: none.", minimum=0)
-    balance: Literal["loss", "bias", "none"] = key(
-        "loss", "How experts are kept busy: a loss over each sequence, a bias on the choice, or not at all."
-    )
-    balance_weight: float = key(0.01, "Weight of the balancing loss.", minimum=0)
-    balance_rate: float = key(0.001, "How much the bias of an expert changes a step.", minimum=0)
 
 
 @dataclass
@@ -162,6 +126,15 @@ class TrainConfig:
         False,
         "true: deterministic kernels only, so that the same layout gives the same bits; elastic: also one order of all "
         "sums over microbatches, so that every data-parallel degree and ZeRO stage gives the same bits.",
+    )
+    lora_rank: int = key(
+        0,
+        "Train low-rank adapters of this rank beside linear layers, and nothing else (LoRA); 0: all weights.",
+        minimum=0,
+    )
+    lora_alpha: float = key(16.0, "Adapters count lora_alpha / lora_rank times.", above=0)
+    lora_targets: list[str] = key(
+        ["qkv", "out", "gate", "up", "down"], "Linear layers of a block that have adapters, of these."
     )
     compile: bool = key(False, "torch.compile each block and the loss.")
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", minimum=0)
@@ -339,7 +312,13 @@ class ObserveConfig:
     """What the run says of itself."""
 
     log_every: int = key(10, "Steps between step lines.", minimum=1)
+    ranks_every: int = key(
+        10, "Steps between statistics over ranks: their times, waiting and memory; 0: none.", minimum=0
+    )
     tensorboard: bool = key(True, "Write run.dir/tb.")
+    ray_metrics: bool = key(True, "Gauges for the Ray dashboard and Prometheus, where the workers are Ray actors.")
+    wandb: str = key("", "Weights & Biases project that metrics also go to; WANDB_MODE=offline keeps them here.")
+    mlflow: str = key("", "MLflow tracking URI that metrics also go to, as http://HOST:5000 or sqlite:///mlflow.db.")
     sample_tokens: int = key(200, "Length of the text sampled at the end; 0: none.", minimum=0)
     peak_tflops: float | str = key(AUTO, "Dense peak of a device, for MFU; auto: from its name.", above=0)
     timeline_every: int = key(
@@ -386,3 +365,24 @@ def to_plain(config: object) -> Any:
     if isinstance(config, list):
         return [to_plain(item) for item in config]
     return config
+
+
+__all__ = [
+    "AUTO",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "FaultConfig",
+    "FaultKind",
+    "InjectConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "PLANNED",
+    "ParallelConfig",
+    "RunConfig",
+    "SourceConfig",
+    "StageConfig",
+    "TrainConfig",
+    "to_plain",
+]

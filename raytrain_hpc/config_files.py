@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from raytrain_hpc.config import AUTO, PLANNED, Config, SourceConfig, StageConfig, to_plain
 from raytrain_hpc.config_rules import check_rules
 from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.initial_model import model_settings
 from raytrain_hpc.presets import PRESETS
 
 _KINDS = {
@@ -26,6 +27,7 @@ _KINDS = {
     "int | str": "a whole number or auto",
     "float | str": "a number or auto",
     "list[int]": "a list of whole numbers, like [0, 1]",
+    "list[str]": "a list of words, like [qkv, out]",
     "list[SourceConfig]": "a list of sources, like [{path: DIR, weight: 1}]",
     "list[InjectConfig]": "a list of faults, like [{kind: kill, rank: 1, step: 10}]",
     "list[StageConfig]": "a list of stages, like [{from_tokens: 1000000, weights: [1, 3]}]",
@@ -56,7 +58,7 @@ def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
     tree = OmegaConf.structured(Config)
     among: dict[str, list[Any] | None] = {}
-    for setting in _with_preset(settings):
+    for setting in _with_model(settings):
         if setting.key in PLANNED:
             among.pop(setting.key, None)
             if isinstance(setting.value, list) or (setting.value == AUTO and _default(setting.key) != AUTO):
@@ -75,6 +77,8 @@ def build_config(settings: list[Setting]) -> Config:
     config.__dict__["_among"] = among
     check_rules(config)
     config.run.dir = str(Path(config.run.dir).expanduser())
+    if config.run.init_from:
+        config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
     return config
 
 
@@ -177,8 +181,13 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
             yield Setting(dotted, value, origin)
 
 
-def _with_preset(settings: list[Setting]) -> list[Setting]:
-    """The preset's keys go before all others, so that a key given beside it wins wherever it was given."""
+def _with_model(settings: list[Setting]) -> list[Setting]:
+    """Keys of the preset, then of the model that the run starts from, go before all others, so that a key given beside
+    them wins wherever it was given."""
+    start = [s for s in settings if s.key == "run.init_from"][-1:]
+    for _, directory, origin in (s for s in start if s.value):
+        there = model_settings(str(directory), origin)
+        settings = [Setting(f"model.{k}", v, f"{directory}") for k, v in there.items()] + settings
     chosen = [s for s in settings if s.key == "model.preset" and s.value]
     if not chosen:
         return settings

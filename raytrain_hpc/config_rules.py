@@ -49,10 +49,14 @@ def _run(config: Config) -> None:
 
 def _model(config: Config) -> None:
     m = config.model
-    if m.hidden_size % m.num_heads:
-        raise _fail(config, "model.num_heads", f"must divide model.hidden_size={m.hidden_size}")
-    if m.positions == "rotary" and (m.hidden_size // m.num_heads) % 2:
+    if m.head_dim == AUTO and m.hidden_size % m.num_heads:
+        remedy = f"must divide model.hidden_size={m.hidden_size}, or model.head_dim be given"
+        raise _fail(config, "model.num_heads", remedy)
+    head_dim = m.hidden_size // m.num_heads if m.head_dim == AUTO else int(m.head_dim)
+    if m.positions == "rotary" and head_dim % 2:
         raise _fail(config, "model.num_heads", "rotary positions need an even number of channels a head")
+    if m.rope_factor > 1 and m.rope_high_factor <= m.rope_low_factor:
+        raise _fail(config, "model.rope_high_factor", f"must exceed model.rope_low_factor={m.rope_low_factor:g}")
     if m.num_kv_heads != AUTO and m.num_heads % int(m.num_kv_heads):
         raise _fail(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
     if m.num_experts and m.experts_per_token > m.num_experts:
@@ -109,6 +113,7 @@ def _train(config: Config) -> None:
         raise _fail(config, "train.warmup", f"must not exceed train.steps={t.steps}")
     if t.lr_scaling != "none" and t.lr_base_batch == 0:
         raise _fail(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")
+    _adapters(config)
     checks: list[tuple[str, float, Callable[[float], bool], str]] = [
         ("train.beta1", t.beta1, lambda v: v < 1, "needs a number below 1"),
         ("train.beta2", t.beta2, lambda v: v < 1, "needs a number below 1"),
@@ -117,6 +122,20 @@ def _train(config: Config) -> None:
     for key, value, holds, remedy in checks:
         if not holds(value):
             raise _fail(config, key, remedy)
+
+
+def _adapters(config: Config) -> None:
+    t, p = config.train, config.parallel
+    if not t.lora_rank:
+        return
+    known = TrainConfig().lora_targets
+    if not t.lora_targets or not set(t.lora_targets) <= set(known):
+        raise _fail(config, "train.lora_targets", f"choose some of {', '.join(known)}")
+    for axis in ("tp", "cp", "pp", "ep"):
+        if getattr(p, axis) > 1:
+            raise _fail(config, f"parallel.{axis}", "adapters train data-parallel, replicated or by ZeRO; set it to 1")
+    if p.tile_mib:
+        raise _fail(config, "parallel.tile_mib", "layers with adapters are not tiled; set it to 0")
 
 
 def _parallel(config: Config) -> None:

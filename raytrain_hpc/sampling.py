@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.merged import read_merged
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json
 from raytrain_hpc.driver.rundir import RunDirectory
@@ -79,5 +79,5 @@ def load_model(directory: RunDirectory) -> tuple[Decoder, int]:
     # A second name of a tied weight is no entry of its own; a router's bias is.
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = [Held.of(f"model.{name}", named[name].detach()) for name in model.state_dict() if name in named]
-    read_pieces(newest, Holding(held))
+    read_merged(newest, Holding(held))
     return model.eval(), int(newest.meta["seq_len"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from raytrain_hpc.config import AUTO, ModelConfig
@@ -11,6 +11,7 @@ from raytrain_hpc.errors import ConfigError
 VOCABULARY_TILE = 64  # rows of the head's table, of which a GPU multiplies whole tiles
 
 _FFN_MULTIPLE = 64
+_BALANCE = ("balance", "balance_weight", "balance_rate")
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,21 @@ class ModelShape:
     balance: Literal["loss", "bias", "none"] = "none"
     balance_weight: float = 0.0  # of the balancing loss
     balance_rate: float = 0.0  # by which the bias changes a step
+    head_dim: int = 0  # channels a head; 0 becomes hidden_size / num_heads
+    qk_norm: bool = False  # every head's queries and keys are normalised
+    rope_factor: float = 1.0  # by which long wavelengths are stretched; 1: none are
+    rope_low_factor: float = 1.0  # wavelengths above rope_original / this one are long
+    rope_high_factor: float = 4.0  # those below rope_original / this one are left alone
+    rope_original: int = 8192  # positions that the model knew before it was stretched
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
 
     @property
-    def head_dim(self) -> int:
-        """Channels a head."""
-        return self.hidden_size // self.num_heads
+    def attention_size(self) -> int:
+        """Channels of all queries, and of what attention gives."""
+        return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
@@ -54,6 +65,11 @@ class ModelShape:
     def norm_parameters(self) -> int:
         """Parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layernorm" and self.bias else 1)
+
+    @property
+    def head_norm_parameters(self) -> int:
+        """Parameters of the norms of queries and of keys in one block."""
+        return 2 * self.head_dim * self.norm_parameters // self.hidden_size if self.qk_norm else 0
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -72,7 +88,7 @@ class ModelShape:
 
         Queries, keys, values, output and feed-forward, or router, shared expert and as many experts as it goes to.
         """
-        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
+        attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         return attention + self.hidden_size * (self.feed_forward_matrices * self.channels_met + self.num_experts)
 
     def expert_parameters(self) -> int:
@@ -83,12 +99,13 @@ class ModelShape:
         """Parameters of one block, all of them."""
         biases, dense = 0, self.shared_expert_size if self.num_experts else self.ffn_size
         if self.bias:
-            biases = 2 * self.hidden_size + 2 * self.kv_size
+            biases = self.attention_size + 2 * self.kv_size + self.hidden_size
             if dense:
                 biases += self.hidden_size + (self.feed_forward_matrices - 1) * dense
-        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
+        attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         feed_forward = self.hidden_size * (self.feed_forward_matrices * dense + self.num_experts)
-        return attention + feed_forward + self.expert_parameters() + biases + 2 * self.norm_parameters
+        norms = 2 * self.norm_parameters + self.head_norm_parameters
+        return attention + feed_forward + self.expert_parameters() + biases + norms
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, exactly; a tied head is counted once."""
@@ -114,7 +131,7 @@ def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -
         num_heads=model.num_heads,
         num_kv_heads=model.num_heads if model.num_kv_heads == AUTO else int(model.num_kv_heads),
         ffn_size=_ffn_size(model),
-        max_positions=seq_len if model.positions == "learned" else 0,
+        max_positions=_max_positions(model, seq_len),
         norm=model.norm,
         norm_eps=model.norm_eps,
         activation=model.activation,
@@ -124,8 +141,34 @@ def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -
         bias=model.bias,
         dropout=model.dropout,
         init_std=model.init_std,
+        head_dim=0 if model.head_dim == AUTO else int(model.head_dim),
+        qk_norm=model.qk_norm,
+        rope_factor=model.rope_factor,
+        rope_low_factor=model.rope_low_factor,
+        rope_high_factor=model.rope_high_factor,
+        rope_original=model.rope_original,
         **_experts(model),
     )
+
+
+def settings_of(shape: ModelShape) -> dict[str, Any]:
+    """The keys of section `model` that resolve to this shape, whatever the dataset and train.seq_len."""
+    settings = asdict(shape)
+    left_out = [] if shape.positions == "learned" else ["max_positions"]
+    if not shape.num_experts:
+        left_out += ["num_experts", "experts_per_token", "shared_expert_size", *_BALANCE]
+    return {key: value for key, value in settings.items() if key not in left_out}
+
+
+def _max_positions(model: ModelConfig, seq_len: int) -> int:
+    if model.positions != "learned":
+        return 0
+    if model.max_positions == AUTO:
+        return seq_len
+    if int(model.max_positions) < seq_len:
+        remedy = f"train.seq_len={seq_len} needs as many learned positions; give at least that, or a shorter seq_len"
+        raise ConfigError("model.max_positions", model.max_positions, "", remedy)
+    return int(model.max_positions)
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def _spec(prepared: Any, world: int, generation: int, resume_step: int | None, s
         generation=generation,
         resume_step=resume_step,
         steps_to=prepared.config.train.steps if steps_to is None else steps_to,
+        initial=prepared.initial,
     )
 
 

@@ -89,16 +89,17 @@ def transformers_llama(shape: ModelShape) -> nn.Module:
     """Of this shape. Raises ImportError where transformers is not installed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        tie_word_embeddings=shape.tie_embeddings,
-        attn_implementation="sdpa",
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "attn_implementation": "sdpa",
+    }
+    config = LlamaConfig(**sizes)
     model: nn.Module = LlamaForCausalLM(config)
     return model
 

@@ -33,7 +33,8 @@ class Consumer:
         stream = DeliveredStream(recipe.stream(recipe.dataset()), RayBlocks(feeder, plan, 0), notes.append)
         began, tokens = time.perf_counter(), 0
         for microbatch in stream.microbatches(range(plan.first, plan.stop), plan.shares[0]):
-            tokens += microbatch.inputs.size
+            inputs, targets = microbatch.inputs, microbatch.targets
+            tokens += min(inputs.size, targets.size)
         seconds = time.perf_counter() - began
         if stream.delivered < plan.groups:
             raise RunFailed(f"only {stream.delivered} of {plan.groups} blocks were delivered: {notes}")

@@ -18,6 +18,7 @@ from raytrain_hpc.state.index import Box, StateIndex, TensorSlices
 
 MANIFEST = "manifest.json"
 FORMAT = "raytrain-hpc-1"
+ADAPTERS = "adapters"  # in `meta`, of a model with low-rank adapters: their rank and alpha
 
 
 def shard_name(rank: int) -> str:

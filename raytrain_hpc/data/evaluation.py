@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raytrain_hpc.data.packing import IGNORED, Packing
+from raytrain_hpc.data.packing import Packing
 from raytrain_hpc.data.shards import TokenSource
 from raytrain_hpc.data.stream import Microbatch
 from raytrain_hpc.errors import DataError
@@ -38,11 +38,5 @@ class EvaluationSet:
             raise DataError(f"evaluation batch {index}: there are {self.num_batches}")
         chosen = np.arange(index * self._batch, min((index + 1) * self._batch, self.num_samples))
         numbers = chosen * self._available // self.num_samples
-        read = Microbatch.of(numbers, self._packing.read(self._tokens, self._packing.places(numbers)))
-        missing = [(0, self._batch - chosen.size), (0, 0)]
-        return Microbatch(
-            np.pad(read.inputs, missing),
-            np.pad(read.targets, missing, constant_values=IGNORED),
-            np.pad(numbers, missing[0], constant_values=-1),
-            None if read.documents is None else np.pad(read.documents, missing),
-        )
+        rows = self._packing.read(self._tokens, self._packing.places(numbers)).filled(self._batch)
+        return Microbatch(np.pad(numbers, (0, self._batch - numbers.size), constant_values=-1), rows)

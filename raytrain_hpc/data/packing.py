@@ -39,6 +39,25 @@ class Rows:
         documents = None if self.documents is None else self.documents[rows]
         return Rows(self.tokens[rows], documents, None if self.counted is None else self.counted[rows])
 
+    @property
+    def nbytes(self) -> int:
+        """What they hold."""
+        return sum(part.nbytes for part in (self.tokens, self.documents, self.counted) if part is not None)
+
+    def filled(self, n: int) -> Rows:
+        """With rows behind that count for nothing, n in all."""
+        missing = n - len(self.tokens)
+        if not missing:
+            return self
+        behind = [(0, missing), (0, 0)]
+        documents = None if self.documents is None else np.pad(self.documents, behind)
+        counted = np.ones(self.tokens.shape, dtype=bool) if self.counted is None else self.counted
+        return Rows(np.pad(self.tokens, behind), documents, np.pad(counted, behind))
+
+    def inputs(self) -> Ints:
+        """The token at each position but the last, int64[n, T]."""
+        return self.tokens[:, :-1].astype(np.int64)
+
     def targets(self) -> Ints:
         """The token after each position, int64[n, T], IGNORED where it counts for nothing."""
         targets = self.tokens[:, 1:].astype(np.int64)

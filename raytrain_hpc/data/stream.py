@@ -22,7 +22,7 @@ from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.errors import DataError
 
 LOCATED = 4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers
-READ_TOKENS = 1 << 17  # about so many are read at once: few enough to be in a core's cache when they are widened
+READ_TOKENS = 1 << 17  # about so many are read at once
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,38 @@ class DataState:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """b sequences of T tokens.
+    """b sequences of T tokens, as compact as they were read: each property is made anew when it is asked for.
 
-    `inputs` int64[b, T]; `targets` int64[b, T], each the token after its input, or -100 where there is none; `samples`
-    int64[b], the global sample numbers (numbers in the split in an evaluation, -1 for a padded row); `documents`
-    int64[b, T], numbered from 0 in each row, or None where attention need not keep any apart.
+    `samples` int64[b]: the global sample numbers (numbers in the split in an evaluation, -1 for a padded row).
     """
 
-    inputs: Ints
-    targets: Ints
     samples: Ints
-    documents: Ints | None
+    rows: Rows
 
-    @classmethod
-    def of(cls, samples: Ints, rows: Rows) -> Microbatch:
-        """The samples int64[b], from what was read of them."""
-        documents = None if rows.documents is None else rows.documents[:, :-1].astype(np.int64)
-        return cls(rows.tokens[:, :-1].astype(np.int64), rows.targets(), samples, documents)
+    @property
+    def inputs(self) -> Ints:
+        """int64[b, T]."""
+        return self.rows.inputs()
+
+    @property
+    def targets(self) -> Ints:
+        """int64[b, T], each the token after its input, or -100 where there is none."""
+        return self.rows.targets()
+
+    @property
+    def documents(self) -> Ints | None:
+        """int64[b, T], numbered from 0 in each row, or None where attention need not keep any apart."""
+        return None if self.rows.documents is None else self.rows.documents[:, :-1].astype(np.int64)
 
     @property
     def valid_tokens(self) -> int:
         """Targets that count."""
         return int((self.targets != IGNORED).sum())
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return self.samples.nbytes + self.rows.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +95,7 @@ class Block:
         """Cut into microbatches of `size` samples."""
         for first in range(0, len(self.samples), size):
             cut = slice(first, first + size)
-            yield Microbatch.of(self.samples[cut], self.rows.cut(cut))
+            yield Microbatch(self.samples[cut], self.rows.cut(cut))
 
 
 class Stream(Protocol):
@@ -137,7 +147,7 @@ class LocalStream:
     def microbatch(self, step: int, v: int) -> Microbatch:
         """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
         samples, source, places = self._locate([(step, v)])
-        return Microbatch.of(samples, self._read(source, places))
+        return Microbatch(samples, self._read(source, places))
 
     def places(self, step: int, v: int) -> Ints:
         """Where these samples begin in their sources, int64[b]."""

@@ -31,6 +31,7 @@ def announce(
         "state_bytes_per_rank": state,
         "flops_per_token": None if prepared.custom else flops_per_token(shape, train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
+        "memory": None if estimate is None else asdict(estimate.footprint),
         "expected": None if estimate is None else described(estimate, estimate, work, there),
     }
     tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()

@@ -63,6 +63,7 @@ class Fleet(Protocol):
 
     world: int
     cluster: Topology
+    lasting: bool  # whether it is a Ray cluster that outlives the run, and may have a dashboard
 
     def crew(self, config: Config) -> Crew:
         """A crew for these settings, not started."""

@@ -17,8 +17,8 @@ from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.hardware import device_called
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.plan.topology import Node, Topology
-from raytrain_hpc.worker.build import build_trainer
 from raytrain_hpc.worker.control import Control
+from raytrain_hpc.worker.running import runner_of
 from raytrain_hpc.worker.spec import WorkerSpec
 
 
@@ -79,8 +79,7 @@ class LocalWorker:
     ) -> str:
         """Train until done or stopped. Returns which of the two."""
         control = HandlingControl(stop, handle)
-        trainer = build_trainer(spec, 0, self._device, None, control)
-        return trainer.run(spec.first, spec.steps_to)
+        return runner_of(spec, 0, self._device, None, control).run(spec.first, spec.steps_to)
 
     def close(self) -> None:
         """Nothing to end: the process is the caller's."""
@@ -89,7 +88,7 @@ class LocalWorker:
 class LocalFleet:
     """A fleet of one."""
 
-    world = 1
+    world, lasting = 1, False
 
     def __init__(self, config: Config):
         wanted = config.cluster.device

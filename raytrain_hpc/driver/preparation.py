@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease, probe_writable
-from raytrain_hpc.checkpoint.manifest import Checkpoint
+from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.packing import Padded, packing_of
@@ -17,8 +19,16 @@ from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.storage import is_remote
 from raytrain_hpc.data.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
-from raytrain_hpc.errors import CheckpointError, ConfigError, LayoutError, RunDirectoryError
+from raytrain_hpc.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LayoutError,
+    MissingDependency,
+    RunDirectoryError,
+)
 from raytrain_hpc.observe.profiling import check_profiler
+from raytrain_hpc.observe.trackers import check_trackers
 from raytrain_hpc.plan.layout import (
     Batching,
     Layout,
@@ -31,8 +41,10 @@ from raytrain_hpc.plan.layout import (
 from raytrain_hpc.plan.traffic import by_axis
 from raytrain_hpc.plan.work import work_of
 from raytrain_hpc.shape import ModelShape, resolve_shape
-from raytrain_hpc.worker.spec import CustomModel
+from raytrain_hpc.worker.spec import CustomModel, Script
 
+# Of a model's shape, what may be another one than in the run that its first weights are from.
+_FREE = {"dropout", "init_std", "balance", "balance_weight", "balance_rate"}
 _JOB_COPIES = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
@@ -43,11 +55,12 @@ class PreparedRun:
     config: Config
     shape: ModelShape
     dataset: Dataset
-    custom: CustomModel | None
+    custom: CustomModel | Script | None
     directory: RunDirectory
     store: CheckpointStore
     stream: LocalStream  # for its data state; nothing is read here
     stored: Batching | None = None  # how an earlier life of the run cut its batch
+    initial: Path | None = None  # the checkpoint whose weights it begins with
 
     def layout(self, world: int) -> tuple[Layout, Batching]:
         """Layout and microbatches on `world` ranks."""
@@ -77,6 +90,7 @@ class PreparedRun:
             "model": shape,
             "dtype": train.dtype,
             "optimizer": train.optimizer,
+            **({ADAPTERS: {"rank": train.lora_rank, "alpha": train.lora_alpha}} if train.lora_rank else {}),
             "data": {
                 "seed": self.config.run.seed,
                 "dataset_hash": self.dataset.dataset_hash,
@@ -87,10 +101,13 @@ class PreparedRun:
         }
 
 
-def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str], None]) -> PreparedRun:
+def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Callable[[str], None]) -> PreparedRun:
     """Check settings against directory, data and checkpoints. Raises the error that a user should see, and leaves the
     disk as it was."""
     check_profiler(config.observe)
+    check_trackers(config.observe)
+    if config.train.lora_rank and find_spec("peft") is None:
+        raise MissingDependency(f"train.lora_rank={config.train.lora_rank}: needs peft; run `pip install peft`")
     check_axes(config)
     world = fixed_world(config)
     if world is not None:
@@ -105,6 +122,8 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
         check_shape(config, shape)
     else:
         _only_data_parallel(config)
+        if isinstance(custom, Script):
+            _only_replicated(config)
     stream = open_stream(
         dataset,
         config.data,
@@ -122,13 +141,39 @@ def prepare_run(config: Config, custom: CustomModel | None, warn: Callable[[str]
     prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
     newest = newest_checkpoint(store, warn)
     if newest is None:
-        return prepared
+        return replace(prepared, initial=_initial(prepared, warn))
     _same_run(prepared, newest)
     stream.step_of(DataState.from_json(newest.meta["data_state"]))
     prepared = replace(prepared, stored=Batching(**newest.meta["microbatches"]))
     if world is not None:
         prepared.layout(world)
     return prepared
+
+
+def _initial(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that run.init_from names, if any. Raises CheckpointError where it is of another model, and
+    DataError where it is of another tokenizer."""
+    if not run.config.run.init_from:
+        return None
+    directory = RunDirectory(Path(run.config.run.init_from))
+    found = newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
+    if found is None:
+        raise CheckpointError(f"run.init_from={directory.path}: has no checkpoint any more")
+    there, here = found.meta["model"], None if run.custom else asdict(run.shape)
+    if there is not None and here is not None:
+        there = asdict(ModelShape(**there))
+        for key in here.keys() - _FREE:
+            if there[key] != here[key]:
+                remedy = f"the model in {directory.path} has {there[key]!r}; leave the key out"
+                raise ConfigError(f"model.{key}", here[key], run.config.origin(f"model.{key}"), remedy)
+    mine = run.dataset.tokenizer
+    known = json.loads(directory.tokenizer.read_text()) if directory.tokenizer.exists() else None
+    if mine is not None and known is not None and known != mine.to_json():
+        raise DataError(
+            f"data: its tokenizer is not that of the model in {directory.path}, whose tokens would mean something "
+            f"else; prepare it with the model's own (hf:{directory.path / 'huggingface'} after import-hf)"
+        )
+    return found.path
 
 
 def _warn_of_samples(dataset: Dataset, stream: LocalStream, config: Config, warn: Callable[[str], None]) -> None:
@@ -143,6 +188,12 @@ def _warn_of_samples(dataset: Dataset, stream: LocalStream, config: Config, warn
                 f"data: {cut} of {source.num_documents} documents of {path} are longer than train.seq_len + 1 = "
                 f"{config.train.seq_len + 1} tokens: what lies behind is not read"
             )
+
+
+def _only_replicated(config: Config) -> None:
+    if zero := config.parallel.zero:
+        key = "parallel.zero"
+        raise LayoutError(key, zero, config.origin(key), "a script's own optimizer needs whole parameters; set it to 0")
 
 
 def _only_data_parallel(config: Config) -> None:
@@ -207,6 +258,8 @@ def _same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
     here = run.identity()
     for name, mine in here.items():
         there = checkpoint.meta.get(name)
+        if name == "model" and there is not None:  # of before a shape had all that it has now
+            there = asdict(ModelShape(**there))
         if there == mine:
             continue
         what, old, new = _difference(name, there, mine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
 from raytrain_hpc.observe.console import Console, step_line
 from raytrain_hpc.observe.metrics import mfu
 from raytrain_hpc.observe.sinks import JsonlSink, TensorBoardSink
+from raytrain_hpc.observe.trackers import Tracker
 
 Record = dict[str, Any]
 
@@ -57,13 +58,16 @@ class RunRecorder:
         lease: Lease,
         meta_of_step: Callable[[int], dict[str, Any]],
         flops_per_token: float | None,
+        trackers: Sequence[Tracker] = (),
     ):
+        """`trackers`: where the metrics of committed steps go too; none of them may raise or wait."""
         self._config, self._directory, self._console = config, directory, console
         self._store, self._lease, self._meta_of_step = store, lease, meta_of_step
         self._flops = flops_per_token
         self._lock = threading.RLock()
         self._jsonl = JsonlSink(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardSink | None = None
+        self._trackers = tuple(trackers)
         self._shards: dict[int, dict[int, ShardReport | str]] = {}
         self._timelines = Timelines(directory.timeline)
         self._step = 0
@@ -112,6 +116,8 @@ class RunRecorder:
             self._jsonl.close()
             if self._tensorboard is not None:
                 self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _recall(self) -> None:
         """Pick up the tally where an earlier life of the run left it."""
@@ -141,6 +147,8 @@ class RunRecorder:
             if self._tensorboard is None:  # only now: its import is slow, and until here workers would wait for it
                 self._tensorboard = TensorBoardSink(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
+        for tracker in self._trackers:
+            tracker.write(metrics)
         self._console.advance(self._step)
         steps = self._config.train.steps
         if self._step % self._config.observe.log_every == 0 or self._step in (1, steps) or "val/loss" in metrics:

@@ -21,6 +21,7 @@ from raytrain_hpc.driver.result import Result
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailed, WorkerFailed
 from raytrain_hpc.observe.console import Console
 from raytrain_hpc.observe.devices import peak_tflops
+from raytrain_hpc.observe.trackers import Behind, trackers_of
 from raytrain_hpc.plan.flops import flops_per_token
 from raytrain_hpc.plan.layout import Batching, Layout
 from raytrain_hpc.plan.pace import by_pace
@@ -28,7 +29,7 @@ from raytrain_hpc.plan.parts import buddies, newest_step, parts
 from raytrain_hpc.plan.placement import Site, described
 from raytrain_hpc.plan.recovery import Candidate, Formation, form, least_workers
 from raytrain_hpc.worker.schedule import evaluates
-from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
+from raytrain_hpc.worker.spec import CustomModel, Script, WorkerSpec
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class _Run:
 class Supervisor:
     """Carries a run through its generations. `stop` may be set from any thread or signal handler."""
 
-    def __init__(self, config: Config, custom: CustomModel | None, console: Console, stop: threading.Event):
+    def __init__(self, config: Config, custom: CustomModel | Script | None, console: Console, stop: threading.Event):
         self._config, self._custom, self._console, self._stop = config, custom, console, stop
         self._marks: dict[str, float] = {"began": time.time()}
         self._restarts = 0
@@ -79,6 +80,17 @@ class Supervisor:
             finally:
                 self._release(lease)
 
+    def _trackers(self, fleet: Fleet) -> list[Behind]:
+        def alarm(text: str) -> None:
+            self._console.line(f"alarm: {text}")
+
+        found = trackers_of(self._config, alarm)
+        if fleet.lasting and self._config.observe.ray_metrics:
+            from raytrain_hpc.driver.gauges import Gauges  # Ray is there, then
+
+            found.append(Behind("ray_metrics", partial(Gauges, self._config.run.name), alarm))
+        return found
+
     def _warn(self, text: str) -> None:
         """Print a line once: preparation and every generation look at the same checkpoints."""
         if text not in self._warned:
@@ -103,6 +115,7 @@ class Supervisor:
             lease,
             prepared.meta(batching),
             None if self._custom else flops_per_token(prepared.shape, self._config.train.seq_len),
+            self._trackers(fleet),
         )
         run = _Run(prepared, lease, recorder, IncidentLog(prepared.directory), batching)
         self._wanted = self._wanted or fleet.world
@@ -186,6 +199,8 @@ class Supervisor:
         if newest is not None:
             self._console.line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
             recorder.tally.checkpoint = str(newest.path)
+        elif formation.step is None and prepared.initial is not None:
+            self._console.line(f"first weights from {prepared.initial}")
         self._console.begin(self._config.train.steps, first)
         spec = WorkerSpec(
             config=located(self._config),
@@ -199,6 +214,7 @@ class Supervisor:
             steps_to=self._config.train.steps,
             unevaluated=self._unevaluated(run, first),
             unsaved=formation.step is not None and self._unsaved(run, first),
+            initial=prepared.initial,
             buddies=buddies(layout, sites) if self._config.checkpoint.buddies else (),
         )
         run.incidents.resumed(first, layout.world)
@@ -245,6 +261,8 @@ class Supervisor:
         """The metrics of `step` where an evaluation follows it and was cut short."""
         train = self._config.train
         if not step or run.prepared.dataset.val is None or not evaluates(train, step, train.steps):
+            return None
+        if isinstance(self._custom, Script):  # what it evaluates is its own affair
             return None
         last = run.recorder.tally.last
         line = last if last.get("step") == step else run.prepared.directory.metrics_of(step)

@@ -50,8 +50,8 @@ class RayFleet:
     `readers`: whether processes on the cluster read for the workers.
     """
 
-    def __init__(self, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool):
-        self.world = world
+    def __init__(self, world: int, cluster: Topology, store: RendezvousStore, *, readers: bool, lasting: bool):
+        self.world, self.lasting = world, lasting
         self.cluster, self._store, self._readers = cluster, store, readers
 
     @property
@@ -80,7 +80,7 @@ def open_ray_fleet(config: Config) -> Iterator[RayFleet]:
         store = RendezvousStore(host, config)
         # A Ray that is there for this run alone has no CPUs beside those of the workers.
         readers = config.data.engine == "ray" or (config.data.engine == AUTO and not started)
-        yield RayFleet(world, cluster, store, readers=readers)
+        yield RayFleet(world, cluster, store, readers=readers, lasting=not started)
 
 
 class RayWorkers:

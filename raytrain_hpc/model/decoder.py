@@ -6,6 +6,7 @@ can be compiled, recomputed, sharded or built on the meta device one by one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
             x = self._embed(self.embedding, x, keys, positions)
         rotary = None
         if self.shape.positions == "rotary":
-            rotary = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta, x.dtype)
+            rotary = rotary_tables(positions, self.shape, x.dtype)
         for number, block in self.blocks().items():
             of_layer = None if keys is None else fold(keys, number + 1)
             x = block(x, Beside(rotary, of_layer, documents, counted))
@@ -166,20 +167,31 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.qkv = nn.Linear(shape.hidden_size, shape.hidden_size + 2 * shape.kv_size, bias=shape.bias)
-        self.out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=shape.bias)
+        self.qkv = nn.Linear(shape.hidden_size, shape.attention_size + 2 * shape.kv_size, bias=shape.bias)
+        self.out = nn.Linear(shape.attention_size, shape.hidden_size, bias=shape.bias)
+        self.q_norm = Norm(shape, shape.head_dim) if shape.qk_norm else None
+        self.k_norm = Norm(shape, shape.head_dim) if shape.qk_norm else None
         self.mix: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, beside: Beside) -> Tensor:
         """What attention adds to the residual stream, [b, t, hidden_size]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], dim=2)
+            qk = torch.cat((_normed(self.q_norm, q), _normed(self.k_norm, k)), dim=2)
         if beside.rotary is not None:
             qk = rotate(qk, beside.rotary)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
         mixed = self.mix(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), beside.documents)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+def _normed(norm: Norm, x: Tensor) -> Tensor:
+    """In the type of the norm's weight: products under autocast give a narrower one."""
+    normed: Tensor = norm(x.to(norm.weight.dtype))
+    return normed.to(x.dtype)
 
 
 class CausalAttention(nn.Module):
@@ -245,28 +257,41 @@ def as_multiplied(x: Tensor) -> Tensor:
 class Norm(nn.Module):
     """LayerNorm (with a bias where the model has biases) or RMSNorm, over the last dimension."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, width: int | None = None):
+        """`width`: of the last dimension, by default the residual stream's."""
         super().__init__()
+        width = shape.hidden_size if width is None else width
         self.eps, self.centred = shape.norm_eps, shape.norm == "layernorm"
-        self.weight = nn.Parameter(torch.ones(shape.hidden_size))
-        self.bias = nn.Parameter(torch.zeros(shape.hidden_size)) if self.centred and shape.bias else None
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if self.centred and shape.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised x [..., hidden_size]."""
+        """The normalised x [..., width]."""
         if self.centred:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+def rotary_tables(positions: Tensor, shape: ModelShape, dtype: torch.dtype) -> Rotary:
     """Cosines and sines [..., 1, head_dim / 2] at positions int64 [...] (Su et al. 2021, arXiv 2104.09864).
 
     fp64 where dtype is fp64, else fp32: in bf16 neighbouring positions would share an angle.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim
-    angles = positions.to(exact)[..., None, None] * theta**-exponent
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=exact, device=positions.device) / shape.head_dim
+    frequencies = shape.rope_theta**-exponent
+    if shape.rope_factor > 1:
+        frequencies = _stretched(frequencies, shape)
+    angles = positions.to(exact)[..., None, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def _stretched(frequencies: Tensor, shape: ModelShape) -> Tensor:
+    """Long waves slowed down by a factor, short ones as they are, in between in proportion (Llama 3.1's model card)."""
+    turns = shape.rope_original * frequencies / (2 * math.pi)  # in the positions that the model knew before
+    low, high = shape.rope_low_factor, shape.rope_high_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / shape.rope_factor)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -24,8 +24,11 @@ def initial_tensor(shape: ModelShape, name: str, size: Sequence[int], seed: int)
     by sqrt(2 num_layers), norms one, biases zero. Always drawn in fp32, so that runs of any type start alike.
     Raises ModelError for a name that no Decoder has.
     """
-    if name.endswith("bias"):
+    if name.endswith("bias") or ".lora_B." in name:
         return torch.zeros(*size)
+    if ".lora_A." in name:  # as peft, and torch's own linear layers, begin
+        generator, bound = torch.Generator().manual_seed(seed_for(seed, name)), size[1] ** -0.5
+        return torch.empty(*size).uniform_(-bound, bound, generator=generator)
     if name.endswith("norm.weight"):
         return torch.ones(*size)
     if not name.endswith(_RESIDUAL + _NORMAL):

@@ -14,11 +14,32 @@ KEYS = {
     "time/unix": "When the step was committed.",
     "time/step_s": "Wall time of the step on rank 0, data included, checkpoint and evaluation not.",
     "time/data_s": "Part of it spent waiting for tokens.",
+    "time/forward_s": "Part of it in forward passes of rank 0, exchanges inside them included.",
+    "time/backward_s": "The same of backward passes; reductions run behind them.",
+    "time/communication_s": "After the last backward pass: waiting for reductions, sums over ranks, gradient norm.",
+    "time/optimizer_s": "The optimizer's own step.",
     "time/checkpoint_s": "What a checkpoint took after it (the copy; the writing goes on behind).",
     "memory/peak_gib": "Peak memory of rank 0's device, or resident memory of its process on CPU.",
+    "memory/weights_gib": "Weights that rank 0 holds between two steps,",
+    "memory/gradients_gib": "gradients that its optimizer is given,",
+    "memory/moments_gib": "and the optimizer's moments, wherever they live.",
     "elastic/world_size": "Ranks that made the step.",
     "elastic/generation": "Generation of the process groups: one more after each restart.",
     "val/loss": "Sum of the token losses over the validation windows divided by their tokens, where evaluated.",
+}
+
+COMPARED = (
+    *(f"time/{part}_s" for part in ("step", "data", "forward", "backward", "communication", "optimizer")),
+    "memory/peak_gib",
+)
+"""Keys whose statistics over all ranks are written every observe.ranks_every steps."""
+
+STATISTICS = {"mean": "mean", "min": "least", "max": "largest", "std": "standard deviation"}
+
+KEYS |= {
+    f"ranks/{name}/{kind}": f"Every observe.ranks_every steps: {what} over all ranks of {name}."
+    for name in COMPARED
+    for kind, what in STATISTICS.items()
 }
 
 

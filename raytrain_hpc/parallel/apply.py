@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config import Config
+from raytrain_hpc.model.adapters import Adapters, adapt
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.blocks import blocks_of
@@ -47,6 +48,11 @@ class Parallel:
         self.parameters: dict[str, nn.Parameter] = dict(named)  # by this rank's own names; DTensors where sharded
         if len(named) != len(self.parameters):
             raise ValueError("two stages of a rank have a parameter of the same name")
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not frozen."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def cut(self, name: str) -> Cut:
         """What of the global tensor the parameter `name` is, before data parallelism shards it."""
@@ -95,6 +101,10 @@ def parallelise(
     for stage, module in modules.items():
         if isinstance(module, Decoder):
             _cut(module, axes, config.train.seq_len, tensor)
+            if config.train.lora_rank:
+                train = config.train
+                adapters = Adapters(train.lora_rank, train.lora_alpha, tuple(train.lora_targets))
+                tensor.cuts |= adapt(module, adapters)
             if config.parallel.tile_mib and layout.dp_shard > 1:
                 tile(module, _tile_elements(config), layout.dp_shard, tensor.cuts)
         blocks[stage] = list(module.blocks().values()) if isinstance(module, Decoder) else blocks_of(module)

@@ -30,16 +30,17 @@ def layer_bytes_per_token(
     """
     wide = 8 if dtype == "fp64" else 4
     narrow = 2 if dtype == "bf16" else wide
-    h, kv = shape.hidden_size, shape.kv_size
+    h, a, kv = shape.hidden_size, shape.attention_size, shape.kv_size
     if recompute == "full":
         return wide * h / tp
     feed_forward = _feed_forward(shape, tp, wide, narrow, recompute == "selective", compiled)
     if recompute == "selective":
-        products = h + 2 * kv + h  # queries, keys, values; attention
+        products = a + 2 * kv + a  # queries, keys, values; attention
         return (wide * h + narrow * products) / tp + narrow * h + feed_forward  # row products before their sum
-    scaled = shape.norm == "rmsnorm" and dtype != "bf16" and not compiled
-    norms = wide * h * (4 if scaled else 2) / tp + narrow * h * 2
-    attention = h + 2 * kv + h + (h + kv if shape.positions == "rotary" and not compiled else 0)
+    fused = dtype == "bf16" or compiled
+    norms = wide * h * (4 if shape.norm == "rmsnorm" and not fused else 2) / tp + narrow * h * 2
+    attention = a + 2 * kv + a + (a + kv if shape.positions == "rotary" and not compiled else 0)
+    attention += (a + kv) * ((shape.norm == "rmsnorm" and not fused) + (not compiled)) if shape.qk_norm else 0
     masks = 2 * h if shape.dropout else 0
     return norms + (narrow * attention + masks) / tp + feed_forward
 

@@ -140,7 +140,7 @@ class CostModel:
         shape, tokens = work.shape, size * work.seq_len / cp
         products = sum(self._product_s(*product) for product in self._products(tokens, tp))
         # Fused causal attention computes half of the square of scores; backward two and a half times as much.
-        attention = 2 * tokens * work.seq_len * shape.hidden_size / tp / (self._reached * _ATTENTION)
+        attention = 2 * tokens * work.seq_len * shape.attention_size / tp / (self._reached * _ATTENTION)
         kept = layer_bytes_per_token(shape, tp=tp, dtype=work.dtype, recompute="none", compiled=work.compiled)
         elementwise = tokens * kept / (self._machine.device.memory_gbs * 1e9)
         forward = products + attention + elementwise
@@ -159,8 +159,8 @@ class CostModel:
         """(rows, inputs, outputs) of the matrix products of a layer on a rank; several alike as one with all rows."""
         shape = self._work.shape
         h, ups = shape.hidden_size, shape.feed_forward_matrices - 1
-        yield tokens, h, (h + 2 * shape.kv_size) / tp
-        yield tokens, h / tp, h
+        yield tokens, h, (shape.attention_size + 2 * shape.kv_size) / tp
+        yield tokens, shape.attention_size / tp, h
         widths = [(tokens, shape.shared_expert_size if shape.num_experts else shape.ffn_size)]
         if shape.num_experts:
             widths.append((tokens * shape.experts_per_token, shape.ffn_size))

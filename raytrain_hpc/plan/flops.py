@@ -12,10 +12,10 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = True) -> 
     """FLOPs a token of forward and backward in sequences of seq_len, matrix products only.
 
     6 a weight, N being the weights of the layers' products and the head, tied or not; the embedding is a lookup and
-    costs none. Attention adds 12 h s a layer over the full square of scores, or 6 h s over its causal half
-    (Narayanan et al. 2021, arXiv 2104.04473; Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Recomputation is
-    not counted: this is the work of the model, as model FLOPs utilisation wants it.
+    costs none. Attention adds 12 h s a layer over the full square of scores, or 6 h s over its causal half, h being the
+    channels of all heads (Narayanan et al. 2021, arXiv 2104.04473; Chowdhery et al. 2022, arXiv 2204.02311, appendix
+    B). Recomputation is not counted: this is the work of the model, as model FLOPs utilisation wants it.
     """
     weights = shape.num_layers * shape.layer_matrix_weights() + shape.hidden_size * shape.vocab_size
-    attention = (6 if causal else 12) * shape.num_layers * shape.hidden_size * seq_len
+    attention = (6 if causal else 12) * shape.num_layers * shape.attention_size * seq_len
     return float(6 * weights + attention)

@@ -63,7 +63,7 @@ def _layer_of_rank(shape: ModelShape, tp: int, rank: int) -> int:
     kv = 2 * shape.kv_size // (1 if shape.num_kv_heads % tp else tp)
     matrices = shape.feed_forward_matrices
     rows = 2 * queries + kv + matrices * channels + shape.num_experts
-    layer = rows * shape.hidden_size + 2 * shape.norm_parameters
+    layer = rows * shape.hidden_size + 2 * shape.norm_parameters + shape.head_norm_parameters
     if shape.bias:
         layer += queries + kv + shape.hidden_size
         if shape.shared_expert_size or not shape.num_experts:

@@ -15,7 +15,7 @@ def split_layers(shape: ModelShape, seq_len: int, stages: int) -> list[range]:
     layers = shape.num_layers
     if not 1 <= stages <= layers:
         raise ValueError(f"{stages} stages of {layers} layers")
-    layer = shape.layer_matrix_weights() + shape.hidden_size * seq_len
+    layer = shape.layer_matrix_weights() + shape.attention_size * seq_len
     first, last = shape.hidden_size, shape.hidden_size * shape.vocab_size
 
     def cost(start: int, stop: int) -> int:

@@ -17,7 +17,7 @@ def of_tensor(work: Work, tokens: float, tp: int) -> float:
 
 def of_ulysses(work: Work, tokens: float, tp: int, ulysses: int) -> float:
     """One pass: queries, keys, values and results of a rank's tokens, exchanged for those of its heads."""
-    rows = 2 * (work.shape.hidden_size + work.shape.kv_size) / tp
+    rows = 2 * (work.shape.attention_size + work.shape.kv_size) / tp
     return tokens * rows * work.width * (ulysses - 1) / ulysses
 
 

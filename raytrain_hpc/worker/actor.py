@@ -39,7 +39,7 @@ class WorkerActor:
         start_recording()
         import torch
 
-        import raytrain_hpc.worker.build  # noqa: F401  here, where no rank waits for another
+        import raytrain_hpc.worker.running  # noqa: F401  here, where no rank waits for another
         from raytrain_hpc.checkpoint.snapshot import Snapshots
         from raytrain_hpc.worker.control import Control
         from raytrain_hpc.worker.heartbeat import Heartbeat
@@ -144,15 +144,15 @@ class WorkerActor:
         return replace(ended, steps=memory.steps, copies=memory.copies, taken_in=memory.generation)
 
     def _train(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any) -> Outcome:
-        from raytrain_hpc.worker.build import build_trainer
+        from raytrain_hpc.worker.running import runner_of
 
         blocks = None
         if feeder is not None:
             from raytrain_hpc.data.ray_feed import RayBlocks
 
             blocks = RayBlocks(feeder, spec.blocks, rank)
-        trainer = build_trainer(spec, rank, self._device, meeting, self._control, blocks, self._memory)
-        return trainer.run(spec.first, spec.steps_to)
+        runner = runner_of(spec, rank, self._device, meeting, self._control, blocks, self._memory)
+        return runner.run(spec.first, spec.steps_to)
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:

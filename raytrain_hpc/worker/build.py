@@ -21,6 +21,7 @@ from raytrain_hpc.data.delivery import Blocks, DeliveredStream
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.stream import Stream
+from raytrain_hpc.model.adapters import MARK
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
@@ -52,7 +53,8 @@ from raytrain_hpc.worker.pipelined import Pipelined, Timeline
 from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.restoring import LOSSES, GoingBack, restore
 from raytrain_hpc.worker.saving import Saver
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
+from raytrain_hpc.worker.stopwatch import Stopwatch
 from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
 from raytrain_hpc.worker.telling import tell
 
@@ -75,9 +77,8 @@ def build_trainer(
     set_kernels(config := spec.config, device)
     place = _join(spec, rank, device, meeting, marks)
     task = _task(spec, place)
-    parallel = _model(task, spec, place, fresh=spec.memory_step is None and spec.resume_step is None)
-    home = home_of(config, slices_of(parallel.parameters), MOMENTS[config.train.optimizer], rank)
-    optimizer, recent = Optimizer(parallel.parameters, config.train, home), _recent_losses(config, device)
+    parallel = _model(task, spec, place)
+    optimizer, recent = _optimizer(parallel, config, rank), _recent_losses(config, device)
     holding, offered = state_of(parallel, optimizer, recent), _offered(spec, memory)
     beside, told = _beside(spec, memory), tell(holding.index(), offered.index(), place)  # when all groups are made
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
@@ -88,18 +89,19 @@ def build_trainer(
     saver = Saver(holding, told.holdings, place, store, spec.generation, config.checkpoint, control.emit)
     go_back = GoingBack(store, config.checkpoint.every, place, holding, told.holdings, saver.finish, optimizer.rest)
     optimizer.set_steps(spec.first)
-    home.rest()
+    optimizer.rest()
     feed, evaluation = _data(spec, place, control, blocks)
     control.arm(Abort(told.sockets))
     control.emit(marks | {"model": time.time()})
-    emit = control.emit if rank == 0 else _discard
+    emit, watch = control.emit if rank == 0 else _discard, Stopwatch(device)
     return Trainer(
         config=config,
         place=place,
         batching=spec.batching,
         buffers=_statistics(task, parallel),
         balance=_balance(spec, parallel, place),
-        passes=_passes(task, parallel, spec, place, control.emit),
+        passes=_passes(task, parallel, spec, place, watch, control.emit),
+        watch=watch,
         bad_steps=BadSteps(config.fault, recent, partial(first_rank_of, spec.layout, spec.batching), go_back, emit),
         optimizer=optimizer,
         norm=_norm(parallel, told.holdings, place, exact=_elastic(config)),
@@ -112,6 +114,7 @@ def build_trainer(
         control=control,
         keeper=keeper,
         replicas=replicas,
+        held=_held_gib(parallel, optimizer),
         injector=Injector(config.fault.inject, rank, spec.layout.world, Path(config.run.dir), task),
         unevaluated=spec.unevaluated,
         unsaved=spec.unsaved,
@@ -131,6 +134,11 @@ def _balances(spec: WorkerSpec) -> bool:
 
 def _balance(spec: WorkerSpec, parallel: Parallel, place: Place) -> Balance:
     return Balance(parallel.modules.values() if _balances(spec) else (), spec.shape.balance_rate, place.batch_group)
+
+
+def _optimizer(parallel: Parallel, config: Config, rank: int) -> Optimizer:
+    home = home_of(config, slices_of(parallel.trained), MOMENTS[config.train.optimizer], rank)
+    return Optimizer(parallel.trained, config.train, home)
 
 
 def _keeper(
@@ -172,9 +180,20 @@ def state_of(parallel: Parallel, optimizer: Optimizer, recent: torch.Tensor | No
     held = [one for weight in weights for one in weight.held("model", weight.tensor)]
     held += [Held.of(f"model.{name}", buffer) for name, buffer in _saved_buffers(parallel)]
     for kind, moments in optimizer.moments.items():
-        held += [one for weight in weights for one in weight.held(f"optimizer.{kind}", moments[weight.name])]
+        trained = [weight for weight in weights if weight.name in moments]
+        held += [one for weight in trained for one in weight.held(f"optimizer.{kind}", moments[weight.name])]
     held += [] if recent is None else [Held.of(LOSSES, recent)]
     return Holding(held)
+
+
+def _held_gib(parallel: Parallel, optimizer: Optimizer) -> dict[str, float]:
+    """GiB of weights and moments that this rank holds between two steps."""
+    moments = [moment for of_kind in optimizer.moments.values() for moment in of_kind.values()]
+    sizes = {
+        "weights": sum(slice_of(parameter)[2].nbytes for parameter in parallel.parameters.values()),
+        "moments": sum(moment.nbytes for moment in moments),
+    }
+    return {f"memory/{kind}_gib": size / 2**30 for kind, size in sizes.items()}
 
 
 def _saved_buffers(parallel: Parallel) -> list[tuple[str, torch.Tensor]]:
@@ -265,7 +284,7 @@ def _elastic(config: Config) -> bool:
 
 
 def _task(spec: WorkerSpec, place: Place) -> Task:
-    if spec.custom is not None:
+    if isinstance(spec.custom, CustomModel):
         return CustomTask(spec.custom.factory, spec.custom.loss, spec.config)
     shape, config, axis = spec.shape, spec.config, place.axes.get("tp")
     positions = own_positions(config.train.seq_len, place.axes)
@@ -278,17 +297,25 @@ def _task(spec: WorkerSpec, place: Place) -> Task:
     return DecoderTask(shape, config.run.seed, positions, positions[share.start : share.stop], stages, loss)
 
 
-def _passes(task: Task, parallel: Parallel, spec: WorkerSpec, place: Place, emit: Callable[[Record], None]) -> Passes:
+def _passes(
+    task: Task,
+    parallel: Parallel,
+    spec: WorkerSpec,
+    place: Place,
+    watch: Stopwatch,
+    emit: Callable[[Record], None],
+) -> Passes:
     dtype = spec.config.train.dtype
     if place.links is None or not isinstance(task, DecoderTask):
-        return WholeModel(task, parallel, dtype, place.device)
+        return WholeModel(task, parallel, dtype, place.device, watch)
     pipeline = Pipeline(spec.layout.pipeline, place.at["pp"], place.links)
     width = (len(task.rows), spec.shape.hidden_size)
     timeline = Timeline(place.rank, spec.config.observe.timeline_every, emit)
-    return Pipelined(task, parallel, pipeline, dtype, stream_type(dtype, spec.layout), width, place.device, timeline)
+    stream = stream_type(dtype, spec.layout)
+    return Pipelined(task, parallel, pipeline, dtype, stream, width, place.device, timeline, watch)
 
 
-def _model(task: Task, spec: WorkerSpec, place: Place, *, fresh: bool) -> Parallel:
+def _model(task: Task, spec: WorkerSpec, place: Place) -> Parallel:
     config = spec.config
     stages = place.layout.pipeline.stages_of(place.at["pp"])
     modules = {stage: task.build(stage).to(compute_type(config.train.dtype)) for stage in stages}
@@ -306,19 +333,22 @@ def _model(task: Task, spec: WorkerSpec, place: Place, *, fresh: bool) -> Parall
         canonical_shares(place.layout, spec.batching, place.rank) if _elastic(config) else None,
         keyed_randomness=task.keyed_randomness,
     )
-    if fresh:  # what is loaded need not be drawn
-        _draw_weights(task, parallel)
+    if spec.fresh:  # what is loaded need not be drawn
+        _draw_weights(task, parallel, "" if spec.initial is None else MARK)
     if isinstance(task, DecoderTask):  # its buffers are counts and biases
         for buffer in (one for module in modules.values() for one in module.buffers()):
             buffer.zero_()
     return parallel
 
 
-def _draw_weights(task: Task, parallel: Parallel) -> None:
+def _draw_weights(task: Task, parallel: Parallel, part: str) -> None:
+    """First values of parameters whose canonical names have `part` in them."""
     slices: dict[str, list[_Slice]] = {}
     for name in parallel.parameters:
         slices.setdefault(parallel.cut(name).name, []).append(_Slice(parallel, name))
     for canonical, pieces in slices.items():
+        if part not in canonical:
+            continue
         whole = task.initial(canonical, torch.Size(pieces[0].cut.shape))
         if whole is not None:
             for held in (held for one in pieces for held in one.held("model", one.tensor)):

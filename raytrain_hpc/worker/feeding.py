@@ -1,4 +1,8 @@
-"""A rank's microbatches on its device: read ahead by a thread while it trains."""
+"""A rank's microbatches on its device: read ahead by a thread while it trains.
+
+Ahead they are kept as compact as they were read, and widened when they are taken, which costs a CPU's loop microseconds
+and keeps what is read ahead in its cache; what goes to a GPU is widened by the thread, and copied behind its work.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.config import DataConfig
+from raytrain_hpc.data.packing import IGNORED
 from raytrain_hpc.data.prefetch import Prefetcher
 from raytrain_hpc.data.stream import Microbatch, Stream
 from raytrain_hpc.errors import DataError
@@ -21,15 +26,15 @@ from raytrain_hpc.worker.task import Batch
 
 @dataclass
 class _Ready:
-    """A batch on the device, or on its way there until `copied`."""
+    """A microbatch in host memory, as compact as it was read, or as a batch on its way to a GPU until `copied`."""
 
-    first_sample: int
-    batch: Batch
-    copied: torch.cuda.Event | None
+    read: Microbatch
+    batch: Batch | None = None
+    copied: torch.cuda.Event | None = None
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors(self.batch))
+        return self.read.nbytes if self.batch is None else sum(tensor.nbytes for tensor in tensors(self.batch))
 
 
 class Feed:
@@ -61,41 +66,44 @@ class Feed:
         """
         if slot >= len(self._share):
             if self._last is None:
-                self._last = self._read_now(step, self._share[-1]).batch
+                self._last = self._arrived(self._read_now(step, self._share[-1]))
             return replace(self._last, spare=True)
         v = self._share[slot]
         ready = self._read_now(step, v) if self._ahead is None else self._ahead.take()
-        due = (step * self._batching.count + v) * self._batching.size
-        if ready.first_sample != due:
-            raise DataError(f"step {step}, microbatch {v}: sample {ready.first_sample} was read where {due} is due")
+        first, due = int(ready.read.samples[0]), (step * self._batching.count + v) * self._batching.size
+        if first != due:
+            raise DataError(f"step {step}, microbatch {v}: sample {first} was read where {due} is due")
+        self._last = self._arrived(ready)
+        return self._last
+
+    def again(self, step: int, slot: int) -> Batch:
+        """The same microbatch once more, read here and now."""
+        v = self._share[min(slot, len(self._share) - 1)]
+        return replace(self._arrived(self._read_now(step, v)), spare=slot >= len(self._share))
+
+    def _arrived(self, ready: _Ready) -> Batch:
+        if ready.batch is None:
+            return on_device(ready.read, self._device)
         if ready.copied is not None:
             now = torch.cuda.current_stream(self._device)
             now.wait_event(ready.copied)
             for tensor in tensors(ready.batch):
                 tensor.record_stream(now)
-        self._last = ready.batch
         return ready.batch
-
-    def again(self, step: int, slot: int) -> Batch:
-        """The same microbatch once more, read here and now."""
-        v = self._share[min(slot, len(self._share) - 1)]
-        return replace(self._read_now(step, v).batch, spare=slot >= len(self._share))
 
     def _read_now(self, step: int, v: int) -> _Ready:
         return next(self._ready(range(step, step + 1), range(v, v + 1)))
 
     def _ready(self, steps: range, share: range | None = None) -> Generator[_Ready, None, None]:
-        copies = None
-        if self._device.type == "cuda":
-            copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        for microbatch in self.stream.microbatches(steps, self._share if share is None else share):
-            first = int(microbatch.samples[0])
-            if copies is None:
-                yield _Ready(first, on_device(microbatch, self._device), None)
-                continue
+        share = self._share if share is None else share
+        if self._device.type != "cuda":
+            yield from map(_Ready, self.stream.microbatches(steps, share))
+            return
+        copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        for microbatch in self.stream.microbatches(steps, share):
             with torch.cuda.stream(copies):
                 batch = on_device(microbatch, self._device, pinned=True)
-                yield _Ready(first, batch, copies.record_event())
+                yield _Ready(microbatch, batch, copies.record_event())
 
 
 def on_device(microbatch: Microbatch, device: torch.device, *, spare: bool = False, pinned: bool = False) -> Batch:
@@ -105,9 +113,15 @@ def on_device(microbatch: Microbatch, device: torch.device, *, spare: bool = Fal
         tensor = torch.from_numpy(array)
         return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
-    documents = None if microbatch.documents is None else moved(microbatch.documents)
-    inputs, targets, samples = (moved(part) for part in (microbatch.inputs, microbatch.targets, microbatch.samples))
-    return Batch(inputs, targets, samples, documents, microbatch.valid_tokens, spare)
+    documents, targets = microbatch.documents, microbatch.targets
+    return Batch(
+        moved(microbatch.inputs),
+        moved(targets),
+        moved(microbatch.samples),
+        None if documents is None else moved(documents),
+        int((targets != IGNORED).sum()),
+        spare,
+    )
 
 
 def tensors(batch: Batch) -> list[Tensor]:

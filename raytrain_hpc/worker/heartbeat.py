@@ -20,6 +20,7 @@ from pathlib import Path
 from raytrain_hpc.plan.watch import Phase, Signs
 
 BEAT_S = 0.05
+_QUIET_S = 0.01  # after which stacks that have begun to come are all there
 _MISSED = 4  # beats, after which all threads are asked how long they waited: there are dozens
 PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
 _BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING = range(8)
@@ -134,11 +135,12 @@ class Pulse:
 
     def stacks(self, until: float) -> str:
         """What it has written of that until then (time.monotonic): its Python, and nothing of a frozen process."""
-        text = self._stacks.read()
-        while not text and time.monotonic() < until:
-            time.sleep(0.005)
-            text = self._stacks.read()
-        return text + self._stacks.read()
+        text, grew = self._stacks.read(), time.monotonic()
+        while time.monotonic() < until and not (text and time.monotonic() - grew > _QUIET_S):
+            time.sleep(0.002)
+            if more := self._stacks.read():
+                text, grew = text + more, time.monotonic()
+        return text
 
 
 def show_thread_name(name: str) -> None:

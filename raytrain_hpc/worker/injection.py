@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,19 @@ from torch import Tensor
 
 from raytrain_hpc.config import InjectConfig
 from raytrain_hpc.state.holding import Holding
-from raytrain_hpc.worker.task import Task
+
+
+class HasLoss(Protocol):
+    """What faults on purpose take hold of."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a microbatch."""
 
 
 class Injector:
     """Strikes in the middle of a step: between the last microbatch and the sums over ranks."""
 
-    def __init__(self, faults: Sequence[InjectConfig], rank: int, world: int, run_dir: Path, task: Task):
+    def __init__(self, faults: Sequence[InjectConfig], rank: int, world: int, run_dir: Path, task: HasLoss):
         self._task, self._rank = task, rank
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world == rank]
         self._marks = run_dir / "injected"

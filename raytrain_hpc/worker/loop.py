@@ -16,6 +16,7 @@ from torch import Tensor
 from raytrain_hpc.config import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.errors import RunFailed
+from raytrain_hpc.observe.metrics import COMPARED
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.pairwise import pairwise_total
 from raytrain_hpc.plan.layout import Batching
@@ -33,6 +34,7 @@ from raytrain_hpc.worker.passes import Passes
 from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
+from raytrain_hpc.worker.stopwatch import Stopwatch, over_ranks
 from raytrain_hpc.worker.task import Batch
 
 Outcome = Literal["done", "stopped", "paused"]
@@ -60,6 +62,7 @@ class Trainer:
     place: Place
     batching: Batching
     passes: Passes
+    watch: Stopwatch
     buffers: list[Tensor]  # running statistics, which depend on the data that a rank saw
     balance: Balance
     bad_steps: BadSteps
@@ -75,11 +78,13 @@ class Trainer:
     keeper: Keeper
     replicas: Replicas
     injector: Injector
+    held: dict[str, float]  # GiB of weights and moments here, under their metric keys
     unevaluated: Record | None = None
     unsaved: bool = False
 
     def __post_init__(self) -> None:
         # The first step of a generation may wait for a compiler.
+        self._gradient_bytes = 0
         self._busy: Phase = "building" if self.config.train.compile else "training"
 
     def run(self, first: int, steps_to: int) -> Outcome:
@@ -110,6 +115,7 @@ class Trainer:
             record = self._record(step, result, time.perf_counter() - began)
             self.control.committed(record)
             self._compare_replicas(step, saving)
+            self._compare_times(step, record)
             self._busy = "training"
             if saving:  # before the evaluation, which can take its time
                 record["time/checkpoint_s"] = self._save(step)
@@ -133,7 +139,8 @@ class Trainer:
                 return result
         self._share_buffers()
         self.keeper.steps()
-        self.optimizer.step(learning_rate(self.config.train, step))
+        with self.watch.on("optimizer"):
+            self.optimizer.step(learning_rate(self.config.train, step))
         self.balance.step()
         self.bad_steps.taken(step, result.loss)
         self._check()
@@ -187,10 +194,12 @@ class Trainer:
         self.control.mark(self._busy)
         asked = (float(self.control.stop_requested), float(self.control.pause_requested))
         sums[-1, 0] = sums.new_tensor(asked)
-        self._sum_over_ranks(sums)
+        with self.watch.on("communication"):
+            self._sum_over_ranks(sums)
         by_microbatch = sums[:-1].sum(1)
         totals = torch.cat((pairwise_total(by_microbatch), sums[-1, 0]))
-        norm = self._clip(totals[1])
+        with self.watch.on("communication"):
+            norm = self._clip(totals[1])
         loss_sum, tokens, stop, pause = totals.tolist()
         self._check()
         losses = (by_microbatch[:, 0] / by_microbatch[:, 1].clamp(min=1.0)).tolist()
@@ -238,6 +247,13 @@ class Trainer:
             self.replicas.compare()
             self.keeper.agreed(step)
 
+    def _compare_times(self, step: int, record: Record) -> None:
+        """Every so many steps, how ranks differ in what they took and hold."""
+        every = self.config.observe.ranks_every
+        if every and step % every == 0:
+            mine = {name: record[name] for name in COMPARED}
+            record |= over_ranks(mine, self.place.world_group, self.place.device)
+
     def _save(self, step: int) -> float:
         self.control.mark("saving")
         waited = self.saver.save(step)
@@ -274,6 +290,7 @@ class Trainer:
     def _clip(self, tokens: Tensor) -> Tensor:
         """Turn summed gradients into those of the mean loss, clipped. Returns the norm before clipping."""
         gradients = self.optimizer.gradients()
+        self._gradient_bytes = sum(gradient.nbytes for gradient in gradients.values())
         norm = self.norm(gradients) / tokens
         limit = self.config.train.grad_clip
         scale = (limit / (norm + 1e-6)).clamp(max=1.0) / tokens if limit else 1.0 / tokens
@@ -296,8 +313,11 @@ class Trainer:
             "time/unix": time.time(),
             "time/step_s": seconds,
             "time/data_s": result.data_s,
+            **{f"time/{part}_s": seconds for part, seconds in self.watch.read().items()},
             "time/checkpoint_s": 0.0,
             "memory/peak_gib": self._peak_gib(),
+            **self.held,
+            "memory/gradients_gib": self._gradient_bytes / 2**30,
             "elastic/world_size": world,
             "elastic/generation": self.generation,
         }

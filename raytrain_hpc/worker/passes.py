@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.parallel.apply import Parallel, autocast
+from raytrain_hpc.worker.stopwatch import Stopwatch
 from raytrain_hpc.worker.task import Batch, Task
 
 Read = Callable[[int], Batch]  # the n-th microbatch of this rank
@@ -34,6 +35,7 @@ class WholeModel:
     parallel: Parallel
     dtype: str
     device: torch.device
+    watch: Stopwatch
 
     def train(self, step: int, count: int, read: Read) -> Tensor:
         """As `Passes.train`."""
@@ -41,14 +43,15 @@ class WholeModel:
         sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
         for number in range(count):
             batch = read(number)
-            with autocast(self.dtype, self.device):
+            with self.watch.on("forward"), autocast(self.dtype, self.device):
                 output = self.task.forward(module, batch.inputs, step, batch)
                 loss = self.task.loss(output, batch.targets)
-            with self.parallel.data.backward(0, number, last=number == count - 1):
+            with self.watch.on("backward"), self.parallel.data.backward(0, number, last=number == count - 1):
                 (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
             note(sums[number], loss, batch)
             del output, loss  # logits are the largest of all tensors: not beside the next microbatch
-        self.parallel.finish()
+        with self.watch.on("communication"):
+            self.parallel.finish()
         return sums
 
     def evaluate(self, count: int, read: Read) -> Tensor:

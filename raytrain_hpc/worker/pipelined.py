@@ -16,6 +16,7 @@ from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.plan.timeline import Span
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.passes import Read, note
+from raytrain_hpc.worker.stopwatch import Stopwatch
 from raytrain_hpc.worker.task import Batch, Task
 
 
@@ -53,6 +54,7 @@ class Pipelined:
     width: tuple[int, int]
     device: torch.device
     timeline: Timeline
+    watch: Stopwatch
 
     def train(self, step: int, count: int, read: Read) -> Tensor:
         """As `Passes.train`."""
@@ -68,7 +70,8 @@ class Pipelined:
         spans = self.pipeline.run(orders, stages, self._buffer(read), settle)
         if self.timeline.due(step):
             self.timeline.report(step, spans)
-        self.parallel.finish()
+        with self.watch.on("communication"):
+            self.parallel.finish()
         return sums
 
     def evaluate(self, count: int, read: Read) -> Tensor:
@@ -105,7 +108,7 @@ class _Stage:
         passes = self._passes
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
-        with autocast(passes.dtype, passes.device):
+        with passes.watch.on("forward"), autocast(passes.dtype, passes.device):
             inputs = batch.inputs if x is None else x
             output = passes.task.forward(self._module, inputs, self._step, batch)
             if self._is_last:
@@ -121,7 +124,8 @@ class _Stage:
         x, output = self._made.pop(microbatch)
         self._unfinished -= 1
         data, last = self._passes.parallel.data, self._unfinished == 0
-        with data.backward(self._number, microbatch, last=last, split=split):
+        watched = self._passes.watch.on("backward")
+        with watched, data.backward(self._number, microbatch, last=last, split=split):
             torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         if split:
             self._aside[microbatch] = self._passes.parallel.deferral.take()
@@ -129,7 +133,8 @@ class _Stage:
 
     def weights(self, microbatch: int) -> None:
         """As `pipeline.Stage.weights`."""
-        for later in self._aside.pop(microbatch):
-            later()
+        with self._passes.watch.on("backward"):
+            for later in self._aside.pop(microbatch):
+                later()
         self._incomplete -= 1
         self._passes.parallel.data.weights_done(self._number, last=self._incomplete == 0)

@@ -34,6 +34,7 @@ def rehearse(spec: WorkerSpec, device: torch.device) -> None:
         shape=_tiny(spec.shape),
         resume_step=None,
         memory_step=None,
+        initial=None,
         steps_to=1,
         unevaluated=None,
         unsaved=False,
@@ -50,7 +51,7 @@ def rehearse(spec: WorkerSpec, device: torch.device) -> None:
 
 def _tiny(shape: ModelShape) -> ModelShape:
     """A model that meets the same operations; the vocabulary stays, since the data has it."""
-    sizes = replace(shape, hidden_size=32, num_layers=1, num_heads=2, ffn_size=64)
+    sizes = replace(shape, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, ffn_size=64)
     sizes = replace(sizes, num_kv_heads=1 if shape.num_kv_heads < shape.num_heads else 2)
     if not shape.num_experts:
         return sizes

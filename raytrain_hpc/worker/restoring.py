@@ -13,6 +13,7 @@ from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, RunFailed
+from raytrain_hpc.model.adapters import MARK
 from raytrain_hpc.state.exchange import fill
 from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.state.index import StateIndex, compare, merge
@@ -33,11 +34,13 @@ def restore(
     told: Told,
     store: CheckpointStore,
 ) -> None:
-    """Fill the state from what is offered of memory, from a checkpoint, or not at all."""
+    """Fill the state from what is offered of memory, from a checkpoint, or not at all; or weights from another run."""
     if spec.memory_step is not None:
         fill(holding, offered, place.world_group, place.device, (told.offers, told.holdings))
     elif spec.resume_step is not None:
         load(read_manifest(store.path(spec.resume_step)), holding, told.holdings)
+    elif spec.initial is not None:
+        load_weights(read_manifest(spec.initial), holding, told.holdings)
 
 
 def load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:
@@ -50,6 +53,21 @@ def load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) ->
         raise CheckpointError(f"{checkpoint.path} is of another model: {difference} there; choose another run.dir")
     known = LOSSES in checkpoint.index
     read_pieces(checkpoint, Holding(held for held in holding if known or held.name != LOSSES))
+
+
+def load_weights(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:
+    """Fill the model alone, from a checkpoint that holds the same one, whatever else it holds."""
+    mine = merge(indexes)
+    mine = mine.only(name for name in mine if _of_model(name))
+    there = checkpoint.index.only(name for name in checkpoint.index if name.startswith("model."))
+    if difference := compare(there, mine):
+        raise CheckpointError(f"run.init_from: {checkpoint.path} is of another model: {difference} there")
+    read_pieces(checkpoint, Holding(held for held in holding if _of_model(held.name)))
+
+
+def _of_model(name: str) -> bool:
+    """Whether it is part of a model that another run can have, too: adapters begin anew."""
+    return name.startswith("model.") and MARK not in name
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config import Config
@@ -24,6 +25,14 @@ class CustomModel:
 
 
 @dataclass(frozen=True)
+class Script:
+    """A user's own program with a loop of its own, run by every worker from its beginning in every generation."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """One generation of a run. The same for every rank."""
 
@@ -31,14 +40,20 @@ class WorkerSpec:
     layout: Layout
     batching: Batching
     shape: ModelShape
-    custom: CustomModel | None
+    custom: CustomModel | Script | None
     generation: int
     resume_step: int | None  # the published checkpoint to start from; None: start from the first weights
     memory_step: int | None = field(default=None, kw_only=True)  # go on from this step, which ranks hold in memory
     steps_to: int  # train until this many steps are committed
     unevaluated: dict[str, Any] | None = None  # the metrics of the first step, where its evaluation was cut short
     unsaved: bool = False  # whether a checkpoint of the first step is due, and was cut short
+    initial: Path | None = None  # the checkpoint whose weights a run begins with, that has none of its own
     buddies: tuple[tuple[int, int], ...] = ()  # (rank, the rank that keeps a copy of its snapshots)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it begins with the first weights."""
+        return self.memory_step is None and self.resume_step is None
 
     @property
     def first(self) -> int:

@@ -69,7 +69,7 @@ def consumed(streams: list, world: int, steps: range) -> Iterator[Microbatch]:
                 closing(
                     Prefetcher(
                         one.microbatches(range(steps.start, STEPS), share),
-                        size=lambda microbatch: microbatch.inputs.nbytes,
+                        size=lambda microbatch: microbatch.nbytes,
                         max_items=50,
                         max_bytes=1 << 20,
                     )

@@ -53,6 +53,7 @@ class DryFleet:
     world: int
     cluster: Topology
     stage: Stage
+    lasting: bool = False
 
     def crew(self, config: Config) -> RayWorkers:
         actors = Actors(config, self.world + config.cluster.spares, self.cluster, self.stage.workers)

@@ -105,6 +105,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
 
         class Fleet:
             world, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
+            lasting = False
 
             def crew(self, config: Any) -> Crew:
                 return crew

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import nbformat
 import pytest
 import ray
+from jupyter_client.blocking.client import BlockingKernelClient as KernelClient
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -67,6 +70,52 @@ def test_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     assert any(text.startswith("('done', 120, ") for text in shown)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/notebook/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 121))
+    live = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert any("120/120" in text and "<polyline" in text for text in live)  # what `watch` showed last
+    assert (tmp_path / "runs/notebook/report.html").exists()
+
+
+def test_interrupting_the_kernel_ends_the_showing_and_not_the_run(ray_cluster: None, tmp_path: Path) -> None:
+    """With the signal that Jupyter sends, to the kernel and all its children."""
+    words = [*FEW, "data.path=synthetic", "train.steps=100000", "cluster.workers=2"]
+    words += [f"cluster.address={ray.get_runtime_context().gcs_address}", f"run.dir={tmp_path / 'run'}"]
+    manager, client = start_new_kernel(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)})
+    try:
+        ask = partial(said, client)
+        ask(f"import raytrain_hpc as rt; run = rt.start(rt.load_config(None, {words!r}))")
+        ask("import time\nwhile len(run.metrics()) < 3: time.sleep(0.1)")
+        waiting = client.execute("run.watch()")
+        while not any("<polyline" in text for text in shown_by(client, waiting)):
+            pass
+        manager.interrupt_kernel()
+        assert (
+            client.get_shell_msg(timeout=30)["content"]["status"] == "ok"
+        )  # watch has returned, and nothing was raised
+        before = int(ask("print(len(run.metrics()))"))
+        ask(f"while len(run.metrics()) < {before + 20}: time.sleep(0.1)")
+        assert ask("print(run.running)") == "True"
+        assert ask("run.stop(); print(run.result(60).outcome)") == "stopped"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def said(client: KernelClient, code: str) -> str:
+    """What code prints in the kernel, which has a minute for it and must not fail."""
+    lines: list[str] = []
+    reply = client.execute_interactive(
+        code, timeout=60, output_hook=lambda message: lines.append(message["content"].get("text", ""))
+    )
+    assert reply["content"]["status"] == "ok", reply["content"]
+    return "".join(lines).strip()
+
+
+def shown_by(client: KernelClient, request: str) -> list[str]:
+    """The HTML of the next message of a cell that still runs."""
+    message = client.get_iopub_msg(timeout=30)
+    mine = message["parent_header"].get("msg_id") == request
+    html = message["content"].get("data", {}).get("text/html") if mine else None
+    return [html] if html else []
 
 
 def test_submit_script_hands_its_words_on(tmp_path: Path) -> None:

@@ -19,9 +19,13 @@ FILES = sorted(HOUSE.rglob("*.py"))
 # Single files that belong to a room; every other room is a folder or a file of that name.
 AT_HOME_IN = {
     "address": "config",
+    "own_loop": "api",
     "cache": "config",
     "config_files": "config",
+    "config_key": "config",
+    "config_model": "config",
     "config_rules": "config",
+    "initial_model": "config",
     "presets": "config",
     "shape": "config",
     "doctor": "api",
@@ -29,6 +33,8 @@ AT_HOME_IN = {
     "measuring": "api",
     "planned": "api",
     "sampling": "api",
+    "status": "api",
+    "sweep": "api",
     "summary": "api",
     "__main__": "cli",
     "__init__": "public",
@@ -46,10 +52,12 @@ MAY_IMPORT = {
     "parallel": "errors config plan state model",
     "worker": "errors config plan state model data checkpoint observe parallel",
     "driver": "errors config plan state data checkpoint observe worker",
-    "api": "errors config plan state model data checkpoint observe worker driver",
+    "huggingface": "errors config state data checkpoint",
+    "report": "errors config driver",
+    "api": "errors config plan state model data checkpoint observe worker driver report",
     "bench": "errors config plan state model data checkpoint observe parallel worker driver api",
-    "cli": "errors config data api bench",
-    "public": "errors config data driver api",
+    "cli": "errors config data huggingface report api bench",
+    "public": "errors config data driver huggingface report api",
 }
 NEITHER_TORCH_NOR_RAY = {"errors", "config", "plan", "public"}
 

@@ -42,21 +42,36 @@ def _rotate(shape: ModelShape, head: np.ndarray) -> np.ndarray:
     turned = np.empty_like(head)
     for position in range(len(head)):
         for i in range(half):
-            angle = position * shape.rope_theta ** (-2.0 * i / head.shape[1])
+            angle = position * _frequency(shape, shape.rope_theta ** (-2.0 * i / head.shape[1]))
             number = complex(head[position, i], head[position, i + half]) * complex(math.cos(angle), math.sin(angle))
             turned[position, i], turned[position, i + half] = number.real, number.imag
     return turned
 
 
+def _frequency(shape: ModelShape, frequency: float) -> float:
+    """Llama 3.1's rule, wave by wave."""
+    wavelength = 2 * math.pi / frequency
+    longest, shortest = (shape.rope_original / f for f in (shape.rope_low_factor, shape.rope_high_factor))
+    if shape.rope_factor == 1.0 or wavelength < shortest:
+        return frequency
+    if wavelength > longest:
+        return frequency / shape.rope_factor
+    turns = shape.rope_original / wavelength
+    smooth = (turns - shape.rope_low_factor) / (shape.rope_high_factor - shape.rope_low_factor)
+    return (1 - smooth) * frequency / shape.rope_factor + smooth * frequency
+
+
 def _attention(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
     width, size = shape.head_dim, shape.kv_size
     qkv = _linear(weights, "attention.qkv", x)
-    queries, keys, values = np.split(qkv, [shape.hidden_size, shape.hidden_size + size], axis=1)
+    queries, keys, values = np.split(qkv, [shape.num_heads * width, shape.num_heads * width + size], axis=1)
     mixed = np.zeros_like(queries)
     for head in range(shape.num_heads):
         shared = head // (shape.num_heads // shape.num_kv_heads)
-        q = _rotate(shape, queries[:, head * width : (head + 1) * width])
-        k = _rotate(shape, keys[:, shared * width : (shared + 1) * width])
+        q, k = queries[:, head * width : (head + 1) * width], keys[:, shared * width : (shared + 1) * width]
+        if shape.qk_norm:
+            q, k = _norm(shape, weights, "attention.q_norm", q), _norm(shape, weights, "attention.k_norm", k)
+        q, k = _rotate(shape, q), _rotate(shape, k)
         v = values[:, shared * width : (shared + 1) * width]
         for position in range(len(x)):
             scores = k[: position + 1] @ q[position] / math.sqrt(width)

@@ -11,6 +11,9 @@ from tests.model.reference_decoder import reference_logits
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]]
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "shared_expert_size": 7}
+QWEN3 = {"qk_norm": True, "head_dim": 6}
+# Of four wavelengths (6, 30, 140 and 664 positions) one is short, one long and two are in between.
+STRETCHED = {"rope_factor": 4.0, "rope_original": 90, "rope_theta": 500.0, "rope_low_factor": 0.5}
 MIXED = {"rope_theta": 50.0, "norm": "layernorm", "bias": True, "tie_embeddings": True}
 
 
@@ -22,6 +25,9 @@ MIXED = {"rope_theta": 50.0, "norm": "layernorm", "bias": True, "tie_embeddings"
         ("llama", {}),
         ("llama", MIXED),
         ("llama", EXPERTS),
+        ("llama", QWEN3),
+        ("gpt2", {**QWEN3, "head_dim": 10}),
+        ("llama", STRETCHED),
         ("gpt2", {**EXPERTS, "experts_per_token": 1, "shared_expert_size": 0}),
     ],
 )
@@ -45,7 +51,9 @@ def test_a_token_changes_no_earlier_logits(tiny, random_decoder, family: str):
     assert (before[:, 6:] != after[:, 6:]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("family, keys", [("gpt2", {}), ("llama", {}), ("llama", {**EXPERTS, "balance": "none"})])
+@pytest.mark.parametrize(
+    "family, keys", [("gpt2", {}), ("llama", {}), ("llama", {**EXPERTS, "balance": "none"}), ("llama", QWEN3)]
+)
 def test_gradients_are_those_of_finite_differences(tiny, random_decoder, family: str, keys: dict):
     small = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 12, "dropout": 0.2}
     decoder = random_decoder(tiny(family, **small, **keys))
@@ -65,20 +73,21 @@ def test_gradients_are_those_of_finite_differences(tiny, random_decoder, family:
         assert (above - below) / 2e-6 == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
-def test_rotary_scores_depend_on_the_distance_alone():
+def test_rotary_scores_depend_on_the_distance_alone(tiny):
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    tables = rotary_tables(torch.arange(50), 8, 10000.0, torch.float64)
+    tables = rotary_tables(torch.arange(50), tiny("llama"), torch.float64)
     turned_q, turned_k = rotate(q.expand(1, 50, 1, 8), tables)[0, :, 0], rotate(k.expand(1, 50, 1, 8), tables)[0, :, 0]
     scores = turned_q @ turned_k.T
     torch.testing.assert_close(scores[5:, :-5].diagonal(), scores[5, 0].expand(45))
     assert not torch.isclose(scores[5, 0], scores[6, 0])
 
 
-def test_rotary_tables_of_a_bf16_model_are_exact():
-    cos, sin = rotary_tables(torch.arange(4000), 64, 10000.0, torch.bfloat16)
+def test_rotary_tables_of_a_bf16_model_are_exact(tiny):
+    shape = tiny("llama", head_dim=64)
+    cos, sin = rotary_tables(torch.arange(4000), shape, torch.bfloat16)
     assert cos.dtype == torch.float32
-    exact_cos, exact_sin = rotary_tables(torch.arange(4000), 64, 10000.0, torch.float64)
+    exact_cos, exact_sin = rotary_tables(torch.arange(4000), shape, torch.float64)
     assert max((cos - exact_cos).abs().max(), (sin - exact_sin).abs().max()) < 1e-3
     x = torch.randn(1, 4000, 2, 64, dtype=torch.bfloat16)
     assert rotate(x, (cos, sin)).dtype == torch.bfloat16

@@ -34,6 +34,8 @@ def test_presets_have_the_published_number_of_parameters(preset: str, published:
         {"tie_embeddings": False, "num_kv_heads": 1},
         {"activation": "swiglu", "bias": True, "norm": "layernorm"},
         {"activation": "gelu", "norm": "rmsnorm", "positions": "learned", "ffn_size": 40},
+        {"head_dim": 12, "qk_norm": True, "num_kv_heads": 2},
+        {"head_dim": 6, "qk_norm": True, "bias": True},
         {"num_experts": 6, "experts_per_token": 2, "bias": True},
         {"num_experts": 6, "experts_per_token": 3, "shared_expert_size": 9, "bias": True, "activation": "gelu"},
     ],

@@ -31,9 +31,11 @@ WORDS = [
     "train.global_batch=12",
 ]
 CHOSEN = ["model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=96", "model.shared_expert_size=64"]
+QWEN3 = ["model.num_kv_heads=2", "model.head_dim=48", "model.qk_norm=true"]
 FAMILIES = {
     "gpt2": [*GPT2, "model.dropout=0.1"],
     "llama": [*LLAMA, "model.num_kv_heads=2"],
+    "qwen3": [*LLAMA, *QWEN3],
     "experts": [*LLAMA, "model.num_kv_heads=2", *CHOSEN],
 }
 EXPERTS = ["model.num_experts=4", "model.ffn_size=64", "parallel.ep=2"]

@@ -1,0 +1,98 @@
+"""Writes a safetensors file tensor by tensor: none but the one being written need be in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raytrain_hpc.state.index import ITEM_BYTES
+
+_FORMAT_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file: its name in it, its dtype (a key of ITEM_BYTES) and its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Write these tensors, in this order, as one safetensors file, synced: (bytes, hex SHA-256).
+
+    `tensors` may make each one as it is asked for. Those on the CPU go to the file without a copy; the checksum is
+    taken on the way. The directory must exist. Raises OSError where the disk refuses, after removing the partial file,
+    and ValueError where one name is given twice.
+    """
+    try:
+        return _write(path, _header(entries, metadata), map(_bytes_of, tensors))
+    except OSError:
+        # On a full disk the partial file is what stands in the way of everybody else.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
+def _write(path: Path, header: bytes, blocks: Iterable[memoryview]) -> tuple[int, str]:
+    checksum = hashlib.sha256(header)
+    with path.open("wb") as file:
+        file.write(header)
+        for block in blocks:
+            for start in range(0, len(block), _CHUNK_BYTES):
+                chunk = block[start : start + _CHUNK_BYTES]
+                file.write(chunk)
+                checksum.update(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), checksum.hexdigest()
+
+
+def _header(entries: Iterable[Entry], metadata: Mapping[str, str] | None) -> bytes:
+    """The safetensors header: its length as 8 bytes, little-endian, then JSON padded to a multiple of 8."""
+    table: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
+        if entry.key in table:
+            raise ValueError(f"{entry.key} is given twice")
+        start, end = end, end + entry.bytes
+        kind = _FORMAT_DTYPES[entry.dtype]
+        table[entry.key] = {"dtype": kind, "shape": entry.shape, "data_offsets": (start, end)}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The raw little-endian, row-major bytes; a view wherever the tensor is contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,71 @@
+"""A tokenizer as the files that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from raytrain_hpc.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+
+
+def tokenizer_files(tokenizer: Tokenizer, positions: int) -> dict[str, str]:
+    """Their text by name: tokenizer.json and tokenizer_config.json; none for a kind that has no such form.
+
+    `positions`: that the model is made for. Bytes and characters become byte pairs without merges.
+    """
+    plain = tokenizer.to_json()
+    if isinstance(tokenizer, ByteTokenizer):
+        vocabulary = {character: byte for byte, character in enumerate(_printable_bytes())}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        text = _byte_pairs(vocabulary, level, level)
+    elif isinstance(tokenizer, CharTokenizer):
+        text = _byte_pairs({character: i for i, character in enumerate(tokenizer.chars)}, None, {"type": "Fuse"})
+    elif "tokenizer" in plain:
+        text = str(plain["tokenizer"])
+    else:
+        return {}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.end_of_text is not None:
+        config["eos_token"] = tokenizer.decode([tokenizer.end_of_text])
+    return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+
+
+def _byte_pairs(vocabulary: dict[str, int], before: dict[str, Any] | None, behind: dict[str, Any]) -> str:
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": [],
+    }
+    whole: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": before,
+        "post_processor": None,
+        "decoder": behind,
+        "model": model,
+    }
+    return json.dumps(whole, ensure_ascii=False)
+
+
+def _printable_bytes() -> list[str]:
+    """The character that stands for each byte: itself where Latin-1 prints it, else the next one from 256 on.
+
+    Byte-level BPE's own table (Radford et al. 2019).
+    """
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in set(shown) else chr(next(hidden)) for byte in range(256)]

@@ -1,0 +1,1 @@
+"""Models from and to Hugging Face's files: config.json, safetensors in shards, tokenizer files."""

@@ -1,0 +1,173 @@
+"""A run's newest checkpoint, of whatever layout, as a directory that Hugging Face's libraries load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from raytrain_hpc.checkpoint.manifest import Checkpoint
+from raytrain_hpc.checkpoint.merged import read_merged
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.checkpoint.tensor_file import Entry, write_tensors
+from raytrain_hpc.config import AUTO
+from raytrain_hpc.data.tokenizer import tokenizer_from_json
+from raytrain_hpc.data.tokenizer_files import tokenizer_files
+from raytrain_hpc.errors import CheckpointError, ModelError
+from raytrain_hpc.huggingface.directory import PASSED_ON, filled, json_of
+from raytrain_hpc.huggingface.families import Family, config_of, family_of
+from raytrain_hpc.huggingface.twins import Twin, twins_of
+from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.state.holding import TORCH_DTYPES, Held, Holding
+from raytrain_hpc.state.index import ITEM_BYTES
+
+SHARD_BYTES = 4 << 30
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    family: Family
+    files: tuple[str, ...]  # of weights
+    tokenizer: bool
+
+
+def export_model(
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Write the checkpoint of `step` (the newest valid one) as directory `out`, weights as `dtype` (as they are).
+
+    One tensor at a time is in memory. Raises CheckpointError where the run has no such checkpoint or `out` exists, and
+    ModelError where no family of models there has this shape.
+    """
+    run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
+    checkpoint = _checkpoint(run_dir, step)
+    shape = ModelShape(**checkpoint.meta["model"])
+    twins = twins_of(shape)
+    stored = checkpoint.index[f"model.{twins[0].name}"].dtype
+    dtype = stored if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(DTYPES)}")
+    settings = _settings(run_dir)
+    wanted = settings.get("model", {}).get("max_positions", AUTO)
+    positions = int(checkpoint.meta["seq_len"] if wanted == AUTO else str(wanted))
+    with filled(out) as directory:
+        ends = _tokenizer(run_dir, directory, positions)
+        config = config_of(shape, positions, dtype, ends)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if not (directory / "generation_config.json").exists():
+            said = {"_from_model_config": True, **{key: end for key, end in ends.items() if end is not None}}
+            (directory / "generation_config.json").write_text(json.dumps(said, indent=2) + "\n")
+        files = _weights(directory, checkpoint, twins, dtype, shard_bytes)
+        tokenizer = (directory / "tokenizer.json").exists()
+    return Exported(checkpoint.step, family_of(shape), files, tokenizer)
+
+
+def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
+    store = CheckpointStore(run_dir / "checkpoints")
+    found = store.newest_valid(lambda path, reason: None) if step is None else store.verify(step)
+    if found is None:
+        raise CheckpointError(f"{run_dir}: no valid checkpoint; train first")
+    if found.meta["model"] is None:
+        raise CheckpointError(f"{found.path}: a module of the caller's own; no family of models there is known to fit")
+    return found
+
+
+def _weights(
+    directory: Path, checkpoint: Checkpoint, twins: Sequence[Twin], dtype: str, shard_bytes: int
+) -> tuple[str, ...]:
+    """The files of weights, and an index where there are several."""
+    groups = _groups(twins, ITEM_BYTES[dtype], shard_bytes)
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    for name, group in zip(names, groups, strict=True):
+        entries = [Entry(twin.theirs, dtype, twin.their_shape) for twin in group]
+        write_tensors(directory / name, entries, _tensors(checkpoint, group, dtype), {"format": "pt"})
+    if len(groups) > 1:
+        size = sum(twin.numel for twin in twins) * ITEM_BYTES[dtype]
+        where = {twin.theirs: name for name, group in zip(names, groups, strict=True) for twin in group}
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return tuple(names)
+
+
+def _groups(twins: Sequence[Twin], width: int, shard_bytes: int) -> list[list[Twin]]:
+    groups: list[list[Twin]] = []
+    size = shard_bytes
+    for twin in twins:
+        if size + twin.numel * width > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(twin)
+        size += twin.numel * width
+    return groups
+
+
+def _tensors(checkpoint: Checkpoint, group: Sequence[Twin], dtype: str) -> Iterator[torch.Tensor]:
+    for twin in group:
+        name = f"model.{twin.name}"
+        stored = checkpoint.index[name].dtype
+        theirs = torch.empty(twin.their_shape, dtype=TORCH_DTYPES[stored])
+        read_merged(checkpoint, Holding([Held(name, twin.shape, stored, twin.box, twin.ours(theirs))]))
+        yield theirs.to(TORCH_DTYPES[dtype])
+
+
+def _settings(run_dir: Path) -> dict[str, dict[str, object]]:
+    """The run's settings as they were written; without them an export says less."""
+    try:
+        found = yaml.safe_load((run_dir / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tokenizer(run_dir: Path, directory: Path, positions: int) -> dict[str, int | None]:
+    """Write the run's tokenizer; the ids of its special tokens.
+
+    Where it is the one of the model that the run started from, that model's own files are passed on.
+    """
+    stored = run_dir / "tokenizer.json"
+    if not stored.exists():
+        return {}
+    tokenizer = tokenizer_from_json(json_of(stored))
+    made = tokenizer_files(tokenizer, positions)
+    for name, text in made.items():
+        (directory / name).write_text(text)
+    ends = {"eos_token_id": tokenizer.end_of_text}
+    kept = _model_before(run_dir)
+    if kept is None or made.get("tokenizer.json") != (kept / "tokenizer.json").read_text():
+        return ends
+    for name in PASSED_ON:
+        if (kept / name).exists():
+            shutil.copyfile(kept / name, directory / name)
+    if (kept / "generation_config.json").exists():
+        said = json_of(kept / "generation_config.json")
+        ends |= {key: said[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in said}
+    return ends
+
+
+def _model_before(run_dir: Path) -> Path | None:
+    """What was imported with the model that this run started from, directly or through other runs."""
+    seen: set[Path] = set()
+    while run_dir not in seen:
+        seen.add(run_dir)
+        if (run_dir / "huggingface" / "tokenizer.json").exists():
+            return run_dir / "huggingface"
+        before = _settings(run_dir).get("run", {}).get("init_from")
+        if not before:
+            return None
+        run_dir = Path(str(before))
+    return None

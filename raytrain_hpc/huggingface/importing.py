@@ -1,0 +1,144 @@
+"""A Hugging Face model as a run of zero steps: its weights as a checkpoint, its tokenizer, its shape as settings.
+
+OUT/config.yaml  OUT/tokenizer.json  OUT/checkpoints/step-00000000/   as in any run directory
+OUT/huggingface/                                                      files that export passes on
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from raytrain_hpc.checkpoint.manifest import shard_name
+from raytrain_hpc.checkpoint.shard import write_slices
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.config_files import Setting, build_config, config_text
+from raytrain_hpc.data.bpe import load_tokenizer
+from raytrain_hpc.data.tokenizer import TokenizerSpec
+from raytrain_hpc.errors import ModelError
+from raytrain_hpc.huggingface.directory import PASSED_ON, filled, json_of
+from raytrain_hpc.huggingface.families import positions_of, shape_of
+from raytrain_hpc.huggingface.twins import IGNORED_ENDS, Twin, twins_of
+from raytrain_hpc.shape import ModelShape, settings_of
+from raytrain_hpc.state.index import TensorSlices
+
+SHARD_BYTES = 1 << 30
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    shape: ModelShape
+    tokenizer: str | None  # its kind; None where the directory has no tokenizer.json
+
+
+def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Imported:
+    """Write the model in directory `source` as a run directory `out`, with weights in fp32.
+
+    One tensor at a time is in memory. Raises ModelError for a model that no Decoder can be, or whose files do not hold
+    what its config.json says; CheckpointError where `out` exists or cannot be written.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    config = json_of(source / "config.json")
+    shape = shape_of(config)
+    positions, twins = positions_of(config), twins_of(shape)
+    where = _located(source, shape, twins)
+    with filled(out) as directory:
+        tokenizer = _tokenizer(source, directory)
+        settings = settings_of(shape) | {"max_positions": positions}
+        made = [Setting(f"model.{key}", value, "config.json") for key, value in settings.items()]
+        made += [Setting("run.name", out.name, ""), Setting("run.dir", str(out), "")]
+        (directory / "config.yaml").write_text(config_text(build_config(made)))
+        store = CheckpointStore(directory / "checkpoints")
+        staging, reports = store.staging(0, 0), []
+        for number, group in enumerate(_groups(twins, shard_bytes)):
+            slices = [TensorSlices(f"model.{twin.name}", twin.shape, "float32", (twin.box,)) for twin in group]
+            reports.append(write_slices(staging / shard_name(number), slices, _tensors(group, where)))
+        meta: dict[str, Any] = {"model": asdict(shape), "dtype": "fp32", "seq_len": positions}
+        store.publish(0, 0, reports, meta | {"imported_from": str(source)}, lambda: None)
+    return Imported(shape, tokenizer)
+
+
+def _located(source: Path, shape: ModelShape, twins: Sequence[Twin]) -> dict[str, tuple[Path, str]]:
+    """The file of every tensor, and its name in it, by the names of the twins."""
+    where = {name: (path, name) for path in _files(source) for name in _names(path)}
+    if shape.positions == "learned" and not any(name.startswith("transformer.") for name in where):
+        where = {f"transformer.{name}": place for name, place in where.items()}  # saved without its head
+    wanted = {twin.theirs for twin in twins}
+    if missing := sorted(wanted - where.keys()):
+        raise ModelError(f"{source}: its files lack {missing[0]} and {len(missing) - 1} more of {len(wanted)} tensors")
+    tied = {"lm_head.weight"} if shape.tie_embeddings else set()
+    unknown = sorted(name for name in where.keys() - wanted - tied if not name.endswith(IGNORED_ENDS))
+    if unknown:
+        raise ModelError(f"{source}: {unknown[0]} has no place in a decoder of this config.json")
+    return where
+
+
+def _files(source: Path) -> list[Path]:
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        named = json_of(index).get("weight_map")
+        if not isinstance(named, Mapping):
+            raise ModelError(f"{index}: has no weight_map")
+        return [source / Path(name).name for name in sorted(set(named.values()))]
+    found = sorted(source.glob("*.safetensors"))
+    if not found:
+        raise ModelError(
+            f"{source}: holds no .safetensors file; others are pickles, which can run code and are never loaded: "
+            "save the model again with save_pretrained(DIR, safe_serialization=True)"
+        )
+    return found
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+def _groups(twins: Sequence[Twin], shard_bytes: int) -> Iterator[list[Twin]]:
+    """Runs of tensors of at most so many bytes in fp32, but at least one."""
+    group: list[Twin] = []
+    size = 0
+    for twin in twins:
+        if group and size + 4 * twin.numel > shard_bytes:
+            yield group
+            group, size = [], 0
+        group, size = [*group, twin], size + 4 * twin.numel
+    yield group
+
+
+def _tensors(group: Sequence[Twin], where: Mapping[str, tuple[Path, str]]) -> Iterator[torch.Tensor]:
+    for twin in group:
+        path, name = where[twin.theirs]
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensor = file.get_tensor(name)  # a view of the mapped file
+        if tuple(tensor.shape) != twin.their_shape or tensor.dtype not in _FLOATS:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ModelError(f"{path}: {name} is {found}, and config.json makes it {list(twin.their_shape)}")
+        yield twin.ours(tensor.to(torch.float32))
+
+
+def _tokenizer(source: Path, directory: Path) -> str | None:
+    """Keep what the model's directory has of a tokenizer."""
+    kept = directory / "huggingface"
+    kept.mkdir()
+    for name in PASSED_ON:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, kept / name)
+    if not (kept / "tokenizer.json").exists():
+        return None
+    tokenizer = load_tokenizer(TokenizerSpec("hf", str(source)))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(), indent=2) + "\n")
+    return tokenizer.name

@@ -1,0 +1,28 @@
+"""The shape of a model that a run starts from, read from its newest checkpoint. No torch, and nothing is verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.shape import ModelShape, settings_of
+
+KEY = "run.init_from"
+
+
+def model_settings(directory: str, origin: str) -> dict[str, Any]:
+    """Keys of section `model` that make the decoder in this run directory.
+
+    Raises ConfigError where it holds no checkpoint of a decoder.
+    """
+    manifests = sorted(Path(directory).expanduser().glob("checkpoints/step-*/manifest.json"))
+    if not manifests:
+        remedy = "has no checkpoint; give a run directory, or what `raytrain-hpc import-hf` wrote"
+        raise ConfigError(KEY, directory, origin, remedy)
+    try:
+        shape = json.loads(manifests[-1].read_text())["meta"]["model"]
+        return settings_of(ModelShape(**shape)) if shape is not None else {}  # a module of the caller's own
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(KEY, directory, origin, f"{manifests[-1]} cannot be read ({error!r})") from error

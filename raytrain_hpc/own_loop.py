@@ -1,0 +1,97 @@
+"""A plain PyTorch script becomes one that any number of workers run: five lines, and `raytrain-hpc run SCRIPT`.
+
+    import raytrain_hpc as rt
+    run = rt.attach(model, optimizer)
+    for step in run.steps(1000):
+        inputs, targets = run.share(batch(step))
+        loss = run.backward(loss)
+
+Run by python alone, the same script trains by itself as it did before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raytrain_hpc.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from raytrain_hpc.worker.scripted import ScriptTrainer
+
+Batch = TypeVar("Batch")
+
+
+class Attached:
+    """What a script asks of the run that it is a rank of."""
+
+    def __init__(self, rank: ScriptTrainer | None):
+        self._rank = rank
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which may print and write what all would print and write."""
+        return self._rank is None or self._rank.place.rank == 0
+
+    def steps(self, count: int | None = None) -> Iterator[int]:
+        """The numbers of the steps that are left, from 0 on in a new run; `count` has to be train.steps.
+
+        A step is committed when the next one is asked for: model, optimizer and scheduler are as they were then when
+        another one goes on. In a run, torch's random numbers begin anew in every step, alike on all ranks.
+        """
+        if self._rank is not None:
+            yield from self._rank.steps(count)
+            return
+        if count is None:
+            raise ModelError("steps: how many? alone there is no train.steps to take them from")
+        yield from range(count)
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's rows of a batch that all ranks have alike: of a tensor, or of all in a tuple, list or dict."""
+        if self._rank is None:
+            return batch
+        mine = self._rank.share(_rows(batch))
+        rows: Batch = _cut(batch, slice(mine.start, mine.stop))
+        return rows
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """For loss.backward(): `loss` is the mean over this rank's rows; gradients become those of the mean over all
+        rows of the batch, on every rank, and that mean is returned. Once a step."""
+        if self._rank is not None:
+            return self._rank.backward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Attached:
+    """Hand the state of these over to the run that this script is a rank of, if it is one.
+
+    In a run that goes on they are given its state. `scheduler`: of the learning rate; its state is plain numbers.
+    """
+    scripted = sys.modules.get("raytrain_hpc.worker.scripted")
+    rank = None if scripted is None else scripted.CURRENT.get()
+    if rank is not None:
+        rank.attach(model, optimizer, scheduler)
+    return Attached(rank)
+
+
+def _rows(batch: Any) -> int:
+    parts = list(batch.values()) if isinstance(batch, dict) else batch
+    if isinstance(parts, list | tuple):
+        sizes = {_rows(part) for part in parts}
+        if len(sizes) != 1:
+            raise ModelError(f"share: parts of one batch have {sorted(sizes)} rows; all need the same number")
+        return sizes.pop()
+    return len(parts)
+
+
+def _cut(batch: Any, rows: slice) -> Any:
+    if isinstance(batch, dict):
+        return {key: _cut(part, rows) for key, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_cut(part, rows) for part in batch)
+    return batch[rows]

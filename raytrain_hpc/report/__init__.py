@@ -1,0 +1,1 @@
+"""What became of a run, or of several, as one page that needs nothing else."""

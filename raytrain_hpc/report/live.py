@@ -1,0 +1,41 @@
+"""A run as a notebook shows it: a few figures and its loss curve, again and again while it goes on."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from raytrain_hpc.report.charts import Line, Mark, line_chart, number
+from raytrain_hpc.report.pictures import COLOURS
+from raytrain_hpc.report.reading import RunRecord, read_run
+
+_STYLE = "max-width:640px;font:13px system-ui,sans-serif"
+_CHART = "<style>.rt-live .grid{stroke:#8884}.rt-live text{fill:currentColor;font:11px system-ui}</style>"
+
+
+def live_html(run_dir: str | Path, state: str) -> str:
+    """A table and a curve; `state`: what the run is doing. Before anything is written, that alone."""
+    if not (Path(run_dir) / "config.yaml").exists():
+        return f'<div style="{_STYLE}"><b>{escape(str(run_dir))}</b>: {escape(state)}</div>'
+    run = read_run(run_dir)
+    marks = [Mark(float(one.get("step") or 0), str(one.get("kind")), "#d62728") for one in run.incidents]
+    lines = [
+        Line("training", run.points("train/loss"), COLOURS[0]),
+        Line("validation", run.points("val/loss"), COLOURS[1], dots=True),
+    ]
+    cells = "".join(f"<td><small>{name}</small><br><b>{value}</b></td>" for name, value in _figures(run, state))
+    chart = line_chart("loss, nats a token", lines, marks)
+    return f'<div class="rt-live" style="{_STYLE}">{_CHART}<table><tr>{cells}</tr></table>{chart}</div>'
+
+
+def _figures(run: RunRecord, state: str) -> list[tuple[str, str]]:
+    last = run.last
+    figures = [("run", escape(run.name)), ("state", escape(state))]
+    if last:
+        figures += [
+            ("step", f"{last['step']}/{run.config['train']['steps']}"),
+            ("loss", number(last["train/loss"])),
+            ("tokens/s", number(last["throughput/tokens_per_sec"])),
+            ("ranks", str(last["elastic/world_size"])),
+        ]
+    return [*figures, ("incidents", str(len(run.incidents)))]

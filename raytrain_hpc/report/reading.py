@@ -1,0 +1,76 @@
+"""A run directory as plain data. What a run has not written, or not yet, is simply not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.errors import RunDirectoryError
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of a run directory say. `metrics`: the line that counts of every step, in order."""
+
+    path: Path
+    name: str
+    config: Json
+    plan: Json
+    workers: list[Json]
+    result: Json
+    metrics: list[Json]
+    incidents: list[Json]
+    timeline: tuple[str, str] | None  # of the last step that has one: its file's name, and the picture
+
+    def points(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of a metric, where it is known."""
+        return [(line["step"], line[key]) for line in self.metrics if line.get(key) is not None]
+
+    @property
+    def last(self) -> Json:
+        """The last step's metrics; empty before the first."""
+        return self.metrics[-1] if self.metrics else {}
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """Read a run directory, also of a run that goes on. Raises RunDirectoryError where it is none."""
+    directory = RunDirectory(Path(path).expanduser())
+    if not directory.config.exists():
+        raise RunDirectoryError(f"{directory.path}: no run directory: it has no config.yaml")
+    try:
+        config = yaml.safe_load(directory.config.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise RunDirectoryError(f"{directory.config}: cannot be read: {' '.join(str(error).split())}") from error
+    steps = {line["step"]: line for line in directory.committed_metrics() if "step" in line}
+    return RunRecord(
+        path=directory.path,
+        name=str(config.get("run", {}).get("name") or directory.path.name),
+        config=config,
+        plan=_object(directory.path / "plan.json"),
+        workers=_object(directory.path / "workers.json").get("workers", []),
+        result=_object(directory.result),
+        metrics=[steps[step] for step in sorted(steps)],
+        incidents=[json.loads(line) for line in directory.past_incidents() if line],
+        timeline=_timeline(directory.timeline),
+    )
+
+
+def _object(path: Path) -> Json:
+    """A JSON file that is replaced as a whole: it is there, or it is not."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _timeline(directory: Path) -> tuple[str, str] | None:
+    pictures = sorted(directory.glob("step-*.svg")) if directory.is_dir() else []
+    return (pictures[-1].stem, pictures[-1].read_text()) if pictures else None

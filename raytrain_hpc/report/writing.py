@@ -1,0 +1,31 @@
+"""Writes the report of runs to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytrain_hpc.errors import ConfigError, RunDirectoryError
+from raytrain_hpc.report.page import page
+from raytrain_hpc.report.reading import read_run
+
+
+def write_report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """One HTML file about these runs, by default report.html in the only run's directory; its path.
+
+    Raises RunDirectoryError where a directory holds no run or the file cannot be written.
+    """
+    if not run_dirs:
+        raise ConfigError("RUN_DIR", "", "report", "give the directory of a run, or of several")
+    if out is None and len(run_dirs) > 1:
+        raise ConfigError("out", "", "report", "of several runs: say where the page goes")
+    path = Path(run_dirs[0]).expanduser() / "report.html" if out is None else Path(out).expanduser()
+    text = page([read_run(run_dir) for run_dir in run_dirs])
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error.strerror}") from error
+    return path

@@ -1,0 +1,54 @@
+"""What a run is doing, from its directory alone: for another shell, on any machine that sees it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.errors import RunDirectoryError
+from raytrain_hpc.observe.console import short_time, step_line
+from raytrain_hpc.report.reading import RunRecord, read_run
+
+_RATE_STEPS = 20  # of the last ones, from whose times the end is foretold
+
+
+def status_lines(run_dir: str | Path) -> Iterator[str]:
+    """What it is, how far it is, what broke, what is saved. Raises RunDirectoryError where there is no run."""
+    run = read_run(run_dir)
+    yield f"{run.path}: {_doing(run)}"
+    if run.workers:
+        nodes = Counter(str(worker.get("host")) for worker in run.workers)
+        where = ", ".join(f"{count} on {host}" for host, count in nodes.items())
+        yield f"workers    {len(run.workers)}: {where}"
+    if run.last:
+        steps = int(run.config["train"]["steps"])
+        seconds = sorted(line["time/step_s"] for line in run.metrics[-_RATE_STEPS:])
+        left = (steps - run.last["step"]) * seconds[len(seconds) // 2]
+        ago = short_time(max(0.0, time.time() - run.last["time/unix"]))
+        yield f"{step_line({'throughput/mfu': None, **run.last}, steps, None, left)}  ({ago} ago)"
+    validation = run.points("val/loss")
+    if validation:
+        yield f"validation {validation[-1][1]:.4f} at step {validation[-1][0]:.0f}"
+    if run.incidents:
+        last = run.incidents[-1]
+        rank = "" if last.get("rank") is None else f": rank {last['rank']}"
+        recovered = last.get("recovered_s")
+        after = "not recovered from" if recovered is None else f"next step after {recovered:.2f} s"
+        yield f"incidents  {len(run.incidents)}, the last: {last['kind']}{rank} at step {last['step']}, {after}"
+    saved = CheckpointStore(run.path / "checkpoints").steps()
+    if saved:
+        yield f"checkpoint step {saved[-1]} of {len(saved)} kept"
+
+
+def _doing(run: RunRecord) -> str:
+    try:
+        Lease.refuse_if_held(run.path)
+    except RunDirectoryError:
+        return "under way"
+    if run.result:
+        return str(run.result["outcome"])
+    return "not running; the same command goes on with it" if run.metrics else "not running, before its first step"

@@ -1,0 +1,130 @@
+"""Several settings or layouts, in turn or side by side on one cluster, and one table of what became of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.report.reading import read_run
+
+_COLUMNS = ("loss", "validation", "tokens/s", "mfu", "GiB", "seconds")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep: what it sets beside the common settings, where it lives, and its command's exit code."""
+
+    words: tuple[str, ...]
+    run_dir: Path
+    code: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The trial and its figures as JSON values."""
+        return {"settings": list(self.words), "run_dir": str(self.run_dir), "exit_code": self.code, **self.figures()}
+
+    def figures(self) -> dict[str, float | None]:
+        """What its run directory says, under the names of the table's columns."""
+        if not (self.run_dir / "config.yaml").exists():
+            return dict.fromkeys(_COLUMNS)
+        run = read_run(self.run_dir)
+        rates = sorted(rate for _, rate in run.points("throughput/tokens_per_sec"))
+        last, result = run.last, run.result
+        values = (
+            last.get("train/loss"),
+            result.get("val/loss"),
+            rates[len(rates) // 2] if rates else None,
+            last.get("throughput/mfu"),
+            max((peak for _, peak in run.points("memory/peak_gib")), default=None),
+            result.get("wall_s"),
+        )
+        return dict(zip(_COLUMNS, values, strict=True))
+
+
+def sweep(
+    path: str | None,
+    words: Sequence[str],
+    over: Sequence[str],
+    *,
+    at_once: int = 1,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Trial]:
+    """Train once with every combination of the values in `over` ("train.lr=1e-3,3e-3", ...), `at_once` side by side.
+
+    All go to the cluster that is named or running, or each starts a Ray of its own. Each has a directory of its own in
+    the sweep's run.dir, its output in output.log there; one that is there already goes on, or is done. Raises
+    ConfigError, before anything runs, where one of the combinations is wrong.
+    """
+    trials = combinations(path, words, over)
+    note(f"{len(trials)} runs in {trials[0].run_dir.parent}, {min(at_once, len(trials))} at a time")
+    with ThreadPoolExecutor(at_once) as pool:
+
+        def run(trial: Trial) -> Trial:
+            done = _run(trial, path, words)
+            note(f"{' '.join(trial.words)}: {'done' if done.code == 0 else f'exit code {done.code}, see output.log'}")
+            return done
+
+        return list(pool.map(run, trials))
+
+
+def combinations(path: str | None, words: Sequence[str], over: Sequence[str]) -> list[Trial]:
+    """All runs of a sweep, each checked as a config. Raises ConfigError for the first wrong one."""
+    choices = [_choices(text) for text in over]
+    if not choices:
+        raise ConfigError("--over", "", "command line", "name what to vary, as in --over train.lr=1e-3,3e-3")
+    base = Path(load_config(path, words).run.dir)
+    trials = []
+    for chosen in product(*choices):
+        run_dir = base / ",".join(word.replace("/", "_") for word in chosen)
+        load_config(path, [*words, *chosen, f"run.dir={run_dir}"])
+        trials.append(Trial(chosen, run_dir))
+    return trials
+
+
+def _choices(text: str) -> list[str]:
+    """ "train.lr=1e-3,3e-3" as ["train.lr=1e-3", "train.lr=3e-3"]; commas inside brackets divide nothing."""
+    key, equals, values = text.partition("=")
+    chosen, depth = [""], 0
+    for character in values:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth:
+            chosen.append("")
+        else:
+            chosen[-1] += character
+    if not key or not equals or not all(one.strip() for one in chosen):
+        raise ConfigError("--over", text, "command line", "is written key=value,value,...")
+    return [f"{key}={one.strip()}" for one in chosen]
+
+
+def _run(trial: Trial, path: str | None, words: Sequence[str]) -> Trial:
+    trial.run_dir.mkdir(parents=True, exist_ok=True)
+    given = [] if path is None else [path]
+    line = [sys.executable, "-m", "raytrain_hpc", "train", *given, *words, *trial.words, f"run.dir={trial.run_dir}"]
+    with (trial.run_dir / "output.log").open("a") as output:
+        done = subprocess.run(line, stdout=output, stderr=subprocess.STDOUT, check=False)
+    return Trial(trial.words, trial.run_dir, done.returncode)
+
+
+def table(trials: Sequence[Trial]) -> list[str]:
+    """Lines of text, the best validation loss (or training loss) first; failed runs last."""
+    rows = [(trial, trial.figures()) for trial in trials]
+
+    def best_first(row: tuple[Trial, dict[str, float | None]]) -> tuple[bool, float]:
+        loss = row[1]["validation"] if row[1]["validation"] is not None else row[1]["loss"]
+        return row[0].code not in (0, None) or loss is None, loss or 0.0
+
+    rows.sort(key=best_first)
+    cells = [["run", *_COLUMNS]]
+    for trial, figures in rows:
+        shown = ["-" if figures[name] is None else f"{figures[name]:.5g}" for name in _COLUMNS]
+        failed = "" if trial.code in (0, None) else f" (exit code {trial.code})"
+        cells.append([" ".join(trial.words) + failed, *shown])
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

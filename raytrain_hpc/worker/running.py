@@ -1,0 +1,39 @@
+"""Whose loop a rank runs: the platform's own, or that of a user's script."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from raytrain_hpc.checkpoint.snapshot import Snapshots
+from raytrain_hpc.data.delivery import Blocks
+from raytrain_hpc.worker.build import build_trainer, set_kernels
+from raytrain_hpc.worker.control import Control
+from raytrain_hpc.worker.loop import Outcome
+from raytrain_hpc.worker.meeting import Rendezvous
+from raytrain_hpc.worker.scripted import ScriptTrainer
+from raytrain_hpc.worker.spec import Script, WorkerSpec
+
+
+class Runner(Protocol):
+    """One rank of a generation, put together."""
+
+    def run(self, first: int, steps_to: int) -> Outcome:
+        """Train from `first` committed steps to `steps_to`, unless stopped or paused before."""
+
+
+def runner_of(
+    spec: WorkerSpec,
+    rank: int,
+    device: torch.device,
+    meeting: Rendezvous | None,
+    control: Control,
+    blocks: Blocks | None = None,
+    memory: Snapshots | None = None,
+) -> Runner:
+    """As `build.build_trainer`, whatever is trained."""
+    if isinstance(spec.custom, Script):
+        set_kernels(spec.config, device)
+        return ScriptTrainer(spec, rank, device, meeting, control, memory)
+    return build_trainer(spec, rank, device, meeting, control, blocks, memory)

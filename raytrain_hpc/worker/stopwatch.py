@@ -1,0 +1,67 @@
+"""Where the time of a step goes on a rank, and how ranks differ in that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Part = Literal["forward", "backward", "communication", "optimizer"]
+PARTS: tuple[Part, ...] = ("forward", "backward", "communication", "optimizer")
+
+
+class Stopwatch:
+    """Adds up the parts of a step. A GPU times its own work, by events, which are read when the step is over."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._events: list[tuple[Part, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def on(self, part: Part) -> Iterator[None]:
+        """What happens inside is this part of the step."""
+        if self._on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()  # type: ignore[no-untyped-call]
+            yield
+            end.record()  # type: ignore[no-untyped-call]
+            self._events.append((part, begin, end))
+            return
+        began = time.perf_counter()
+        yield
+        self._seconds[part] += time.perf_counter() - began
+
+    def read(self) -> dict[Part, float]:
+        """Seconds of each part since it was read last."""
+        for part, begin, end in self._events:
+            end.synchronize()  # type: ignore[no-untyped-call]
+            self._seconds[part] += begin.elapsed_time(end) / 1e3  # type: ignore[no-untyped-call]
+        self._events.clear()
+        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+
+def over_ranks(mine: Mapping[str, float], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
+    """Mean, least, largest and standard deviation over the ranks of a group, as "ranks/NAME/mean" and so on.
+
+    Collective where there is a group; all ranks name the same things.
+    """
+    row = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
+    rows = [row]
+    if group is not None:
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, row, group=group)
+    table = torch.stack(rows)
+    statistics = {
+        "mean": table.mean(0),
+        "min": table.amin(0),
+        "max": table.amax(0),
+        "std": table.std(0, correction=0),
+    }
+    columns = {kind: values.tolist() for kind, values in statistics.items()}
+    return {f"ranks/{name}/{kind}": columns[kind][at] for at, name in enumerate(mine) for kind in columns}

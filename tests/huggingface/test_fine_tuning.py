@@ -1,0 +1,137 @@
+"""An imported model trained on prompt and response pairs, beside a plain loop of transformers and torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_hpc import import_model, prepare
+from raytrain_hpc.config_files import load_config
+from raytrain_hpc.data.bpe import train_tokenizer
+from raytrain_hpc.data.tokenizer_files import tokenizer_files
+from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.errors import CheckpointError, ConfigError, DataError
+from tests.huggingface.families import random_model
+from tests.pool import steps_of
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, LENGTH, BATCH = 20, 24, 4
+PAIRS = [
+    {"question": f"What is {a} and {b}?", "answer": f" It is {a + b}" + ", of course" * (a % 4)}
+    for a in range(8)
+    for b in range(8)
+]
+WORDS = [
+    "data.packing=padded",
+    f"train.steps={STEPS}",
+    f"train.seq_len={LENGTH}",
+    f"train.global_batch={BATCH}",
+    "train.micro_batch=1",
+    "train.lr=1e-3",
+    "train.schedule=constant",
+    "train.warmup=0",
+    "cluster.workers=2",
+    "observe.tensorboard=false",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer in "theirs", imported in "ours", and pairs prepared with that tokenizer in "data"."""
+    directory = tmp_path_factory.mktemp("tune")
+    (directory / "theirs").mkdir()
+    tokenizer = train_tokenizer([f"{pair['question']}{pair['answer']}" for pair in PAIRS], 320)
+    for name, text in tokenizer_files(tokenizer, 128).items():
+        (directory / "theirs" / name).write_text(text)
+    model = random_model("llama, tied")
+    model.resize_token_embeddings(tokenizer.vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.save_pretrained(directory / "theirs")
+    import_model(directory / "theirs", directory / "ours")
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    prepare(
+        [str(directory / "pairs.jsonl")],
+        str(directory / "data"),
+        tokenizer=f"hf:{directory / 'ours' / 'huggingface'}",
+        prompt_field="question",
+        response_field="answer",
+        val_fraction=0.0,
+        engine="local",
+    )
+    return directory
+
+
+def words(place: Path, run: Path, *more: str) -> list[str]:
+    return [f"run.init_from={place / 'ours'}", f"run.dir={run}", f"data.path={place / 'data'}", *WORDS, *more]
+
+
+def plain_losses(place: Path, order: list[list[int]]) -> list[float]:
+    """The same pairs in the same order through transformers' model, tokenizer and loss, and torch's AdamW."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "theirs", dtype=torch.float32).train()
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer, losses = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8), []
+    for numbers in order:
+        ids, labels = torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64), torch.full((BATCH, LENGTH + 1), -100)
+        for row, number in enumerate(numbers):
+            prompt = tokenizer(PAIRS[number]["question"])["input_ids"]
+            response = [*tokenizer(PAIRS[number]["answer"])["input_ids"], tokenizer.eos_token_id]
+            both = torch.tensor([*prompt, *response])[: LENGTH + 1]
+            ids[row, : len(both)] = both
+            labels[row, len(prompt) : len(both)] = both[len(prompt) :]
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_losses_are_those_of_a_plain_loop(place: Path, pool: Any, tmp_path: Path) -> None:
+    config = load_config(None, words(place, tmp_path / "run"))
+    stream = prepare_run(config, None, lambda line: None).stream
+    order = [[int(stream.places(step, v)[0]) for v in range(BATCH)] for step in range(STEPS)]
+    assert len({number for numbers in order for number in numbers}) == len(PAIRS)  # more than an epoch
+    ours = [step["train/loss"] for step in steps_of(pool.train(config)[0])]
+    theirs = plain_losses(place, order)
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert sum(ours[-5:]) < sum(ours[:5]) - 1
+
+
+def test_what_does_not_belong_together(place: Path, tmp_path: Path) -> None:
+    def refused(*more: str) -> Any:
+        return prepare_run(load_config(None, words(place, tmp_path / "run", *more)), None, lambda line: None)
+
+    with pytest.raises(ConfigError, match=r"model.norm_eps=0.001.*the model in .*ours has 1e-05; leave the key out"):
+        refused("model.norm_eps=0.001")
+    with pytest.raises(DataError, match="its tokenizer is not that of the model"):
+        refused("data.path=stdlib", "data.packing=stream")
+    with pytest.raises(ConfigError, match=r"run.init_from=.*has no checkpoint; give a run directory"):
+        refused(f"run.init_from={tmp_path}")
+    assert refused("model.dropout=0.1").shape.dropout == 0.1  # that is the user's to choose
+
+
+def test_weights_of_another_type(place: Path, pool: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"run.init_from: .*float32"):
+        pool.train(load_config(None, words(place, tmp_path / "run", "train.dtype=fp64")))
+
+
+def test_a_damaged_import_is_refused(place: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(place / "ours", tmp_path / "ours")
+    (shard,) = (tmp_path / "ours").glob("checkpoints/*/rank-*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    damaged = [f"run.init_from={tmp_path / 'ours'}", f"run.dir={tmp_path / 'run'}", "data.path=synthetic"]
+    with pytest.raises(CheckpointError, match="none of its checkpoints is valid"):
+        prepare_run(load_config(None, damaged), None, lambda line: None)

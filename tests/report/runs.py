@@ -1,0 +1,78 @@
+"""Run directories written by hand, as a run writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.config_files import config_text, load_config
+
+PARTS = {"data": 0.01, "forward": 0.2, "backward": 0.5, "communication": 0.1, "optimizer": 0.05}
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    """Metrics of a step: losses fall as 8 / step, a step takes a second, of which 0.14 s is no part's."""
+    return {
+        "step": step,
+        "train/loss": 8.0 / step,
+        "train/lr": 1e-3,
+        "train/grad_norm": 1.0,
+        "train/tokens": 1000 * step,
+        "throughput/tokens_per_sec": 1000.0,
+        "throughput/tokens_per_sec_per_device": 500.0,
+        "throughput/mfu": None,
+        "time/unix": 1.7e9 + step,
+        "time/step_s": 1.0,
+        "time/checkpoint_s": 0.0,
+        "memory/peak_gib": 0.75,
+        "memory/weights_gib": 0.1,
+        "memory/gradients_gib": 0.1,
+        "memory/moments_gib": 0.2,
+        "elastic/world_size": 2,
+        "elastic/generation": 1,
+        **{f"time/{part}_s": seconds for part, seconds in PARTS.items()},
+        **more,
+    }
+
+
+INCIDENT = {
+    "kind": "died",
+    "rank": 1,
+    "node": "n1",
+    "pid": 42,
+    "operation": "ALLREDUCE <3>",
+    "reason": "killed by signal 9",
+    "step": 3,
+    "time": 1.7e9 + 3,
+    "detected_s": 0.03,
+    "recovered_s": 0.21,
+    "steps_lost": 0,
+    "stacks": {"0": "in train_step & co"},
+}
+
+
+def written(directory: Path, *, steps: int = 6, name: str = "one", done: bool = True) -> Path:
+    """A run of so many steps, the third of them run again, with a validation loss, statistics and an incident."""
+    directory.mkdir()
+    config = load_config(None, [f"run.name={name}", f"run.dir={directory}", "train.steps=6"])
+    (directory / "config.yaml").write_text(config_text(config))
+    memory = dict.fromkeys(("weights", "gradients", "moments", "copies", "activations", "working"), 2**27)
+    plan = {"layout": {"dp_replicate": 2, "tp": 1, "pp": 1, "zero": 0}, "workers": 2, "memory": memory}
+    (directory / "plan.json").write_text(json.dumps(plan))
+    workers = [
+        {"rank": rank, "pid": 40 + rank, "node": f"n{rank}", "host": f"host{rank}", "device": "cpu", "coordinates": at}
+        for rank, at in enumerate(({"pp": 0, "dp_replicate": 0}, {"pp": 1, "dp_replicate": 1}))
+    ]
+    (directory / "workers.json").write_text(json.dumps({"generation": 1, "workers": workers}))
+    statistics = {f"ranks/time/step_s/{kind}": x for kind, x in {"mean": 1, "min": 0.9, "max": 1.1, "std": 0.1}.items()}
+    lines = [line(step) for step in range(1, steps + 1)]
+    lines[2] |= statistics
+    lines.insert(2, line(3, **{"train/loss": 99.0}))
+    lines[-1]["val/loss"] = 2.5
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (directory / "metrics.jsonl").write_text(text + '{"step": 7, "train/lo')  # a kill cut this one short
+    (directory / "incidents.jsonl").write_text(json.dumps(INCIDENT) + "\n")
+    if done:
+        (directory / "result.json").write_text(json.dumps({"outcome": "done", "goodput": 0.93, "val/loss": 2.5}))
+    return directory
