@@ -80,13 +80,14 @@ class Run:
         self._config, self._stop, self._resize = config, stop, resize
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(target,), name="raytrain-run", daemon=True)
-        self._thread.start()
+        # Waited for instead of the thread: a Thread.join that Ctrl-C interrupts takes a running thread for ended.
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, args=(target,), name="raytrain-run", daemon=True).start()
 
     @property
     def running(self) -> bool:
         """Whether the training still goes on."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
         """The committed steps so far, one dict each with the keys of metrics.jsonl, in step order."""
@@ -109,8 +110,7 @@ class Run:
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end and return the result, or raise what ended the run. TimeoutError after `timeout` seconds."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout):
             raise TimeoutError(f"the run in {self._config.run.dir} goes on after {timeout} s")
         if self._error is not None:
             raise self._error
@@ -126,7 +126,7 @@ class Run:
         shown: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
         try:
             while self.running:
-                self._thread.join(every_s)
+                self._ended.wait(every_s)
                 shown.update(self)
         except KeyboardInterrupt:
             return
@@ -143,6 +143,8 @@ class Run:
             self._result = target()
         except BaseException as error:  # handed to whoever asks for the result
             self._error = error
+        finally:
+            self._ended.set()
 
 
 def plan(

@@ -192,12 +192,13 @@ def inspect(directory: str) -> None:
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0))
 @click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0), help="0: all tokens.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--step", type=click.IntRange(min=0), help="Checkpoint to sample from.  [default: the newest valid one]")
 @_one_line_errors
-def generate(run_dir: str, prompt: str, max_tokens: int, temperature: float, top_k: int, seed: int) -> None:
+def generate(run_dir: str, prompt: str, **options: Any) -> None:
     """Sample text from a run's newest checkpoint."""
     from raytrain_hpc.sampling import generate as sample
 
-    pieces = sample(run_dir, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    pieces = sample(run_dir, prompt, **options)
     first = next(pieces, "")  # whatever is wrong shows here, before half a line is printed
     click.echo(prompt + first, nl=False)
     for piece in pieces:

@@ -320,6 +320,9 @@ class ObserveConfig:
     wandb: str = key("", "Weights & Biases project that metrics also go to; WANDB_MODE=offline keeps them here.")
     mlflow: str = key("", "MLflow tracking URI that metrics also go to, as http://HOST:5000 or sqlite:///mlflow.db.")
     sample_tokens: int = key(200, "Length of the text sampled at the end; 0: none.", minimum=0)
+    prompts: list[str] = key(
+        [], "What every checkpoint is asked, beside the run: answers go to samples.jsonl, and lines to the console."
+    )
     peak_tflops: float | str = key(AUTO, "Dense peak of a device, for MFU; auto: from its name.", above=0)
     timeline_every: int = key(
         0, "Steps between timelines of the pipeline, as JSON and picture in run.dir/timeline; 0: never.", minimum=0

@@ -27,15 +27,17 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 0,
     seed: int = 0,
+    step: int | None = None,
 ) -> Iterator[str]:
-    """Continue `prompt` with up to `max_tokens` tokens sampled from the newest valid checkpoint, in pieces of text.
+    """Continue `prompt` with up to `max_tokens` tokens sampled from the newest valid checkpoint, or that of `step`, in
+    pieces of text.
 
     Raises CheckpointError where the run has no checkpoint of the platform's decoder, DataError where it has no
     tokenizer or the prompt has a character that the tokenizer does not know.
     """
     directory = RunDirectory(Path(run_dir))
     tokenizer = _tokenizer(directory)
-    model, context = load_model(directory)
+    model, context = load_model(directory, step)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     made: list[int] = []
     shown = ""
@@ -62,9 +64,11 @@ def _tokenizer(directory: RunDirectory) -> Tokenizer:
     return tokenizer_from_json(plain)
 
 
-def load_model(directory: RunDirectory) -> tuple[Decoder, int]:
-    """The decoder of a run's newest valid checkpoint and its seq_len. Raises CheckpointError where there is none."""
-    newest = CheckpointStore(directory.checkpoints).newest_valid(lambda path, reason: None)
+def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decoder, int]:
+    """The decoder of a run's newest valid checkpoint, or that of `step`, and its seq_len. Raises CheckpointError where
+    there is none."""
+    store = CheckpointStore(directory.checkpoints)
+    newest = store.newest_valid(lambda path, reason: None) if step is None else store.verify(step)
     if newest is None:
         raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
     if newest.meta["model"] is None:

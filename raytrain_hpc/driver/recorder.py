@@ -59,15 +59,17 @@ class RunRecorder:
         meta_of_step: Callable[[int], dict[str, Any]],
         flops_per_token: float | None,
         trackers: Sequence[Tracker] = (),
+        published: Callable[[int], None] = lambda step: None,
     ):
-        """`trackers`: where the metrics of committed steps go too; none of them may raise or wait."""
+        """`trackers`: where the metrics of committed steps go too; none of them may raise or wait. `published` hears of
+        the step of every checkpoint that is there."""
         self._config, self._directory, self._console = config, directory, console
         self._store, self._lease, self._meta_of_step = store, lease, meta_of_step
         self._flops = flops_per_token
         self._lock = threading.RLock()
         self._jsonl = JsonlSink(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardSink | None = None
-        self._trackers = tuple(trackers)
+        self._trackers, self._published = tuple(trackers), published
         self._shards: dict[int, dict[int, ShardReport | str]] = {}
         self._timelines = Timelines(directory.timeline)
         self._step = 0
@@ -202,6 +204,7 @@ class RunRecorder:
         self.tally.at_risk = [(s, seconds) for s, seconds in self.tally.at_risk if s > step]
         shown = Path(self._config.run.dir) / "checkpoints" / path.name  # as the user gave it
         self._console.line(f"checkpoint {shown} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
+        self._published(step)
         try:
             self._store.prune(self._config.checkpoint.keep)
         except CheckpointError as error:

@@ -18,6 +18,7 @@ from raytrain_hpc.driver.incidents import IncidentLog
 from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
+from raytrain_hpc.driver.samples import Sampler
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailed, WorkerFailed
 from raytrain_hpc.observe.console import Console
 from raytrain_hpc.observe.devices import peak_tflops
@@ -81,15 +82,15 @@ class Supervisor:
                 self._release(lease)
 
     def _trackers(self, fleet: Fleet) -> list[Behind]:
-        def alarm(text: str) -> None:
-            self._console.line(f"alarm: {text}")
-
-        found = trackers_of(self._config, alarm)
+        found = trackers_of(self._config, self._alarm)
         if fleet.lasting and self._config.observe.ray_metrics:
             from raytrain_hpc.driver.gauges import Gauges  # Ray is there, then
 
-            found.append(Behind("ray_metrics", partial(Gauges, self._config.run.name), alarm))
+            found.append(Behind("ray_metrics", partial(Gauges, self._config.run.name), self._alarm))
         return found
+
+    def _alarm(self, text: str) -> None:
+        self._console.line(f"alarm: {text}")
 
     def _warn(self, text: str) -> None:
         """Print a line once: preparation and every generation look at the same checkpoints."""
@@ -107,6 +108,7 @@ class Supervisor:
         layout, batching = prepared.layout(fleet.world)
         announce(prepared, layout, batching, machine_of(fleet.world, fleet.cluster), self._console.line)
         prepared.store.discard_staging()
+        samples = Sampler(self._config, self._console.line, self._alarm)
         recorder = RunRecorder(
             self._config,
             prepared.directory,
@@ -116,6 +118,7 @@ class Supervisor:
             prepared.meta(batching),
             None if self._custom else flops_per_token(prepared.shape, self._config.train.seq_len),
             self._trackers(fleet),
+            samples.published,
         )
         run = _Run(prepared, lease, recorder, IncidentLog(prepared.directory), batching)
         self._wanted = self._wanted or fleet.world
@@ -124,6 +127,7 @@ class Supervisor:
         finally:
             self._console.end()
             recorder.close()
+        samples.close()
         if outcome == "stopped" and recorder.tally.save_error:
             raise RunFailed(f"stopped without a checkpoint: {recorder.tally.save_error}")
         result = self._result(layout, recorder, outcome)

@@ -230,6 +230,7 @@ class Trainer:
             read = partial(self._validation_batch, self.evaluation, first)
             mine[first : first + _ASK_EVERY] = self._counted(self.passes.evaluate(min(_ASK_EVERY, turns - first), read))
         self._sum_over_ranks(sums)
+        self.watch.read()  # no step's
         loss_sum, tokens = pairwise_total(sums.sum(2).view(-1, 2)[:batches]).tolist()
         return float(loss_sum / tokens)
 

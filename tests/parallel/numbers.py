@@ -22,6 +22,7 @@ MODELS = {
     "gpt2, six heads": [*GPT2, *ODD, "model.hidden_size=48", "model.num_heads=6", "model.tie_embeddings=false"],
     "llama": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.tie_embeddings=false"],
     "llama, two groups of three": [*LLAMA, "model.hidden_size=48", "model.num_heads=6", "model.num_kv_heads=2"],
+    "qwen3": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.head_dim=12", "model.qk_norm=true", "model.rope_factor=2"],
     "moe": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.num_experts=5", "model.shared_expert_size=23"],
     "moe, bias": [*GPT2, *ODD, "model.num_experts=5", "model.experts_per_token=1", "model.balance=bias"],
     "llama, three tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=3", "model.tie_embeddings=false"],
