@@ -129,7 +129,7 @@ def run(script: str, words: tuple[str, ...]) -> None:
     from raytrain_hpc.summary import closing_lines
 
     path, overrides = _split_words(words)
-    config = load_config(path, [f"run.name={Path(script).stem}", *_OF_A_SCRIPT, *overrides])
+    config = load_config(path, overrides, beneath=[f"run.name={Path(script).stem}", *_OF_A_SCRIPT])
     result = run_script(config, script)
     for line in closing_lines(config, result):
         click.echo(line)

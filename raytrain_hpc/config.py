@@ -321,7 +321,7 @@ class ObserveConfig:
     mlflow: str = key("", "MLflow tracking URI that metrics also go to, as http://HOST:5000 or sqlite:///mlflow.db.")
     sample_tokens: int = key(200, "Length of the text sampled at the end; 0: none.", minimum=0)
     prompts: list[str] = key(
-        [], "What every checkpoint is asked, beside the run: answers go to samples.jsonl, and lines to the console."
+        [], "What checkpoints are asked, beside the run: answers go to samples.jsonl, and lines to the console."
     )
     peak_tflops: float | str = key(AUTO, "Dense peak of a device, for MFU; auto: from its name.", above=0)
     timeline_every: int = key(

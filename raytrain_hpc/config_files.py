@@ -42,8 +42,12 @@ class Setting(NamedTuple):
     origin: str
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, beneath: Sequence[str] = ()
+) -> Config:
     """The resolved config: defaults, then the YAML file and its bases, then `key=value` words, in that order.
+
+    `beneath`: words that a file wins over.
 
     Raises ConfigError naming key, value, origin and remedy for an unknown key, a wrong type or an impossible value.
     """
@@ -51,7 +55,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     if path is not None and not any(s.key == "run.name" for s in settings):
         settings.insert(0, Setting("run.name", Path(path).stem, str(path)))
     settings += [_from_word(word) for word in overrides]
-    return build_config(settings)
+    return build_config([*(_from_word(word)._replace(origin="") for word in beneath), *settings])
 
 
 def build_config(settings: list[Setting]) -> Config:

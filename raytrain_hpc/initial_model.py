@@ -22,7 +22,9 @@ def model_settings(directory: str, origin: str) -> dict[str, Any]:
         remedy = "has no checkpoint; give a run directory, or what `raytrain-hpc import-hf` wrote"
         raise ConfigError(KEY, directory, origin, remedy)
     try:
-        shape = json.loads(manifests[-1].read_text())["meta"]["model"]
-        return settings_of(ModelShape(**shape)) if shape is not None else {}  # a module of the caller's own
+        meta = json.loads(manifests[-1].read_text())["meta"]
+        if meta["model"] is None:  # a module of the caller's own
+            return {}
+        return {"max_positions": meta.get("positions", meta["seq_len"]), **settings_of(ModelShape(**meta["model"]))}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(KEY, directory, origin, f"{manifests[-1]} cannot be read ({error!r})") from error

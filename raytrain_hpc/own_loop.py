@@ -12,12 +12,13 @@ Run by python alone, the same script trains by itself as it did before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_hpc.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -33,6 +34,13 @@ class Attached:
         self._rank = rank
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is, in a run; the CPU alone."""
+        import torch
+
+        return torch.device("cpu") if self._rank is None else self._rank.device
+
+    @property
     def first(self) -> bool:
         """Whether this is rank 0, which may print and write what all would print and write."""
         return self._rank is None or self._rank.place.rank == 0
@@ -41,7 +49,8 @@ class Attached:
         """The numbers of the steps that are left, from 0 on in a new run; `count` has to be train.steps.
 
         A step is committed when the next one is asked for: model, optimizer and scheduler are as they were then when
-        another one goes on. In a run, torch's random numbers begin anew in every step, alike on all ranks.
+        another one goes on. Between two calls of `backward` a rank may take minutes: the others wait for it. In a run,
+        torch's random numbers begin anew in every step, alike on all ranks.
         """
         if self._rank is not None:
             yield from self._rank.steps(count)
@@ -51,11 +60,12 @@ class Attached:
         yield from range(count)
 
     def share(self, batch: Batch) -> Batch:
-        """This rank's rows of a batch that all ranks have alike: of a tensor, or of all in a tuple, list or dict."""
+        """This rank's rows, on its device, of a batch that all ranks have alike: of a tensor, or of all tensors in a
+        tuple, a list or a mapping, which becomes a dict. Once a step, before `backward`."""
         if self._rank is None:
             return batch
         mine = self._rank.share(_rows(batch))
-        rows: Batch = _cut(batch, slice(mine.start, mine.stop))
+        rows: Batch = _cut(batch, slice(mine.start, mine.stop), self._rank.device)
         return rows
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -80,18 +90,21 @@ def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Att
 
 
 def _rows(batch: Any) -> int:
-    parts = list(batch.values()) if isinstance(batch, dict) else batch
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if isinstance(parts, list | tuple):
         sizes = {_rows(part) for part in parts}
         if len(sizes) != 1:
             raise ModelError(f"share: parts of one batch have {sorted(sizes)} rows; all need the same number")
         return sizes.pop()
-    return len(parts)
+    if not hasattr(parts, "to") or not getattr(parts, "shape", None):
+        raise ModelError(f"share: a batch holds {type(parts).__name__}; tensors are needed, with a row a sample")
+    return int(parts.shape[0])
 
 
-def _cut(batch: Any, rows: slice) -> Any:
-    if isinstance(batch, dict):
-        return {key: _cut(part, rows) for key, part in batch.items()}
+def _cut(batch: Any, rows: slice, device: torch.device) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: _cut(part, rows, device) for key, part in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(_cut(part, rows) for part in batch)
-    return batch[rows]
+        parts = [_cut(part, rows, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch[rows].to(device)

@@ -27,7 +27,7 @@ class Gauges:
             if value is not None:
                 self._gauge(key).set(float(value), {"run": self._run})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Nothing to do: what is shown last stays until Ray ends."""
 
     def _gauge(self, key: str) -> Gauge:

@@ -13,7 +13,7 @@ from typing import Any
 from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config import Config
+from raytrain_hpc.config import AUTO, Config
 from raytrain_hpc.data.packing import Padded, packing_of
 from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.storage import is_remote
@@ -78,9 +78,16 @@ class PreparedRun:
             return self.identity() | {
                 "microbatches": asdict(batching),
                 "data_state": self.stream.state(step).to_json(),
+                "positions": self.positions,
             }
 
         return of_step
+
+    @property
+    def positions(self) -> int:
+        """That the model is made for: more than it is trained on, where it was imported."""
+        wanted = self.config.model.max_positions
+        return self.config.train.seq_len if wanted == AUTO else int(wanted)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to continue this run."""

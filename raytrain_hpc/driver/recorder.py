@@ -112,14 +112,14 @@ class RunRecorder:
         """Ranks of this generation."""
         return self._world
 
-    def close(self) -> None:
-        """Flush every file."""
+    def close(self, *, failed: bool) -> None:
+        """Flush every file. `failed`: the run ends with an error."""
         with self._lock:
             self._jsonl.close()
             if self._tensorboard is not None:
                 self._tensorboard.close()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(failed=failed)
 
     def _recall(self) -> None:
         """Pick up the tally where an earlier life of the run left it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -126,12 +127,12 @@ class Supervisor:
             outcome = "done" if self._already_trained(run) else self._train(run, fleet)
         finally:
             self._console.end()
-            recorder.close()
-        samples.close()
+            recorder.close(failed=sys.exc_info()[0] is not None)
         if outcome == "stopped" and recorder.tally.save_error:
             raise RunFailed(f"stopped without a checkpoint: {recorder.tally.save_error}")
         result = self._result(layout, recorder, outcome)
         prepared.directory.write_result(result.to_json())
+        samples.close()
         return result
 
     def _already_trained(self, run: _Run) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 from raytrain_hpc.errors import CheckpointError, ModelError
 
+GENERATION = "generation_config.json"
+END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What a model's directory has beside its weights, and what uses it needs as it is.
 PASSED_ON = (
     "tokenizer.json",
@@ -21,7 +23,7 @@ PASSED_ON = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
-    "generation_config.json",
+    GENERATION,
 )
 
 

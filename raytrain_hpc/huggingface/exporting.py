@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -15,11 +16,10 @@ from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.merged import read_merged
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.tensor_file import Entry, write_tensors
-from raytrain_hpc.config import AUTO
 from raytrain_hpc.data.tokenizer import tokenizer_from_json
 from raytrain_hpc.data.tokenizer_files import tokenizer_files
 from raytrain_hpc.errors import CheckpointError, ModelError
-from raytrain_hpc.huggingface.directory import PASSED_ON, filled, json_of
+from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import Family, config_of, family_of
 from raytrain_hpc.huggingface.twins import Twin, twins_of
 from raytrain_hpc.shape import ModelShape
@@ -61,16 +61,14 @@ def export_model(
     dtype = stored if dtype is None else dtype
     if dtype not in DTYPES:
         raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(DTYPES)}")
-    settings = _settings(run_dir)
-    wanted = settings.get("model", {}).get("max_positions", AUTO)
-    positions = int(checkpoint.meta["seq_len"] if wanted == AUTO else str(wanted))
+    positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
     with filled(out) as directory:
         ends = _tokenizer(run_dir, directory, positions)
         config = config_of(shape, positions, dtype, ends)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if not (directory / "generation_config.json").exists():
+        if not (directory / GENERATION).exists():
             said = {"_from_model_config": True, **{key: end for key, end in ends.items() if end is not None}}
-            (directory / "generation_config.json").write_text(json.dumps(said, indent=2) + "\n")
+            (directory / GENERATION).write_text(json.dumps(said, indent=2) + "\n")
         files = _weights(directory, checkpoint, twins, dtype, shard_bytes)
         tokenizer = (directory / "tokenizer.json").exists()
     return Exported(checkpoint.step, family_of(shape), files, tokenizer)
@@ -122,7 +120,10 @@ def _tensors(checkpoint: Checkpoint, group: Sequence[Twin], dtype: str) -> Itera
         stored = checkpoint.index[name].dtype
         theirs = torch.empty(twin.their_shape, dtype=TORCH_DTYPES[stored])
         read_merged(checkpoint, Holding([Held(name, twin.shape, stored, twin.box, twin.ours(theirs))]))
-        yield theirs.to(TORCH_DTYPES[dtype])
+        given = theirs.to(TORCH_DTYPES[dtype])
+        if dtype == "float16" and not bool(given.isfinite().all()):
+            raise ModelError(f"export: {twin.theirs} has values that float16 cannot hold; use bfloat16 or float32")
+        yield given
 
 
 def _settings(run_dir: Path) -> dict[str, dict[str, object]]:
@@ -134,29 +135,30 @@ def _settings(run_dir: Path) -> dict[str, dict[str, object]]:
     return found if isinstance(found, dict) else {}
 
 
-def _tokenizer(run_dir: Path, directory: Path, positions: int) -> dict[str, int | None]:
+def _tokenizer(run_dir: Path, directory: Path, positions: int) -> dict[str, Any]:
     """Write the run's tokenizer; the ids of its special tokens.
 
-    Where it is the one of the model that the run started from, that model's own files are passed on.
+    Where it is the one of the model that the run started from, or none is known, that model's own files are passed on.
     """
-    stored = run_dir / "tokenizer.json"
-    if not stored.exists():
-        return {}
-    tokenizer = tokenizer_from_json(json_of(stored))
-    made = tokenizer_files(tokenizer, positions)
-    for name, text in made.items():
-        (directory / name).write_text(text)
-    ends = {"eos_token_id": tokenizer.end_of_text}
-    kept = _model_before(run_dir)
-    if kept is None or made.get("tokenizer.json") != (kept / "tokenizer.json").read_text():
+    stored, kept = run_dir / "tokenizer.json", _model_before(run_dir)
+    made: dict[str, str] = {}
+    ends: dict[str, Any] = {}
+    if stored.exists():
+        tokenizer = tokenizer_from_json(json_of(stored))
+        made, ends = tokenizer_files(tokenizer, positions), {"eos_token_id": tokenizer.end_of_text}
+        for name, text in made.items():
+            (directory / name).write_text(text)
+    if kept is None or (stored.exists() and made.get("tokenizer.json") != _text(kept / "tokenizer.json")):
         return ends
     for name in PASSED_ON:
         if (kept / name).exists():
             shutil.copyfile(kept / name, directory / name)
-    if (kept / "generation_config.json").exists():
-        said = json_of(kept / "generation_config.json")
-        ends |= {key: said[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in said}
-    return ends
+    said = json_of(kept / GENERATION)
+    return ends | {key: said[key] for key in END_IDS if key in said}
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
 
 
 def _model_before(run_dir: Path) -> Path | None:
@@ -164,7 +166,7 @@ def _model_before(run_dir: Path) -> Path | None:
     seen: set[Path] = set()
     while run_dir not in seen:
         seen.add(run_dir)
-        if (run_dir / "huggingface" / "tokenizer.json").exists():
+        if (run_dir / "huggingface" / GENERATION).exists():
             return run_dir / "huggingface"
         before = _settings(run_dir).get("run", {}).get("init_from")
         if not before:

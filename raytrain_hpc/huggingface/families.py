@@ -65,7 +65,7 @@ def family_of(shape: ModelShape) -> Family:
     return "llama"
 
 
-def config_of(shape: ModelShape, positions: int, dtype: str, ends: Mapping[str, int | None]) -> dict[str, Any]:
+def config_of(shape: ModelShape, positions: int, dtype: str, ends: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a Decoder made for so many positions, its weights stored as `dtype` ("float32", "bfloat16").
 
     `ends`: ids of tokens, by their names there (eos_token_id, ...). ModelError as in `family_of`.

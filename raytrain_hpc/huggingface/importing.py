@@ -23,7 +23,7 @@ from raytrain_hpc.config_files import Setting, build_config, config_text
 from raytrain_hpc.data.bpe import load_tokenizer
 from raytrain_hpc.data.tokenizer import TokenizerSpec
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.huggingface.directory import PASSED_ON, filled, json_of
+from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import positions_of, shape_of
 from raytrain_hpc.huggingface.twins import IGNORED_ENDS, Twin, twins_of
 from raytrain_hpc.shape import ModelShape, settings_of
@@ -53,7 +53,7 @@ def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHAR
     positions, twins = positions_of(config), twins_of(shape)
     where = _located(source, shape, twins)
     with filled(out) as directory:
-        tokenizer = _tokenizer(source, directory)
+        tokenizer = _tokenizer(source, directory, config)
         settings = settings_of(shape) | {"max_positions": positions}
         made = [Setting(f"model.{key}", value, "config.json") for key, value in settings.items()]
         made += [Setting("run.name", out.name, ""), Setting("run.dir", str(out), "")]
@@ -63,7 +63,7 @@ def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHAR
         for number, group in enumerate(_groups(twins, shard_bytes)):
             slices = [TensorSlices(f"model.{twin.name}", twin.shape, "float32", (twin.box,)) for twin in group]
             reports.append(write_slices(staging / shard_name(number), slices, _tensors(group, where)))
-        meta: dict[str, Any] = {"model": asdict(shape), "dtype": "fp32", "seq_len": positions}
+        meta: dict[str, Any] = {"model": asdict(shape), "dtype": "fp32", "seq_len": positions, "positions": positions}
         store.publish(0, 0, reports, meta | {"imported_from": str(source)}, lambda: None)
     return Imported(shape, tokenizer)
 
@@ -130,13 +130,16 @@ def _tensors(group: Sequence[Twin], where: Mapping[str, tuple[Path, str]]) -> It
         yield twin.ours(tensor.to(torch.float32))
 
 
-def _tokenizer(source: Path, directory: Path) -> str | None:
-    """Keep what the model's directory has of a tokenizer."""
+def _tokenizer(source: Path, directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Keep what the model's directory has of a tokenizer, and which tokens end what it generates."""
     kept = directory / "huggingface"
     kept.mkdir()
     for name in PASSED_ON:
         if (source / name).is_file():
             shutil.copyfile(source / name, kept / name)
+    if not (kept / GENERATION).exists():
+        ends = {key: config[key] for key in END_IDS if config.get(key) is not None}
+        (kept / GENERATION).write_text(json.dumps(ends, indent=2) + "\n")
     if not (kept / "tokenizer.json").exists():
         return None
     tokenizer = load_tokenizer(TokenizerSpec("hf", str(source)))

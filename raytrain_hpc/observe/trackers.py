@@ -6,7 +6,7 @@ never ends one.
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -28,8 +28,8 @@ class Tracker(Protocol):
     def write(self, metrics: Metrics) -> None:
         """Add a step; one that is run again comes again."""
 
-    def close(self) -> None:
-        """No more will come."""
+    def close(self, *, failed: bool) -> None:
+        """No more will come; `failed`: because the run ended with an error."""
 
 
 def check_trackers(observe: ObserveConfig) -> None:
@@ -57,6 +57,7 @@ class Behind:
     def __init__(self, name: str, make: Callable[[], Tracker], alarm: Alarm):
         self._name, self._make, self._alarm = name, make, alarm
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -65,8 +66,9 @@ class Behind:
         if self._thread.is_alive():
             self._queue.put({key: value for key, value in metrics.items() if value is not None})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Wait, for a while, until everything is passed on."""
+        self._failed = failed
         self._queue.put(None)
         self._thread.join(_END_S)
         if self._thread.is_alive():
@@ -77,7 +79,7 @@ class Behind:
             tracker = self._make()
             while (metrics := self._queue.get()) is not None:
                 tracker.write(metrics)
-            tracker.close()
+            tracker.close(failed=self._failed)
         except Exception as error:  # whatever their code raises, the run is worth more
             reason = " ".join(str(error).split())[:300]
             self._alarm(f"observe.{self._name}: given up ({type(error).__name__}: {reason}); the run goes on")
@@ -106,9 +108,9 @@ class WandbTracker:
         """As `Tracker.write`."""
         self._run.log(dict(metrics))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """As `Tracker.close`."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
@@ -145,11 +147,14 @@ class MlflowTracker:
         batch = [self._metric(key, float(value), at, int(metrics["step"])) for key, value in metrics.items()]
         self._client.log_batch(self._run, metrics=batch)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """As `Tracker.close`."""
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
 
 
 def _identity(run_dir: Path) -> str:
-    """The same for all lives of a run."""
-    return hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]
+    """The same for all lives of a run, and another one for whatever begins in its directory after it was removed."""
+    path = run_dir / ".tracked"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ class RunRecord:
     timeline: tuple[str, str] | None  # of the last step that has one: its file's name, and the picture
 
     def points(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a metric, where it is known."""
-        return [(line["step"], line[key]) for line in self.metrics if line.get(key) is not None]
+        """(step, value) of a metric, where it is known, and a number."""
+        found = ((line["step"], line.get(key)) for line in self.metrics)
+        return [(step, value) for step, value in found if value is not None and isfinite(value)]
 
     @property
     def last(self) -> Json:

@@ -85,8 +85,8 @@ class Pulse:
         self._stacks.seek(_BYTES)
         # How long the loop had waited for a CPU, of all its life, when it beat and when it marked last.
         self._at_beat, self._at_mark, self._waited = (0, 0.0), (0, 0.0), 0.0
-        # How long each other thread had when beats began to be missed, and all of them together since then.
-        self._others: dict[int, float] = {}
+        # The other threads, as seen since beats began to be missed, and how long all of them waited since then.
+        self._others: dict[int, _Waiting] = {}
         self._beside = 0.0
 
     def read(self, rank: int) -> Signs:
@@ -122,10 +122,13 @@ class Pulse:
         if silent_s < _MISSED * BEAT_S:
             self._others, self._beside = {}, 0.0
             return 0.0
-        now = {thread: _waited_s(self.pid, thread, 0.0) for thread in _threads(self.pid) if thread != loop}
-        self._others = now | self._others
+        waited = 0.0
+        for thread in _threads(self.pid):
+            if thread != loop and (times := _times_s(self.pid, thread)) is not None:
+                seen = self._others.setdefault(thread, _Waiting(*times))
+                waited += seen.until_now(*times, state=_state(self.pid, thread))
         # Never less than before: of a process that is being killed threads go one by one.
-        self._beside = max(self._beside, sum(max(0.0, now[thread] - self._others[thread]) for thread in now))
+        self._beside = max(self._beside, waited)
         return self._beside
 
     def ask_for_stacks(self) -> None:
@@ -143,15 +146,29 @@ class Pulse:
         return text
 
 
+class _Waiting:
+    """How long a thread has waited for a CPU since it was seen first. The kernel counts a wait when it is over."""
+
+    def __init__(self, cpu_s: float, waited_s: float):
+        self._first, self._cpu, self._waits_since = waited_s, cpu_s, time.monotonic()
+
+    def until_now(self, cpu_s: float, waited_s: float, *, state: str) -> float:
+        """With what goes on: ready to run, and not having run, since it was last seen otherwise."""
+        if state != "R" or cpu_s != self._cpu:
+            self._cpu, self._waits_since = cpu_s, time.monotonic()
+        return waited_s - self._first + time.monotonic() - self._waits_since
+
+
 def show_thread_name(name: str) -> None:
     """Let the operating system know the calling thread by this name, of at most 15 characters."""
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
-def _state(pid: int) -> str:
-    """The kernel's letter for the state of a process; X where there is none."""
+def _state(pid: int, thread: int | None = None) -> str:
+    """The kernel's letter for the state of a process, or of one of its threads; X where there is none."""
+    place = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(place).read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
 
@@ -170,7 +187,14 @@ def _waited_s(pid: int, thread: int, otherwise: float) -> float:
     `otherwise`: what was read last, which stands where the kernel does not say: of a process that has been killed,
     threads go before it does, and the time that it waited in its life would count as silence.
     """
+    times = _times_s(pid, thread)
+    return otherwise if times is None else times[1]
+
+
+def _times_s(pid: int, thread: int) -> tuple[float, float] | None:
+    """Seconds that a thread ran, and that it was ready to run and had no CPU; None where the kernel does not say."""
     try:
-        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return otherwise
+        ran, waited = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[:2]
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):
+        return None

@@ -316,14 +316,16 @@ class Trainer:
             "time/data_s": result.data_s,
             **{f"time/{part}_s": seconds for part, seconds in self.watch.read().items()},
             "time/checkpoint_s": 0.0,
-            "memory/peak_gib": self._peak_gib(),
+            "memory/peak_gib": peak_gib(self.place.device),
             **self.held,
             "memory/gradients_gib": self._gradient_bytes / 2**30,
             "elastic/world_size": world,
             "elastic/generation": self.generation,
         }
 
-    def _peak_gib(self) -> float:
-        if self.place.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.place.device) / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+def peak_gib(device: torch.device) -> float:
+    """Peak memory of the device, or resident memory of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -12,74 +12,62 @@ from torch import Tensor, nn
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.state.holding import Held, Holding
 
-_PLAIN_BYTES = 1 << 16  # for numbers that are no tensors: those of parameter groups and of the scheduler
-_PLAIN = (int, float, str, bool, type(None))
+_PLAIN_BYTES = 1 << 18  # for what is no tensor: numbers of parameter groups, of the scheduler, of each parameter
+_LEFT_OUT = object()
 
 
 class Owned:
     """Every tensor of them by a name of its own; every rank holds all. Plain numbers go along as JSON in a tensor.
 
     An optimizer makes its tensors in its first step: it is given one that leaves no trace, so that the state has one
-    shape from the beginning. Raises ModelError for parameters that the optimizer has and the model has not.
+    shape from the beginning. Raises ModelError for parameters that the optimizer has and the model has not, and for an
+    optimizer that cannot take such a step.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any):
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._names = {parameter: name for name, parameter in self.parameters.items()}
+        names = {parameter: name for name, parameter in self.parameters.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in self._names:
+                if parameter not in names:
                     raise ModelError("attach: the optimizer has a parameter that is none of the model's")
-        self._make_state()
+        # What it had before any step, beside the parameters: these may have been moved to another device since.
+        self._before = {parameter: _moved(state, parameter) for parameter, state in optimizer.state.items()}
+        try:
+            self._make_state()
+        except Exception as error:  # whatever such an optimizer raises
+            kind = type(optimizer).__name__
+            raise ModelError(f"attach: {kind} cannot be kept: a step without gradients fails ({error})") from error
         self._plain = torch.zeros(_PLAIN_BYTES, dtype=torch.uint8)
-        self.changed()
+        self._note()
 
     def _make_state(self) -> None:
-        """One step with zero gradients, of which nothing stays but that its tensors are there."""
-        weights = [parameter.detach().clone() for parameter in self._names]
+        """One step with zero gradients, of which nothing stays but what tensors there are."""
+        self._reset()
+        weights = [parameter.detach().clone() for parameter in self.parameters.values()]
         settings = [{key: value for key, value in g.items() if key != "params"} for g in self._optimizer.param_groups]
-        self._before = {parameter: _copied(state) for parameter, state in self._optimizer.state.items()}
-        for parameter in self._names:
+        for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for parameter, before in zip(self._names, weights, strict=True):
+            for parameter, before in zip(self.parameters.values(), weights, strict=True):
                 parameter.copy_(before)
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        self._made = list(self._state())
-        self._hooks = [
-            self._optimizer.register_step_pre_hook(lambda *step: self._forget()),
-            self._optimizer.register_step_post_hook(lambda *step: self._adopt()),
+        self._held = [
+            (parameter, name, key, value.clone())
+            for name, parameter in self.parameters.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
         ]
+        self._reset()
 
-    def _forget(self) -> None:
-        """Before a new run's first step: the optimizer has seen nothing, and begins as it likes to."""
-        if self._hooks:
-            self._optimizer.state.clear()
-            self._optimizer.state.update({parameter: _copied(state) for parameter, state in self._before.items()})
-
-    def _adopt(self) -> None:
-        """After it: what it made is kept in the tensors that are held."""
-        if self._hooks:
-            for name, key, held in self._made:
-                state = self._optimizer.state[self.parameters[name]]
-                state[key] = held.copy_(state[key])
-            self._begun()
-
-    def _begun(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(name of the parameter, key, tensor) of the optimizer's state."""
-        for name, parameter in self.parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield name, key, value
+    def _reset(self) -> None:
+        """The optimizer has seen nothing, and begins as it likes to."""
+        self._optimizer.state.clear()
+        self._optimizer.state.update({parameter: _moved(state, parameter) for parameter, state in self._before.items()})
 
     @property
     def rate(self) -> float:
@@ -96,47 +84,89 @@ class Owned:
         held = [Held.of(f"model.{name}", parameter) for name, parameter in self.parameters.items()]
         buffers = dict(self._model.named_buffers())
         held += [Held.of(f"model.{name}", buffers[name]) for name in self._model.state_dict() if name in buffers]
-        held += [Held.of(f"optimizer.{key}.{name}", value) for name, key, value in self._state()]
+        held += [Held.of(f"optimizer.{key}.{name}", value) for _, name, key, value in self._held]
         return Holding([*held, Held.of("plain", self._plain)])
 
     def changed(self) -> None:
-        """Plain numbers may be others now: note them down. ModelError where they are too many, or no plain ones."""
+        """A step was taken: what the optimizer has made or put in another's place goes where it is held."""
+        for parameter, _, key, held in self._held:
+            state = self._optimizer.state.get(parameter, {})
+            if key in state and state[key] is not held:
+                state[key] = held.copy_(state[key])
+        self._note()
+
+    def _note(self) -> None:
+        """Note plain numbers down. ModelError where they are too many."""
+        states = {name: self._optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
         said = {
             "groups": [
-                {key: _as_plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+                _plain({key: value for key, value in group.items() if key != "params"})
                 for group in self._optimizer.param_groups
             ],
-            "scheduler": None if self._scheduler is None else _plain_only(self._scheduler.state_dict()),
+            # Of parameters that were stepped; others the optimizer has still to begin with.
+            "states": {
+                name: _plain({key: one for key, one in state.items() if not isinstance(one, Tensor)})
+                for name, state in states.items()
+                if state
+            },
+            "scheduler": None if self._scheduler is None else _plain(self._scheduler.state_dict()),
         }
         text = json.dumps(said).encode()
         if len(text) > _PLAIN_BYTES:
-            raise ModelError(f"attach: the scheduler's state is {len(text)} bytes of plain numbers, of {_PLAIN_BYTES}")
+            raise ModelError(f"attach: {len(text)} bytes of plain numbers to keep; {_PLAIN_BYTES} fit")
         self._plain.zero_()
         self._plain[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def loaded(self) -> None:
-        """The tensors have been filled: take the plain numbers from where they went along."""
-        self._begun()
+        """What is held has been filled: give it to the optimizer and the scheduler."""
         said = json.loads(bytes(self._plain.numpy()).rstrip(b"\0").decode())
         for group, before in zip(self._optimizer.param_groups, said["groups"], strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in before.items()})
-        if self._scheduler is not None and said["scheduler"] is not None:
-            self._scheduler.load_state_dict(said["scheduler"])
+            for key, value in before.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = _merged(group.get(key), value)
+        for name, plain in said["states"].items():
+            self._optimizer.state[self.parameters[name]].update(plain)
+        for parameter, name, key, held in self._held:
+            if name in said["states"]:
+                self._optimizer.state[parameter][key] = held
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(_merged(self._scheduler.state_dict(), said["scheduler"]))
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+def _moved(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """A copy; tensors as large as the parameter are where it is."""
+    return {
+        key: value.detach().to(parameter.device if value.shape == parameter.shape else value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
 
 
-def _is_plain(value: object) -> bool:
+def _plain(value: Any) -> Any:
+    """What of a value is numbers and words, in lists and by names, as JSON; _LEFT_OUT where nothing is."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
     if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    return isinstance(value, _PLAIN)
+        plain = [_plain(one) for one in value]
+        return _LEFT_OUT if any(one is _LEFT_OUT for one in plain) else plain
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):  # JSON has no other keys
+            return _LEFT_OUT
+        plain_ones = {key: _plain(one) for key, one in value.items()}
+        return {key: one for key, one in plain_ones.items() if one is not _LEFT_OUT}
+    return value if isinstance(value, int | float | str | bool | None) else _LEFT_OUT
 
 
-def _as_plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _plain_only(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: _as_plain(value) for key, value in state.items() if _is_plain(value)}
+def _merged(fresh: Any, said: Any) -> Any:
+    """`said` in the place of what is fresh, of whose kind it becomes; what was left out stays as it is fresh."""
+    if isinstance(fresh, Tensor):
+        return fresh.new_tensor(said)
+    if isinstance(fresh, dict) and isinstance(said, dict):
+        return {**fresh, **{key: _merged(fresh.get(key), value) for key, value in said.items()}}
+    if isinstance(fresh, list | tuple) and isinstance(said, list):
+        padded = [*fresh, *[None] * (len(said) - len(fresh))]
+        return type(fresh)(_merged(old, new) for old, new in zip(padded, said, strict=False))
+    return said

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
+from raytrain_hpc.checkpoint.merged import read_merged
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, RunFailed
@@ -22,6 +23,7 @@ from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.telling import Told
 
 LOSSES = "losses"  # the recent ones: state only where spikes are looked for
+_BALANCE = ".router.bias"  # of experts, where that is how they are balanced
 _PUBLISHED_S = 30.0  # until a checkpoint that all ranks have written is there
 _LOOK_S = 0.01
 
@@ -56,13 +58,16 @@ def load(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) ->
 
 
 def load_weights(checkpoint: Checkpoint, holding: Holding, indexes: list[StateIndex]) -> None:
-    """Fill the model alone, from a checkpoint that holds the same one, whatever else it holds."""
-    mine = merge(indexes)
-    mine = mine.only(name for name in mine if _of_model(name))
-    there = checkpoint.index.only(name for name in checkpoint.index if name.startswith("model."))
+    """Fill the model alone, from a checkpoint that holds the same one, whatever else it holds; adapters are added."""
+    there, mine = (
+        index.only(name for name in index if _of_model(name)) for index in (checkpoint.index, merge(indexes))
+    )
+    # The balancing of experts may be another one than there: what only one of the two has begins anew.
+    known = {name for name in (*there, *mine) if not name.endswith(_BALANCE) or (name in there and name in mine)}
+    there, mine = there.only(known), mine.only(known)
     if difference := compare(there, mine):
         raise CheckpointError(f"run.init_from: {checkpoint.path} is of another model: {difference} there")
-    read_pieces(checkpoint, Holding(held for held in holding if _of_model(held.name)))
+    read_merged(checkpoint, Holding(held for held in holding if held.name in known))
 
 
 def _of_model(name: str) -> bool:

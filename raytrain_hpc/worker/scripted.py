@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import GenerationFallen, Place, join
 from raytrain_hpc.worker.injection import Injector
 from raytrain_hpc.worker.keeping import Keeper
-from raytrain_hpc.worker.loop import Outcome
+from raytrain_hpc.worker.loop import Outcome, peak_gib
 from raytrain_hpc.worker.meeting import Rendezvous
 from raytrain_hpc.worker.owned import Owned
 from raytrain_hpc.worker.replicas import Replicas
@@ -49,7 +50,7 @@ CURRENT: ContextVar[ScriptTrainer | None] = ContextVar("script", default=None)
 
 
 class _Left(BaseException):
-    """Raised in the script where this generation ends before its steps do; nobody's `except Exception` holds it."""
+    """Raised in the script where it is to end here; nobody's `except Exception` holds it."""
 
 
 class _GivenLoss:
@@ -75,11 +76,12 @@ class ScriptTrainer:
         self._spec, self._config, self._control, self._memory = spec, spec.config, control, memory
         self.place: Place = join(meeting, rank, spec.layout, device, tied=False, balanced=False)
         self._emit = control.emit
-        self._loss, self._rows = _GivenLoss(), (1, 1)
+        self._loss, self._norm, self._rows = _GivenLoss(), 0.0, [(1, 1)]
         self._outcome: Outcome | None = None
         self._step: int | None = None
         self._sums: list[float] | None = None
-        self._attached = False
+        self._broken: Exception | None = None
+        self._attached = self._stepping = False
         control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
 
     def run(self, first: int, steps_to: int) -> Outcome:
@@ -92,7 +94,11 @@ class ScriptTrainer:
         try:
             runpy.run_path(script.path, run_name="__main__")
         except _Left:
-            pass
+            if self._broken is not None:
+                raise self._broken from None
+        except SystemExit as left:  # to Ray it would be an actor that wishes to end
+            if left.code not in (None, 0):
+                raise RunFailed(f"{script.path} ended with exit code {left.code}") from left
         finally:
             sys.argv, sys.path = before
             CURRENT.reset(token)
@@ -110,6 +116,7 @@ class ScriptTrainer:
         spec, config, place = self._spec, self._config, self.place
         model.to(self.device)
         self._owned = owned = Owned(model, optimizer, scheduler)
+        self._buffers = list(model.buffers())
         if place.world_group is not None:
             for tensor in owned.of_model():
                 dist.broadcast(tensor, 0)  # a script need not be deterministic
@@ -124,7 +131,7 @@ class ScriptTrainer:
             owned.loaded()
         self._holding, self._replicas = holding, Replicas(holding, place)
         self._replicas.compare()
-        lends = not any(True for _ in model.buffers())
+        lends = not self._buffers
         self._keeper = Keeper(config, self._memory, holding, lends, None, lambda: None)
         self._keeper.begin(spec.first, spec.generation)
         self._saver = Saver(
@@ -137,6 +144,8 @@ class ScriptTrainer:
         optimizer.register_step_pre_hook(lambda *of_step: self._keeper.steps())
         self._control.arm(Abort(told.sockets))
         self._control.emit({"type": "ready", "rank": place.rank, "model": time.time()})
+        if spec.unsaved:
+            self._saver.save(spec.first)
 
     def steps(self, count: int | None) -> Iterator[int]:
         """As `own_loop.Attached.steps`."""
@@ -145,10 +154,12 @@ class ScriptTrainer:
             raise ModelError("steps: attach a model and an optimizer first")
         if count is not None and count != spec.config.train.steps:
             raise ModelError(f"steps({count}): the run has train.steps={spec.config.train.steps}; make them the same")
-        stopped = paused = False
+        if self._stepping:
+            raise ModelError("steps: asked for twice; a run has one loop")
+        self._stepping = True
         for step in range(spec.first, spec.steps_to):
-            self._step, self._sums, began = step, None, time.perf_counter()
-            self._control.mark("training")
+            self._step, self._sums, self._rows, began = step, None, [], time.perf_counter()
+            self._control.mark("evaluating")  # whatever the script does now may take its time
             torch.manual_seed(step_seed(self._config.run.seed, step))
             yield step
             if self._sums is None:
@@ -157,7 +168,8 @@ class ScriptTrainer:
             if stopped or paused:
                 self._outcome = "stopped" if stopped else "paused"
                 raise _Left
-        self._outcome = "done"
+        self._step, self._outcome = None, "done"
+        self._control.mark("idle")  # nobody waits for what it does behind its last step
 
     def share(self, rows: int) -> range:
         """Which of so many rows of a batch are this rank's. ModelError where there is none for somebody."""
@@ -165,31 +177,75 @@ class ScriptTrainer:
         if rows < ranks:
             raise ModelError(f"share: a batch of {rows} rows for {ranks} ranks; every rank needs one")
         share = range(mine * rows // ranks, (mine + 1) * rows // ranks)
-        self._rows = len(share), rows
+        self._rows.append((len(share), rows))
         return share
 
     def backward(self, loss: Tensor) -> Tensor:
-        """As `own_loop.Attached.backward`."""
+        """As `own_loop.Attached.backward`. What breaks in it leaves the script: it is the run's to go on from."""
+        weight = self._weight()
+        try:
+            return self._backward(loss, weight)
+        except Exception as error:
+            self._broken = error
+            raise _Left from error
+
+    def _weight(self) -> float:
+        """What this rank's mean counts in that of all rows. ModelError where that cannot be known."""
         if self._step is None:
             raise ModelError("backward: outside of the steps that run.steps() gives")
-        share, rows = self._rows
-        self._injector.poison(self._step)
-        weighted = self._loss.loss(loss, loss) * (share / rows)
-        with self._summed():
-            weighted.backward()  # type: ignore[no-untyped-call]
-        self._injector.strike(self._step)
+        if self._sums is not None:
+            raise ModelError(f"step {self._step}: backward was called twice; add the losses up, and call it once")
+        if self.place.layout.world == 1:
+            return 1.0
+        if not self._rows:
+            raise ModelError(f"step {self._step}: every rank has the whole batch; cut it with run.share(batch)")
+        weights = {mine / rows for mine, rows in self._rows}
+        if len(weights) > 1:
+            raise ModelError(f"step {self._step}: several batches were shared before backward; share one a step")
+        return weights.pop()
+
+    def _backward(self, loss: Tensor, weight: float) -> Tensor:
+        step = self._step or 0
+        self._injector.poison(step)
+        weighted = self._loss.loss(loss, loss) * weight
         self._keeper.wait_for_copies()
-        self._saver.copied()
         asked = (float(self._control.stop_requested), float(self._control.pause_requested))
         sums = torch.tensor([float(weighted.detach()), *asked], dtype=torch.float64, device=self.device)
-        if self.place.world_group is not None:
+        if self.place.world_group is not None:  # here all wait for whoever takes longest; from here on it is quick
             dist.all_reduce(sums, group=self.place.world_group)
+        self._control.mark("training")
+        before = self._set_aside()
+        with self._summed():
+            weighted.backward()  # type: ignore[no-untyped-call]
+        self._injector.strike(step)
+        if self.place.world_group is not None:
+            for buffer in self._buffers:  # running statistics: after a step all have those of the first
+                dist.broadcast(buffer, 0)
+        self._add_back(before)
+        self._saver.copied()
         if self._control.aborted:
             raise GenerationFallen("its collectives were aborted")
+        self._norm = float(torch.nn.utils.get_total_norm([g for g in self._gradients() if g is not None]))
+        self._control.mark("evaluating")
         self._sums = sums.tolist()
-        if self._sums[0] != self._sums[0] or abs(self._sums[0]) == float("inf"):
-            raise RunFailed(f"step {self._step + 1}: the loss is {self._sums[0]}; a loop of one's own is not run again")
+        if not isfinite(self._sums[0]):
+            raise RunFailed(f"step {step + 1}: the loss is {self._sums[0]}; a loop of one's own is not run again")
         return sums[0].to(loss.dtype)
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._owned.parameters.values()]
+
+    def _set_aside(self) -> list[Tensor | None]:
+        """Gradients that are there already, of steps without the optimizer's: summed over ranks, they are complete."""
+        before = [None if gradient is None else gradient.clone() for gradient in self._gradients()]
+        for parameter in self._owned.parameters.values():
+            parameter.grad = None
+        return before
+
+    def _add_back(self, before: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._owned.parameters.values(), before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     @contextmanager
     def _summed(self) -> Iterator[None]:
@@ -224,12 +280,12 @@ class ScriptTrainer:
         return stopped, paused
 
     def _record(self, step: int, loss: float, seconds: float) -> Record:
-        world, rows = self.place.layout.world, self._rows[1]
+        world, rows = self.place.layout.world, self._rows[0][1] if self._rows else 1
         return {
             "step": step,
             "train/loss": loss,
             "train/lr": self._owned.rate,
-            "train/grad_norm": 0.0,
+            "train/grad_norm": self._norm,
             "train/tokens": step * rows,
             "throughput/tokens_per_sec": rows / seconds,
             "throughput/tokens_per_sec_per_device": rows / seconds / world,
@@ -237,7 +293,7 @@ class ScriptTrainer:
             "time/step_s": seconds,
             "time/data_s": 0.0,
             "time/checkpoint_s": 0.0,
-            "memory/peak_gib": 0.0,
+            "memory/peak_gib": peak_gib(self.device),
             "elastic/world_size": world,
             "elastic/generation": self._spec.generation,
         }

@@ -15,16 +15,16 @@ from tests.driver.lives import WORDS, Lives, count, joined, signal_after
 
 KILLED_IN_A_SHARD = """
 import os, signal
-from raytrain_hpc.checkpoint import shard
-real = shard._write
-def torn(path, blocks):
+from raytrain_hpc.checkpoint import tensor_file
+real = tensor_file._write
+def torn(path, header, blocks):
     if "step-00000012" not in str(path):
-        return real(path, blocks)
+        return real(path, header, blocks)
     with path.open("wb") as file:
-        file.write(bytes(next(iter(blocks)))[:100])
+        file.write(header[:100])
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-shard._write = torn
+tensor_file._write = torn
 """
 KILLED_BEFORE_THE_RENAME = """
 import os, signal

@@ -80,19 +80,60 @@ def test_a_worker_killed_in_the_middle(ray_cluster: None, plain: list[float], tm
 def test_all_workers_killed_and_the_run_goes_on_from_its_checkpoint(
     ray_cluster: None, plain: list[float], tmp_path: Path
 ) -> None:
+    script = tmp_path / "slower.py"  # so that a checkpoint is there by then
+    script.write_text(ATTACHED.read_text().replace("    scheduler.step()", "    scheduler.step(); time.sleep(0.03)", 1))
+    script.write_text(script.read_text().replace("import torch", "import time; import torch", 1))
     killed = ", ".join(f"{{kind: kill, rank: {rank}, step: 90}}" for rank in range(2))
     words = [f"run.dir={tmp_path}", *WORDS, f"fault.inject=[{killed}]", "cluster.workers=2"]
-    result = run_script(load_config(None, words), ATTACHED, quiet=True)
+    result = run_script(load_config(None, words), script, quiet=True)
     assert (result.outcome, result.restarts) == ("done", 1) and incidents(tmp_path)[0]["kind"] == "died"
     assert {json.loads(line)["elastic/generation"] for line in (tmp_path / "metrics.jsonl").open()} == {1, 2}
     assert losses(tmp_path) == pytest.approx(plain, rel=1e-5, abs=1e-6)
+
+
+OTHER = """
+import sys, time
+import torch
+import raytrain_hpc as rt
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+run = rt.attach(model, optimizer, scheduler)
+for step in run.steps(12):
+    batch = {"x": torch.randn(10, 3), "y": torch.randn(10, 1)}
+    mine = run.share(batch)
+    loss = run.backward((model(mine["x"]) - mine["y"]).square().mean())
+    if step % 2:  # gradients of two steps together
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    if step == 5 and run.first:
+        time.sleep(4)  # an evaluation: many times as long as a step
+sys.exit(0)
+"""
+
+
+def test_running_statistics_slow_evaluations_and_gradients_of_several_steps(ray_cluster: None, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OTHER)
+    words = [f"run.dir={tmp_path / 'run'}", *WORDS, "train.steps=12", "cluster.workers=2", "fault.compare_every=3"]
+    result = run_script(load_config(None, words), script, quiet=True)
+    assert (result.outcome, result.steps, result.restarts) == ("done", 12, 0)
+    assert not (tmp_path / "run" / "incidents.jsonl").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").exists()
 
 
 SCRIPTS = {
     "steps(7)": "for step in run.steps(7): pass",
     "backward was not called": "for step in run.steps(): pass",
     "have \\[2, 3\\] rows": "for step in run.steps(): run.share((torch.zeros(2), torch.zeros(3)))",
-    "called twice": "rt.attach(model, optimizer)",
+    "attach: called twice": "rt.attach(model, optimizer)",
+    "backward was called twice": "for step in run.steps(): [run.backward(model(torch.ones(1, 2)).sum()) for _ in '12']",
+    "asked for twice": "next(iter(run.steps())); next(iter(run.steps()))",
+    "a batch holds str": "for step in run.steps(): run.share(['a', 'b'])",
+    "ended with exit code 3": "raise SystemExit(3)",
     "outside of the steps": "run.backward(torch.zeros(()))",
     "without going through the steps": "pass",
 }
@@ -114,9 +155,10 @@ def test_what_a_script_does_wrong(tmp_path: Path, reason: str) -> None:
 
 
 def test_rows_are_shared_out_in_runs() -> None:
-    ranks = [SimpleNamespace(place=SimpleNamespace(layout=Layout(dp_replicate=3), rank=rank)) for rank in range(3)]
+    places = [SimpleNamespace(layout=Layout(dp_replicate=3), rank=rank) for rank in range(3)]
+    ranks = [SimpleNamespace(place=place, _rows=[]) for place in places]
     assert [ScriptTrainer.share(rank, 8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
-    mine = SimpleNamespace(share=lambda rows: ScriptTrainer.share(ranks[1], rows))
+    mine = SimpleNamespace(share=lambda rows: ScriptTrainer.share(ranks[1], rows), device=torch.device("cpu"))
     shared = Attached(mine).share({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
     assert shared["x"].tolist() == shared["pair"][0].tolist() == [2, 3, 4] and shared["pair"][1].shape == (3, 2)
     with pytest.raises(ModelError, match="a batch of 2 rows for 3 ranks; every rank needs one"):

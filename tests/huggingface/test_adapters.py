@@ -116,6 +116,20 @@ def test_nothing_but_adapters_is_trained(place: Path, pool: Any, tmp_path: Path,
         assert (made - plain(TOKENS)).abs().max() > 0.1
 
 
+def test_another_run_starts_from_the_sum_of_weights_and_adapters(place: Path, pool: Any, tmp_path: Path) -> None:
+    trained(place, pool, tmp_path / "run")
+    words = [
+        f"run.init_from={tmp_path / 'run'}",
+        f"run.dir={tmp_path / 'next'}",
+        *WORDS,
+        "train.lora_rank=0",
+        "cluster.workers=2",
+    ]
+    pool.train(load_config(None, [*words, "train.steps=1", "train.lr=1e-30", "train.weight_decay=0"]))
+    merged, after = load_model(RunDirectory(tmp_path / "run"))[0], whole_state(tmp_path / "next", 1)
+    assert all(torch.equal(after[f"model.{name}"], parameter) for name, parameter in merged.named_parameters())
+
+
 def test_bit_for_bit_at_every_degree_and_resumed(place: Path, pool: Any, tmp_path: Path) -> None:
     elastic = "train.deterministic=elastic"
     alone = trained(place, pool, tmp_path / "one", elastic, "cluster.workers=1")

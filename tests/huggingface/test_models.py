@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config_files import load_config
@@ -95,10 +96,11 @@ def stored_in(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def test_any_layout_on_the_way(imported: tuple[str, Any, Path], pool: Any, tmp_path: Path) -> None:
-    name, model, run = imported
-    if name not in LAYOUTS:
-        pytest.skip("another of its family goes this way")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_on_the_way(name: str, pool: Any, tmp_path: Path) -> None:
+    model, run = random_model(name), tmp_path / "ours"
+    model.save_pretrained(tmp_path / "theirs")
+    import_model(tmp_path / "theirs", run)
     words = [f"run.init_from={run}", f"run.dir={tmp_path / 'run'}", *ONE_STEP, "cluster.workers=2", *LAYOUTS[name]]
     config = load_config(None, words)
     pool.train(config)
@@ -107,6 +109,8 @@ def test_any_layout_on_the_way(imported: tuple[str, Any, Path], pool: Any, tmp_p
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     before, after = tensors_of(model), tensors_of(again)
     assert all(torch.equal(before[key], after[key]) for key in before)
+    # It was trained on sequences of 16, and is made for as many positions as before.
+    assert again.config.max_position_embeddings == model.config.max_position_embeddings > 16
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,6 +144,32 @@ def test_narrow_weights_come_in_wide_and_go_out_as_asked(tmp_path: Path) -> None
     before, after = tensors_of(model), tensors_of(again)
     assert after["lm_head.weight"].dtype == torch.bfloat16
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_ends_that_only_config_json_names_come_along(tmp_path: Path) -> None:
+    model = random_model("llama")
+    model.config.eos_token_id, model.config.bos_token_id, model.config.pad_token_id = [5, 7], 1, 0
+    model.config.save_pretrained(tmp_path / "theirs")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        tmp_path / "theirs" / "model.safetensors",
+    )
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    export_model(tmp_path / "ours", tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((tmp_path / "out" / name).read_text())
+        assert (said["eos_token_id"], said["bos_token_id"], said["pad_token_id"]) == ([5, 7], 1, 0), name
+
+
+def test_values_that_are_too_large_for_float16(tmp_path: Path) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    model.save_pretrained(tmp_path / "theirs")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    with pytest.raises(ModelError, match="model.norm.weight has values that float16 cannot hold"):
+        export_model(tmp_path / "ours", tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_gpt2_saved_without_its_head_and_with_the_other_name_of_its_activation(tmp_path: Path) -> None:

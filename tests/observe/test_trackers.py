@@ -29,7 +29,7 @@ def follow(config: Any) -> list[str]:
     (behind,) = trackers_of(config, alarms.append)
     for metrics in STEPS:
         behind.write(metrics)
-    behind.close()
+    behind.close(failed=False)
     return alarms
 
 
@@ -91,14 +91,14 @@ def test_a_tracker_that_fails_is_given_up_with_one_alarm() -> None:
         def write(self, metrics: Mapping[str, Any]) -> None:
             raise ConnectionError("nobody is there")
 
-        def close(self) -> None:
+        def close(self, *, failed: bool) -> None:
             raise AssertionError("given up already")
 
     alarms: list[str] = []
     behind = Behind("mlflow", Failing, alarms.append)
     for metrics in STEPS:
         behind.write(metrics)
-    behind.close()
+    behind.close(failed=False)
     assert alarms == ["observe.mlflow: given up (ConnectionError: nobody is there); the run goes on"]
 
 
@@ -110,14 +110,14 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
         def write(self, metrics: Mapping[str, Any]) -> None:
             answers.wait()
 
-        def close(self) -> None:
+        def close(self, *, failed: bool) -> None:
             pass
 
     alarms: list[str] = []
     behind, began = Behind("wandb", Slow, alarms.append), time.monotonic()
     for metrics in STEPS:
         behind.write(metrics)
-    behind.close()
+    behind.close(failed=False)
     assert time.monotonic() - began < 5
     assert alarms == ["observe.wandb: its server has not taken everything within 0.2 s"]
     answers.set()

@@ -86,6 +86,15 @@ def test_several_runs_beside_each_other(tmp_path: Path) -> None:
     assert names == ["one", "one, validation", "<two>", "<two>, validation"]
 
 
+def test_steps_that_were_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate((float("nan"), 3.0, float("inf"), 2.0), 1):
+            file.write(json.dumps(line(step, **{"train/loss": loss, "train/grad_norm": loss})) + "\n")
+    reader, _ = read(write_report([run]))
+    assert reader.charts[0][0]["points"] == [[2, 3.0], [4, 2.0]]
+
+
 def test_a_run_that_has_just_begun_or_left_little(tmp_path: Path) -> None:
     run = written(tmp_path / "run", done=False)
     for name in ("metrics.jsonl", "incidents.jsonl", "plan.json", "workers.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,17 +16,35 @@ from raytrain_hpc.worker.owned import Owned
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Any]
 
+
+def _two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "weight_decay": 0.0}])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "adamw, lr a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "two groups": lambda p: _two_groups(list(p)),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
 }
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "none": lambda optimizer: None,
     "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "milestones": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7], 0.5),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, 12, cycle_momentum=False),
+    "a callable": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(pow, 0.9)),
+    "warmup, then cosine": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
+        ],
+        [4],
+    ),
     "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
 }
 
@@ -74,6 +93,75 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     with pytest.raises(ModelError, match="none of the model's"):
         Owned(model, torch.optim.SGD(other.parameters(), lr=0.1), None)
+
+
+def test_a_parameter_that_is_reached_late() -> None:
+    """Its state begins when its first gradient comes, also in whoever goes on."""
+
+    def both(parts: tuple[nn.Module, torch.optim.Optimizer], steps: range) -> list[float]:
+        model, optimizer = parts
+        losses = []
+        for step in steps:
+            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
+            loss = (model["used"](x) + (model["late"](x) if step > 6 else 0.0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def parts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"used": nn.Linear(2, 1), "late": nn.Linear(2, 1)})
+        return model, torch.optim.NAdam(model.parameters(), lr=0.01)
+
+    plain = both(parts(0), range(10))
+    first, second = parts(0), parts(1)
+    mine = Owned(*first, None)
+    assert both(first, range(5)) == plain[:5]
+    mine.changed()
+    theirs = Owned(*second, None)
+    copy_pieces(mine.holding(), theirs.holding())
+    theirs.loaded()
+    assert both(second, range(5, 10)) == plain[5:]
+
+
+def test_state_that_is_no_tensor_and_state_that_is_replaced() -> None:
+    class Odd(torch.optim.Optimizer):
+        """Counts in a number, and makes a new tensor in every step."""
+
+        def __init__(self, parameters: Any):
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(parameter)) + parameter.grad
+                parameter -= 0.1 / state["steps"] * state["mean"]
+
+    def parts(seed: int) -> Made:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        return model, Odd(model.parameters()), None
+
+    plain = train(parts(0), 0, 8)
+    first, second = parts(0), parts(1)
+    mine = Owned(*first)
+    for step in range(4):
+        train(first, step, step + 1)
+        mine.changed()
+    theirs = Owned(*second)
+    copy_pieces(mine.holding(), theirs.holding())
+    theirs.loaded()
+    assert train(second, 4, 8) == plain[4:]
+
+
+def test_an_optimizer_that_takes_no_such_step_is_named() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ModelError, match="attach: LBFGS cannot be kept"):
+        Owned(model, torch.optim.LBFGS(model.parameters()), None)
 
 
 def test_frozen_parameters_stay_out_of_it() -> None:
