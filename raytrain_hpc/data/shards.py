@@ -11,7 +11,7 @@ buffer that numpy can look at in place:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,7 +231,8 @@ class TokenArray:
     def documents(self, starts: Ints, length: int) -> Ints:
         """As `TokenSource.documents`. DataError outside the array."""
         marks = np.zeros((len(starts), length), dtype=np.int64)
-        for row, start, shard in self._rows(starts, marks):
+        found = self._shards_of(starts, length) if length else ()
+        for row, start, shard in zip(marks, starts.tolist(), list(found), strict=False):
             position, stop = start, start + length
             while position < stop:
                 ends, begin = self._shard(shard).ends, int(self._ends[shard]) - self._files[shard].tokens
@@ -262,27 +263,30 @@ class TokenArray:
             found[mine] = self._shard(shard).ends[numbers[mine] - first] + int(self._ends[shard]) - file.tokens
         return found
 
-    def _rows(self, starts: Ints, out: npt.NDArray[Any]) -> Iterable[tuple[npt.NDArray[Any], int, int]]:
-        """(Row to fill, first position, its shard) of each window. DataError for one outside the array."""
-        if not out.size:
-            return ()
-        firsts, length = starts.tolist(), out.shape[1]
-        if min(firsts) < 0 or max(firsts) + length > self.num_tokens:
-            raise DataError(
-                f"window of {length} tokens at {min(firsts)}..{max(firsts)} leaves the {self.num_tokens} tokens"
-            )
-        return zip(out, firsts, self._ends.searchsorted(starts, side="right").tolist(), strict=True)
+    def _shards_of(self, starts: Ints, length: int) -> Ints:
+        """The shard in which each window begins, int64[n]. DataError for one outside the array."""
+        if not starts.size:
+            return np.empty(0, dtype=np.int64)
+        first, last = int(starts.min()), int(starts.max())
+        if first < 0 or last + length > self.num_tokens:
+            raise DataError(f"window of {length} tokens at {first}..{last} leaves the {self.num_tokens} tokens")
+        return self._ends.searchsorted(starts, side="right").astype(np.int64)
 
     def _gather(self, column: str, starts: Ints, out: npt.NDArray[Any]) -> None:
-        """Fill the rows of `out` from a column, a slice a row: several times faster than gathering positions."""
+        """Fill the rows of `out` from a column: of each shard in one call, which is quick and lets other threads work;
+        what runs through several shards, or comes from elsewhere, slice by slice."""
         columns, length = self._columns.setdefault(column, {}), out.shape[1]
-        pieces: list[Piece] = []
-        for row, start, shard in self._rows(starts, out):
-            held, begin, end = columns.get(shard) or self._column(column, shard)
-            if self._remote or start + length > end:
-                pieces += self._pieces(column, row, start, shard)
-            else:
-                row[:] = held[start - begin : start - begin + length]
+        shards = self._shards_of(starts, length)
+        within = starts + length <= self._ends[shards] if not self._remote else np.zeros(len(starts), dtype=bool)
+        for shard in np.unique(shards[within]).tolist():
+            held, begin, _ = columns.get(shard) or self._column(column, shard)
+            rows = np.flatnonzero(within & (shards == shard))
+            out[rows] = _windows(held, length)[starts[rows] - begin]
+        pieces = [
+            piece
+            for row in np.flatnonzero(~within).tolist()
+            for piece in self._pieces(column, out[row], int(starts[row]), int(shards[row]))
+        ]
         if self._remote and pieces:
             # What costs is the way there and back: many are on it at once.
             with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, len(pieces))) as pool:
@@ -315,6 +319,12 @@ class TokenArray:
             else:
                 self._mapped[index] = map_shard(file, self._dtype, masked=self.masked)
         return self._mapped[index]
+
+
+def _windows(held: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Every run of `length` elements of a flat array, in place, [n - length + 1, length]."""
+    shape, width = (held.size - length + 1, length), held.itemsize
+    return np.ndarray(shape, held.dtype, buffer=held, strides=(width, width))
 
 
 def _fill(piece: Piece) -> None:

@@ -22,7 +22,7 @@ from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.errors import DataError
 
 LOCATED = 4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers
-READ_TOKENS = 1 << 17  # about so many are read at once
+READ_TOKENS = 1 << 19  # about so many are read at once
 
 
 @dataclass(frozen=True)
