@@ -70,7 +70,8 @@ class Attached:
 
     def backward(self, loss: Tensor) -> Tensor:
         """For loss.backward(): `loss` is the mean over this rank's rows; gradients become those of the mean over all
-        rows of the batch, on every rank, and that mean is returned. Once a step."""
+        rows of the batch, on every rank, and that mean is returned. Once a step. Gradients that the optimizer is given
+        only after several steps add up as ever, and are no state: whoever goes on in between begins without them."""
         if self._rank is not None:
             return self._rank.backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
