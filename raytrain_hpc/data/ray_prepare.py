@@ -101,12 +101,24 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
     try:
         with auth_notice_hidden(), _environment(_FRUGAL if own else {}):
             ray.init(**where, log_to_driver=False, logging_level=logging.WARNING)
+            if own:
+                _lean()
     except Exception as error:  # Ray raises a plain one where its processes start too slowly
         raise ClusterError(f"address={address or LOCAL}: Ray did not start: {_first_line(error)}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _lean() -> None:
+    """End what passes on logs, scales clusters and serves pages: 175 MiB, and here is nobody that needs any of it.
+
+    `ray.init` always starts them, and knows no word for not wanting them.
+    """
+    node: Any = ray._private.worker._global_node
+    for end in (node.kill_log_monitor, node.kill_monitor, node.kill_dashboard):
+        end(check_alive=False)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from raytrain_hpc.data.sources import Dataset, open_dataset
 from raytrain_hpc.errors import DataError
 
 LOCATED = 4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers
-READ_TOKENS = 1 << 19  # about so many are read at once
+READ_TOKENS = 1 << 20  # at most about so many are read at once
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,12 @@ class LocalStream:
 
     def samples(self, step: int, v: int) -> Ints:
         """The samples of logical microbatch v in [0, V) of a step >= 0, int64[b]. DataError outside these."""
-        if step < 0 or not 0 <= v < self.num_microbatches:
-            raise DataError(f"microbatch {v} of step {step}: a step has microbatches 0..{self.num_microbatches - 1}")
-        return step * self.global_batch + v * self.micro_batch + np.arange(self.micro_batch, dtype=np.int64)
+        samples: Ints = self._samples([(step, v)])[0]
+        return samples
 
     def samples_of(self, steps: range, share: range) -> Ints:
         """The samples of microbatches `share` of each of the steps, int64[n]."""
-        return np.concatenate([self.samples(step, v) for step in steps for v in share])
+        return self._samples([(step, v) for step in steps for v in share]).reshape(-1)
 
     def microbatch(self, step: int, v: int) -> Microbatch:
         """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
@@ -160,19 +159,31 @@ class LocalStream:
 
     def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
         """As `Stream.microbatches`: many are located at once, and some of these read at once."""
-        together = max(1, READ_TOKENS // (self._packing.seq_len * self.micro_batch)) * self.micro_batch
+        most = max(1, READ_TOKENS // (self._packing.seq_len * self.micro_batch))
+        together = 1  # the first one is waited for: from it on, twice as many each time
         wanted = ((step, v) for step in steps for v in share)
         while some := list(islice(wanted, max(1, LOCATED // self.micro_batch))):
             samples, source, places = self._locate(some)
-            for first in range(0, len(samples), together):
-                part = slice(first, first + together)
+            first = 0
+            while first < len(samples):
+                part = slice(first, first + together * self.micro_batch)
                 block = Block(samples[part], self._read(source[part], places[part]))
                 yield from block.microbatches(self.micro_batch)
+                first, together = part.stop, min(2 * together, most)
+
+    def _samples(self, microbatches: Sequence[tuple[int, int]]) -> Ints:
+        """The samples of some microbatches (step, v), int64[n, b]."""
+        count = self.num_microbatches
+        for step, v in microbatches:
+            if step < 0 or not 0 <= v < count:
+                raise DataError(f"microbatch {v} of step {step}: a step has microbatches 0..{count - 1}")
+        firsts = [step * self.global_batch + v * self.micro_batch for step, v in microbatches]
+        return np.array(firsts, dtype=np.int64)[:, None] + np.arange(self.micro_batch)
 
     def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, Ints]:
         """Every sample of some microbatches (step, v), its source and its place in that, int64[n] each."""
-        samples = [self.samples(step, v) for step, v in microbatches]
-        numbers = np.concatenate(samples)
+        samples = self._samples(microbatches)
+        numbers = samples.reshape(-1)
         if self._order.kind == "random":
             drawn = [
                 self._order.locate_random(step, v, of) for (step, v), of in zip(microbatches, samples, strict=True)
