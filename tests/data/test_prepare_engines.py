@@ -10,12 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import raytrain_hpc.data.chunks as chunks_module
 import raytrain_hpc.data.pieces as pieces_module
 from raytrain_hpc.data.executors import ProcessPool, ThisProcess, WorkersLost
-from raytrain_hpc.data.manifest import verify
+from raytrain_hpc.data.manifest import load_manifest, verify
 from raytrain_hpc.data.prepare import prepare
 from raytrain_hpc.data.tokenizer import tokenizer_from_json
 from raytrain_hpc.errors import ClusterError, DataError
@@ -53,6 +54,40 @@ def test_the_engine_changes_no_byte(tmp_path, many_pieces, ray_cluster):
         with pytest.raises(DataError, match=r"bad.jsonl: line 201 has no field 'text'"):
             prepare([tmp_path / "bad.jsonl"], tmp_path / "bad", engine=engine, workers=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "in", "one", "pool", "ray"]
+
+
+OWN_RAY = """
+import sys
+from pathlib import Path
+import psutil
+from raytrain_hpc.data.prepare import prepare
+
+def look(done, total):
+    if done:
+        for one in psutil.Process().children(recursive=True):
+            seen.update((Path(word).name, one.pid) for word in one.cmdline())
+
+seen = set()
+settings = dict(tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
+prepare([sys.argv[1] + "/in"], sys.argv[1] + "/out", **settings, engine="ray", address="local", progress=look)
+for name, pid in seen:
+    if name in ("raylet", "log_monitor.py", "monitor.py", "dashboard.py"):
+        print(name, pid)
+"""
+
+
+@pytest.mark.alone
+def test_a_ray_of_its_own_is_no_more_than_it_needs_and_is_gone_afterwards(tmp_path):
+    write_mixed(tmp_path / "in")
+    expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
+    command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (raylet,) = (line.split() for line in done.stdout.splitlines())
+    assert raylet[0] == "raylet" and not psutil.pid_exists(int(raylet[1]))
+    assert load_manifest(str(tmp_path / "out")) == expected and contents(tmp_path / "out") == contents(
+        tmp_path / "expected"
+    )
 
 
 def test_an_address_where_nothing_answers(tmp_path, monkeypatch):

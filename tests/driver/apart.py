@@ -22,8 +22,8 @@ def allowed() -> bool:
     """Whether this machine lets us make namespaces."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
-    made = subprocess.run(["ip", "netns", "add", "raytrain-probe"], capture_output=True, check=False).returncode == 0
-    return made and _ip("netns", "del", "raytrain-probe").returncode == 0
+    probe = f"raytrain-probe-{os.getpid()}"  # other processes may be asking the same
+    return _ip("netns", "add", probe).returncode == 0 and _ip("netns", "del", probe).returncode == 0
 
 
 class Apart:

@@ -1,4 +1,7 @@
-"""Workers on a simulated cluster, placed as a run's are. As a script: nodes as SLOTS:RACK, and JSON of settings."""
+"""Workers on a simulated cluster, placed as a run's are.
+
+As a script: pairs of nodes to add, as SLOTS:RACK,SLOTS:RACK, and JSON of the settings to place on what is there then.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from raytrain_hpc.plan.recovery import Candidate, form
 from raytrain_hpc.plan.traffic import by_axis
 from raytrain_hpc.plan.work import work_of
 from raytrain_hpc.shape import resolve_shape
+from tests.driver.two_nodes import LEAN_HEAD
 
 
 @ray.remote
@@ -59,15 +63,15 @@ def placed(config: Config) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> None:
-    *nodes, runs = words
-    cluster = Cluster()
-    for slots, rack in (node.split(":") for node in nodes):
-        labels = {"rack": rack} if rack else {}
-        cluster.add_node(num_cpus=int(slots), include_dashboard=False, labels=labels)
-    cluster.wait_for_nodes(timeout=60)
-    ray.init(address=cluster.address, log_to_driver=False)
+    cluster, found = Cluster(), []
     try:
-        print(json.dumps([placed(load_config(None, run)) for run in json.loads(runs)]))
+        for nodes, runs in zip(words[::2], words[1::2], strict=True):
+            for slots, rack in (node.split(":") for node in nodes.split(",")):
+                cluster.add_node(num_cpus=int(slots), labels={"rack": rack} if rack else {}, **LEAN_HEAD)
+            cluster.wait_for_nodes(timeout=60)
+            ray.init(address=cluster.address, log_to_driver=False, ignore_reinit_error=True)
+            found += [placed(load_config(None, run)) for run in json.loads(runs)]
+        print(json.dumps(found))
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -14,15 +14,16 @@ import pytest
 
 from tests.driver import placed
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "train.global_batch=32"]
 
 
-def run(nodes: list[str], *settings: list[str]) -> list[dict[str, Any]]:
-    """What tests.driver.placed prints of these settings, one after the other on one cluster of these nodes."""
+def run(*stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
+    """What tests.driver.placed prints: of each stage, nodes that are added and settings on what is there then."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, "-m", placed.__name__, *nodes, json.dumps([[*WORDS, *one] for one in settings])]
+    words = [word for nodes, settings in stages for word in (nodes, json.dumps([[*WORDS, *one] for one in settings]))]
+    command = [sys.executable, "-m", placed.__name__, *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -37,12 +38,23 @@ def nodes_of(found: dict[str, Any], *axes: str) -> list[set[str]]:
     return list(groups.values())
 
 
-def test_two_nodes_of_four() -> None:
-    tensor, stages, spared = run(
-        ["4:", "4:"],
-        ["cluster.workers=8", "parallel.tp=4"],
-        ["cluster.workers=8", "parallel.tp=2", "parallel.pp=2"],
-        ["cluster.workers=6", "cluster.spares=2"],
+def test_two_nodes_of_four_and_one_of_three() -> None:
+    tensor, stages, spared, uneven, odd = run(
+        (
+            "4:,4:",
+            [
+                ["cluster.workers=8", "parallel.tp=4"],
+                ["cluster.workers=8", "parallel.tp=2", "parallel.pp=2"],
+                ["cluster.workers=6", "cluster.spares=2"],
+            ],
+        ),
+        (
+            "3:",
+            [
+                ["cluster.workers=10", "parallel.tp=2", "train.global_batch=40"],
+                ["cluster.workers=11", "train.global_batch=44"],
+            ],
+        ),
     )
     assert all(len(nodes) == 1 for nodes in nodes_of(tensor, "tp"))
     # Gradients are more than what stages hand on: replicas share a node, stages do not.
@@ -51,13 +63,20 @@ def test_two_nodes_of_four() -> None:
     assert Counter(spared["spares"]) == dict.fromkeys(spared["slots"], 1), "one on each node"
     for found in (tensor, stages, spared):
         assert Counter([rank["node"] for rank in found["ranks"]] + found["spares"]) == found["slots"]
+    assert all(len(nodes) == 1 for nodes in nodes_of(uneven, "tp"))
+    assert sorted(Counter(rank["node"] for rank in uneven["ranks"]).values()) == [2, 4, 4]
+    assert Counter(rank["node"] for rank in odd["ranks"]) == odd["slots"]
 
 
 def test_four_nodes_of_two_on_two_racks() -> None:
     four, all_ = run(
-        ["2:a", "2:b", "2:a", "2:b"],
-        ["cluster.workers=4", "parallel.cp=2"],
-        ["cluster.workers=8", "parallel.tp=2", "parallel.zero=3"],
+        (
+            "2:a,2:b,2:a,2:b",
+            [
+                ["cluster.workers=4", "parallel.cp=2"],
+                ["cluster.workers=8", "parallel.tp=2", "parallel.zero=3"],
+            ],
+        )
     )
     assert len({rank["rack"] for rank in four["ranks"]}) == 1, "half of the cluster is one rack"
     assert all(len(nodes) == 1 for nodes in nodes_of(four, "cp"))
@@ -65,14 +84,3 @@ def test_four_nodes_of_two_on_two_racks() -> None:
     assert all(rank["rack"] == all_["racks"][rank["node"]] != "" for rank in all_["ranks"])
     ring = [rank["rack"] for rank in all_["ranks"]]
     assert sum(one != other for one, other in zip(ring, ring[1:], strict=False)) == 1, "a rack, then the other"
-
-
-def test_uneven_nodes() -> None:
-    tensor, odd = run(
-        ["3:", "4:", "2:"],
-        ["cluster.workers=8", "parallel.tp=2"],
-        ["cluster.workers=9", "train.global_batch=36"],
-    )
-    assert all(len(nodes) == 1 for nodes in nodes_of(tensor, "tp"))
-    assert sorted(Counter(rank["node"] for rank in tensor["ranks"]).values()) == [2, 2, 4]
-    assert Counter(rank["node"] for rank in odd["ranks"]) == odd["slots"]

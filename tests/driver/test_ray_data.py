@@ -16,17 +16,16 @@ from raytrain_hpc.config import DataConfig
 from raytrain_hpc.data.delivery import Lost
 from tests.conftest import OBJECT_STORE
 from tests.data.test_ledger import readers, until
-from tests.driver.lives import count, joined
-from tests.pool import small
+from tests.driver.lives import count, curve, joined
+from tests.pool import WarmPool, small, steps_of
 
 WORDS = ["train.steps=700", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
 
 
 @pytest.fixture(scope="module")
-def local(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list:
-    run_dir = tmp_path_factory.mktemp("local")
-    rt.train(small(run_dir, *WORDS))
-    return joined(run_dir, 700)
+def local(ray_cluster: None, pool: WarmPool) -> list:
+    """Of ranks that read for themselves, with neither Ray nor a driver."""
+    return [curve(metrics) for metrics in steps_of(pool.train(small(None, *WORDS))[0])]
 
 
 @pytest.mark.timeout(200)

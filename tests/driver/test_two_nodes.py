@@ -6,17 +6,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.driver.lives import curve, joined
+from tests.driver.lives import curve
 from tests.driver.two_nodes import TwoNodes
 from tests.pool import SMALL, WarmPool, small, steps_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 WORDS = ["data.path=synthetic", "model.vocab_size=64", "model.hidden_size=32", "model.num_heads=4", "train.seq_len=16"]
 WORDS += ["train.steps=3", "train.global_batch=12", "train.eval_samples=4", "observe.tensorboard=false"]
@@ -65,7 +65,7 @@ def test_more_workers_than_slots_is_refused_with_both_numbers(cluster: TwoNodes,
     assert "Traceback" not in done.stderr
 
 
-FAR = 40  # steps, of which the thirteenth sees the end of a node
+FAR = 40  # steps that are compared, of which the thirteenth sees the end of a node
 ELASTIC = [
     *SMALL,
     f"train.steps={FAR}",
@@ -83,73 +83,58 @@ def start(cluster: TwoNodes, run_dir: Path, *words: str) -> subprocess.Popen[str
     )
 
 
-def until_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+def until(holds: Callable[[list[dict[str, Any]]], bool], run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """Wait for what is to be seen in the metrics, not for ever."""
     deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").exists() or (run_dir / "metrics.jsonl").read_bytes().count(b"\n") < step:
+    while not holds(lines(run_dir)):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
-def test_a_lost_node(cluster: TwoNodes, pool: WarmPool, tmp_path: Path) -> None:
-    """The shards that it takes away the other one has as copies in memory, and goes on from the last step.
+def workers(run_dir: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text())["workers"]
+    return found
+
+
+def test_a_node_is_lost_and_another_one_comes_and_is_drained(cluster: TwoNodes, pool: WarmPool, tmp_path: Path) -> None:
+    """Of the shards that the lost one takes away the other has copies in memory, and goes on from the last step. The
+    run grows onto the next node that is there, and leaves it at a step boundary when it is going to be taken away.
 
     Stages are in test_apart.py, tensor-parallel groups among the rows of docs/faults.md.
     """
-    words, run_dir = ["parallel.zero=3"], tmp_path / "run"
-    undisturbed = steps_of(pool.train(small(None, *ELASTIC, *words, "cluster.workers=4"))[0])
-    process = start(cluster, run_dir, *words, "cluster.workers=4")
+    words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.schedule=constant"], tmp_path / "run"
+    undisturbed = steps_of(pool.train(small(None, *ELASTIC, *words))[0])
+    process = start(cluster, run_dir, *words, "train.steps=100000")
     try:
-        until_step(run_dir, 12, process)
-        there = json.loads((run_dir / "workers.json").read_text())["workers"]
-        lost = cluster.tell("lose")
+        until(lambda found: len(found) >= 12, run_dir, process)
+        there, lost = workers(run_dir), cluster.tell("lose")
         gone = [worker["rank"] for worker in there if worker["node"] == lost]
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-        (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
-        assert incident["node"] == lost and incident["kind"] in ("died", "node lost")
-        assert len(gone) == 2 and incident["ranks"] == gone and incident["rank"] == gone[0], output
-        assert (incident["world"], incident["world_after"]) == (4, 2)
-        assert incident["steps_lost"] <= 1, "one whose copy was under way"
-        assert joined(run_dir, FAR) == [curve(metrics) for metrics in undisturbed]
-    finally:
-        process.kill()
-        process.communicate()
-        cluster.tell("add")
-
-
-def test_a_node_that_is_drained_and_one_that_comes(cluster: TwoNodes, tmp_path: Path) -> None:
-    """The run leaves it at a step boundary; on the next node that is there it grows again."""
-    run_dir = tmp_path / "run"
-    process = start(cluster, run_dir, "parallel.zero=3", "cluster.workers=4", "train.steps=100000")
-    worlds: list[int] = []
-    try:
-        until_step(run_dir, 12, process)
-        drained = cluster.tell("drain")
-        deadline = time.monotonic() + 60
-        while not worlds or worlds[-1] == 4:
-            worlds = [line["elastic/world_size"] for line in lines(run_dir)]
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        there = json.loads((run_dir / "workers.json").read_text())["workers"]
-        assert len(there) == 2 and all(worker["node"] != drained for worker in there)
-        assert not (run_dir / "incidents.jsonl").exists()
-        assert cluster.tell("lose") == drained
+        until(lambda found: found[-1]["step"] >= FAR and found[-1]["elastic/world_size"] == 2, run_dir, process)
         came = cluster.tell("add")
-        while worlds[-1] != 4:  # its two workers may join at one step or at two
-            worlds = [line["elastic/world_size"] for line in lines(run_dir)]
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        there = json.loads((run_dir / "workers.json").read_text())["workers"]
-        assert sorted(worker["node"] == came for worker in there) == [False, False, True, True]
+        # Its two workers may join at one step or at two.
+        until(lambda found: found[-1]["elastic/world_size"] == 4, run_dir, process)
+        assert sorted(worker["node"] == came for worker in workers(run_dir)) == [False, False, True, True]
+        assert cluster.tell("drain") == came
+        until(lambda found: found[-1]["elastic/world_size"] == 2, run_dir, process)
+        assert all(worker["node"] != came for worker in workers(run_dir)) and len(workers(run_dir)) == 2
         process.terminate()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 3, output
-        assert [line["step"] for line in lines(run_dir)] == list(range(1, len(lines(run_dir)) + 1)), "none lost"
     finally:
         process.kill()
         process.communicate()
+    (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+    assert incident["node"] == lost and incident["kind"] in ("died", "node lost")
+    assert len(gone) == 2 and incident["ranks"] == gone and incident["rank"] == gone[0], output
+    assert (incident["world"], incident["world_after"]) == (4, 2)
+    assert incident["steps_lost"] <= 1, "one whose copy was under way"
+    last = {line["step"]: curve(line) for line in lines(run_dir)}
+    assert sorted(last) == list(range(1, len(last) + 1))
+    assert [last[step] for step in range(1, FAR + 1)] == [curve(metrics) for metrics in undisturbed]
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    text = (run_dir / "metrics.jsonl").read_text()
+    """The whole lines of the metrics so far."""
+    metrics = run_dir / "metrics.jsonl"
+    text = metrics.read_text() if metrics.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

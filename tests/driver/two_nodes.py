@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 CPUS = 2
+LEAN_HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # nobody asks these
 HEADLESS_S = 5.0
 _SIGNALS = {"lose": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT}
 
@@ -116,7 +117,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    nodes: list[Any] = [cluster.add_node(num_cpus=CPUS, include_dashboard=False) for _ in range(2)]
+    nodes: list[Any] = [cluster.add_node(num_cpus=CPUS, **LEAN_HEAD) for _ in range(2)]
     cluster.wait_for_nodes(timeout=60)
     print(cluster.address, flush=True)
     for word in map(str.strip, sys.stdin):
@@ -129,7 +130,7 @@ def main() -> None:
             deadline = int(1000 * (time.time() + 600))
             GcsClient(address=cluster.address).drain_node(node.node_id, 2, "preempted", deadline)
         elif word == "add":
-            node = cluster.add_node(num_cpus=CPUS, include_dashboard=False)
+            node = cluster.add_node(num_cpus=CPUS, **LEAN_HEAD)
             nodes.append(node)
         elif word == "behead":
             node = cluster.head_node

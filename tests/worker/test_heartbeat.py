@@ -15,6 +15,8 @@ import pytest
 from raytrain_hpc.plan.watch import Signs
 from raytrain_hpc.worker.heartbeat import Pulse
 
+pytestmark = pytest.mark.alone
+
 WORKER = """
 import ctypes, os, sys, threading, time
 from raytrain_hpc.worker.heartbeat import Heartbeat
