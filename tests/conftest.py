@@ -40,12 +40,12 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.xdist_group(ALONE if _alone(item) else str(item.path)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    groups = {item: ALONE if _alone(item) else str(item.path) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: groups[item] != ALONE)  # the longest way first
+    items.sort(key=lambda item: not _alone(item))  # the longest way first
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
