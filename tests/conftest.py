@@ -8,13 +8,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.pool import WarmPool
 
 OBJECT_STORE = 256 << 20  # bytes: small enough for a test to fill
-ALONE = "alone"  # the group, and the mark, of all that must not be disturbed
+ALONE = {  # files of tests that start Ray or look at the clock
+    "cli/test_wrong_inputs",
+    "data/test_ledger",
+    "data/test_prepare_engines",
+    "driver/test_apart",
+    "driver/test_gauges",
+    "driver/test_measuring",
+    "driver/test_placement",
+    "driver/test_probing",
+    "driver/test_ray_data",
+    "driver/test_ray_faults",
+    "driver/test_ray_interruption",
+    "driver/test_storage_gone",
+    "driver/test_two_nodes",
+    "examples/test_attached_loop",
+    "examples/test_custom_module",
+    "examples/test_examples",
+    "examples/test_training_at_scale",
+    "jobs/test_job_submit",
+    "worker/test_abort",
+    "worker/test_heartbeat",
+}
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # by default workers wait for everything else on the machine
@@ -40,18 +62,29 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.xdist_group(ALONE if _alone(item) else str(item.path)))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not _alone(item))  # the longest way first
+    items.sort(key=lambda item: not _alone(item.nodeid))  # the longest way first
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if _alone(nodeid) else nodeid.split("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and not _alone(item) and os.nice(0) == 0:
+    if "PYTEST_XDIST_WORKER" not in os.environ or _alone(item.nodeid):
+        return
+    assert "ray_cluster" not in getattr(item, "fixturenames", ()), "a file that starts Ray belongs among ALONE"
+    if os.nice(0) == 0:
         os.nice(10)
 
 
-def _alone(item: pytest.Item) -> bool:
-    return "ray_cluster" in getattr(item, "fixturenames", ()) or item.get_closest_marker(ALONE) is not None
+def _alone(nodeid: str) -> bool:
+    return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py") in ALONE

@@ -76,7 +76,6 @@ for name, pid in seen:
 """
 
 
-@pytest.mark.alone
 def test_a_ray_of_its_own_is_no_more_than_it_needs_and_is_gone_afterwards(tmp_path):
     write_mixed(tmp_path / "in")
     expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)

@@ -18,7 +18,6 @@ from tests.driver.test_two_nodes import ELASTIC, FAR, until_step
 from tests.pool import WarmPool, small, steps_of
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not allowed(), reason="needs the right to make network namespaces"),
 ]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.driver import placed
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "train.global_batch=32"]
 
 

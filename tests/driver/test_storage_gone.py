@@ -10,8 +10,6 @@ import pytest
 from tests.driver.disks import Disk, NoDisk, mounted
 from tests.driver.lives import WORDS, Lives, joined
 
-pytestmark = pytest.mark.alone
-
 WORDS = [*WORDS, "observe.tensorboard=true", "checkpoint.async=false"]
 # What is done to it after step 6 and after step 18: in the driver, so that it comes between the same steps every time.
 PATCH = """

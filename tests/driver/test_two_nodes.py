@@ -16,7 +16,7 @@ from tests.driver.lives import curve
 from tests.driver.two_nodes import TwoNodes
 from tests.pool import SMALL, WarmPool, small, steps_of
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 WORDS = ["data.path=synthetic", "model.vocab_size=64", "model.hidden_size=32", "model.num_heads=4", "train.seq_len=16"]
 WORDS += ["train.steps=3", "train.global_batch=12", "train.eval_samples=4", "observe.tensorboard=false"]

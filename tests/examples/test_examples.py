@@ -16,8 +16,6 @@ from jupyter_client.blocking.client import BlockingKernelClient as KernelClient
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.alone
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["model.hidden_size=32", "model.num_heads=2", "model.num_layers=1", "train.seq_len=16", "train.global_batch=8"]
 FEW = [*TINY, "train.warmup=2", "train.eval_samples=4", "observe.sample_tokens=0", "observe.tensorboard=false"]

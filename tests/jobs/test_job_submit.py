@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs.head import Head, started_head, wait_for
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ from raytrain_hpc.worker.groups import join, leave
 from raytrain_hpc.worker.telling import tell
 from tests.pool import WarmPool, small
 
-pytestmark = pytest.mark.alone
-
 AWAY_S = 4.0
 
 

@@ -15,8 +15,6 @@ import pytest
 from raytrain_hpc.plan.watch import Signs
 from raytrain_hpc.worker.heartbeat import Pulse
 
-pytestmark = pytest.mark.alone
-
 WORKER = """
 import ctypes, os, sys, threading, time
 from raytrain_hpc.worker.heartbeat import Heartbeat
