@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raytrain_hpc.data.prefetch import Prefetcher
-from raytrain_hpc.data.stream import LocalStream, Microbatch, StreamRecipe
+from raytrain_hpc.data.stream import Block, LocalStream, StreamRecipe
 
 WORKERS = 2
 _AHEAD = 32
@@ -38,17 +38,19 @@ def prefetched_rate(stream: LocalStream, steps: int) -> float:
     share = range(stream.num_microbatches)
     list(stream.microbatches(range(1), share))
     began = time.perf_counter()
-    ahead: Prefetcher[Microbatch] = Prefetcher(
-        stream.microbatches(range(steps), share),
-        size=lambda one: one.nbytes,
+    ahead: Prefetcher[Block] = Prefetcher(
+        stream.blocks(range(steps), share, _AHEAD // 4),
+        size=lambda block: block.nbytes,
+        count=lambda block: len(block.samples) // stream.micro_batch,
         max_items=_AHEAD,
         max_bytes=1 << 30,
     )
-    tokens = 0
-    for _ in range(steps * len(share)):
-        one = ahead.take()
-        inputs, targets = one.inputs, one.targets
-        tokens += min(inputs.size, targets.size)
+    taken = tokens = 0
+    while taken < steps * len(share):
+        for one in ahead.take().microbatches(stream.micro_batch):
+            inputs, targets = one.inputs, one.targets
+            tokens += min(inputs.size, targets.size)
+            taken += 1
     seconds = time.perf_counter() - began
     ahead.close()
     return tokens / seconds

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_hpc.data.packing import Rows
-from raytrain_hpc.data.stream import Block, LocalStream, Microbatch
+from raytrain_hpc.data.stream import Block, LocalStream, Stream
 from raytrain_hpc.errors import DataError
 
 BLOCK_BYTES = 4 << 20  # about; below, handing blocks over begins to cost, and far above, so does their memory
@@ -66,32 +66,33 @@ class Blocks(Protocol):
         """The rank's block of a group; None where whoever reads is not that far yet. Raises Lost."""
 
 
-class DeliveredStream:
-    """Microbatches out of blocks; what is not delivered is read here. The bytes are the same either way."""
+class DeliveredStream(Stream):
+    """Blocks as they are delivered; what is not delivered is read here. The bytes are the same either way."""
 
     def __init__(self, local: LocalStream, blocks: Blocks, note: Callable[[str], None]):
         """`note` is told, in one line, when blocks begin to come, and when they stop."""
         self._local, self._blocks, self._note = local, blocks, note
+        self.micro_batch = local.micro_batch
         self._lost = False
         self.delivered = 0  # groups that came as blocks
 
-    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
-        """As `Stream.microbatches`."""
+    def blocks(self, steps: range, share: range, most: int) -> Generator[Block, None, None]:
+        """As `Stream.blocks`."""
         plan = self._blocks.plan
         if share not in plan.shares or (steps.start - plan.first) % plan.group_steps:
-            yield from self._local.microbatches(steps, share)  # no whole groups: a single microbatch was asked for
+            yield from self._local.blocks(steps, share, most)  # no whole groups: a single microbatch was asked for
             return
         for start in range(steps.start, steps.stop, plan.group_steps):
             some = range(start, min(start + plan.group_steps, steps.stop))
             block = None if self._lost else self._deliver((start - plan.first) // plan.group_steps)
             if block is None:
-                yield from self._local.microbatches(some, share)
+                yield from self._local.blocks(some, share, most)
                 continue
             self._check(block, some, share)
             if not self.delivered:
                 self._note(f"data: readers deliver from step {some.start + 1} on")
             self.delivered += 1
-            yield from block.microbatches(self._local.micro_batch)
+            yield from block.parts(most * self.micro_batch)
 
     def _deliver(self, group: int) -> Block | None:
         try:

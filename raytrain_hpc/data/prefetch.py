@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -14,8 +12,6 @@ from raytrain_hpc.errors import DataError
 
 Item = TypeVar("Item")
 
-_SOON_S, _TOGETHER = 0.0005, 8  # waking whoever waits costs as much as making a small item: some go together
-_PARTS = 4  # of what may be ahead, at least so many groups
 _END_S = 10.0  # a thread that reads from storage which no longer answers is left behind: it is a daemon
 
 
@@ -29,8 +25,8 @@ class _End:
 class Prefetcher(Generic[Item]):
     """Takes items from a generator in a thread of its own. What it made ahead of `take` was not consumed.
 
-    Items go one way through a queue in small groups, and what a group held goes back through another when all of it is
-    taken: neither side holds a lock while the other works, and neither wakes the other for every item.
+    Items go one way through a queue, and what they held goes back through another: neither side holds a lock while the
+    other works. Waking whoever waits costs as much as making a small item, so that items had better be some together.
     """
 
     def __init__(
@@ -40,15 +36,14 @@ class Prefetcher(Generic[Item]):
         size: Callable[[Item], int],
         max_items: int,
         max_bytes: int,
+        count: Callable[[Item], int] = lambda item: 1,
     ):
-        """`size`: bytes that an item holds. At least one item is made ahead, however large it is."""
-        self._items, self._size = items, size
+        """`size`: bytes of an item; `count`: for how many it counts. At least one is made ahead, however large."""
+        self._items, self._size, self._count = items, size, count
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._made: SimpleQueue[list[Item] | _End] = SimpleQueue()
-        self._taking: deque[Item] = deque()
+        self._made: SimpleQueue[Item | _End] = SimpleQueue()
         self._freed: SimpleQueue[tuple[int, int]] = SimpleQueue()  # (items, bytes)
-        self._group = (0, 0)  # the one that is being taken
-        self._count = self._made_bytes = 0  # the thread's, who alone changes them
+        self._put = self._put_bytes = 0  # the thread's, who alone changes them
         self._taken = self._taken_bytes = 0  # the taker's
         self._end: _End | None = None
         self._closed = False
@@ -57,28 +52,21 @@ class Prefetcher(Generic[Item]):
 
     def take(self) -> Item:
         """The next item. Raises what the generator raised in its place, and DataError behind its last one."""
-        if not self._taking and self._end is None:
-            some = self._made.get()
-            if isinstance(some, _End):
-                self._end = some
-            else:
-                self._taking.extend(some)
-                self._group = len(some), sum(map(self._size, some))
-        if self._taking:
-            item = self._taking.popleft()
-            size = self._size(item)
-            self._taken, self._taken_bytes = self._taken + 1, self._taken_bytes + size
-            if not self._taking:
-                self._freed.put(self._group)
+        item = self._made.get() if self._end is None else self._end
+        if not isinstance(item, _End):
+            count, size = self._count(item), self._size(item)
+            self._taken, self._taken_bytes = self._taken + count, self._taken_bytes + size
+            self._freed.put((count, size))
             return item
-        if self._end is not None and self._end.error is not None:
-            raise self._end.error
+        self._end = item
+        if item.error is not None:
+            raise item.error
         raise DataError("nothing is left to be read ahead: more was asked for than the run's steps hold")
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Items made and not taken, and their bytes."""
-        return self._count - self._taken, self._made_bytes - self._taken_bytes
+        """What was made and not taken: items, as they count, and their bytes."""
+        return self._put - self._taken, self._put_bytes - self._taken_bytes
 
     def close(self) -> None:
         """End the thread and drop what it made."""
@@ -86,41 +74,26 @@ class Prefetcher(Generic[Item]):
         self._freed.put((0, 0))
         self._thread.join(_END_S)
         self._made = SimpleQueue()
-        self._taking.clear()
         self._end = _End(None)
 
     def _make(self) -> None:
-        error, together = None, list[Item]()
+        error = None
         try:
-            held = held_bytes = size_together = 0
-            most = max(1, min(_TOGETHER, self._max_items // _PARTS))
-            began = time.monotonic()
+            held = held_bytes = 0
             for item in self._items:
-                size = self._size(item)
-                while held and (held >= self._max_items or held_bytes + size > self._max_bytes) and not self._closed:
-                    if self._freed.empty():
-                        together, size_together = self._hand_over(together), 0
+                count, size = self._count(item), self._size(item)
+                while held and (held + count > self._max_items or held_bytes + size > self._max_bytes):
+                    if self._closed:
+                        break
                     items, size_of_all = self._freed.get()
                     held, held_bytes = held - items, held_bytes - size_of_all
                 if self._closed:
                     break
-                held, held_bytes = held + 1, held_bytes + size
-                self._count, self._made_bytes = self._count + 1, self._made_bytes + size
-                together.append(item)
-                size_together += size
-                now = time.monotonic()
-                # Groups are a part of what may be ahead: else nothing would be ahead while one is taken.
-                full = len(together) >= most or size_together * _PARTS >= self._max_bytes
-                if now - began > _SOON_S or full:
-                    together, size_together, began = self._hand_over(together), 0, now
+                held, held_bytes = held + count, held_bytes + size
+                self._put, self._put_bytes = self._put + count, self._put_bytes + size
+                self._made.put(item)
         except Exception as raised:  # whatever it is, it belongs to the step that needs this item
             error = raised
         finally:
             self._items.close()
-            self._hand_over(together)
             self._made.put(_End(error))
-
-    def _hand_over(self, together: list[Item]) -> list[Item]:
-        if together:
-            self._made.put(together)
-        return []

@@ -6,11 +6,12 @@ not known here, so no layout can change what it holds.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -93,19 +94,40 @@ class Block:
 
     def microbatches(self, size: int) -> Iterator[Microbatch]:
         """Cut into microbatches of `size` samples."""
+        for part in self.parts(size):
+            yield Microbatch(part.samples, part.rows)
+
+    def parts(self, size: int) -> Iterator[Block]:
+        """Cut into blocks of at most `size` samples, without a copy."""
         for first in range(0, len(self.samples), size):
             cut = slice(first, first + size)
-            yield Microbatch(self.samples[cut], self.rows.cut(cut))
+            yield Block(self.samples[cut], self.rows.cut(cut))
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return self.samples.nbytes + self.rows.nbytes
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """Where a rank's microbatches come from."""
 
+    micro_batch: int
+
+    @abstractmethod
+    def blocks(self, steps: range, share: range, most: int) -> Generator[Block, None, None]:
+        """Logical microbatches `share` of each of the steps, in order, at most `most` of them in a block.
+
+        DataError where there are no such ones.
+        """
+
     def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
-        """Logical microbatches `share` of each of the steps, in order. DataError where there are no such ones."""
+        """The same, one by one."""
+        for block in self.blocks(steps, share, LOCATED):
+            yield from block.microbatches(self.micro_batch)
 
 
-class LocalStream:
+class LocalStream(Stream):
     """Reads microbatches straight from the token arrays. Stateless: any step at the cost of the first."""
 
     def __init__(
@@ -157,9 +179,9 @@ class LocalStream:
         samples, source, places = self._locate([(step, v) for step in steps for v in share])
         return Block(samples, self._read(source, places))
 
-    def microbatches(self, steps: range, share: range) -> Generator[Microbatch, None, None]:
-        """As `Stream.microbatches`: many are located at once, and some of these read at once."""
-        most = max(1, READ_TOKENS // (self._packing.seq_len * self.micro_batch))
+    def blocks(self, steps: range, share: range, most: int) -> Generator[Block, None, None]:
+        """As `Stream.blocks`: many are located at once, and some of these read at once."""
+        at_once = max(1, READ_TOKENS // (self._packing.seq_len * self.micro_batch))
         together = 1  # the first one is waited for: from it on, twice as many each time
         wanted = ((step, v) for step in steps for v in share)
         while some := list(islice(wanted, max(1, LOCATED // self.micro_batch))):
@@ -168,8 +190,8 @@ class LocalStream:
             while first < len(samples):
                 part = slice(first, first + together * self.micro_batch)
                 block = Block(samples[part], self._read(source[part], places[part]))
-                yield from block.microbatches(self.micro_batch)
-                first, together = part.stop, min(2 * together, most)
+                yield from block.parts(most * self.micro_batch)
+                first, together = part.stop, min(2 * together, at_once)
 
     def _samples(self, microbatches: Sequence[tuple[int, int]]) -> Ints:
         """The samples of some microbatches (step, v), int64[n, b]."""

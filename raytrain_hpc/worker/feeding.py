@@ -18,10 +18,13 @@ from torch import Tensor
 from raytrain_hpc.config import DataConfig
 from raytrain_hpc.data.packing import IGNORED
 from raytrain_hpc.data.prefetch import Prefetcher
-from raytrain_hpc.data.stream import Microbatch, Stream
+from raytrain_hpc.data.shards import Ints
+from raytrain_hpc.data.stream import Block, Microbatch, Stream
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.worker.task import Batch
+
+_PARTS = 4  # of what may be ahead, at least so many are handed over one by one: else nothing is ahead while one is used
 
 
 @dataclass
@@ -33,7 +36,11 @@ class _Ready:
     copied: torch.cuda.Event | None = None
 
     @property
-    def bytes(self) -> int:
+    def samples(self) -> Ints:
+        return self.read.samples
+
+    @property
+    def nbytes(self) -> int:
         return self.read.nbytes if self.batch is None else sum(tensor.nbytes for tensor in tensors(self.batch))
 
 
@@ -43,21 +50,26 @@ class Feed:
     def __init__(self, stream: Stream, batching: Batching, share: range, device: torch.device, data: DataConfig):
         self.stream, self._batching, self._share, self._device = stream, batching, share, device
         self._max_batches, self._max_bytes = data.ahead_steps * len(share), data.ahead_mib << 20
-        self._ahead: Prefetcher[_Ready] | None = None
+        self._ahead: Prefetcher[Block | _Ready] | None = None
+        self._here: Iterator[_Ready] = iter(())  # the rest of what was taken from it last
         self._last: Batch | None = None
 
     @contextmanager
     def reading(self, first: int, stop: int) -> Iterator[None]:
         """Inside, a thread reads the steps [first, stop) ahead; they must be asked for in order."""
-        ready = self._ready(range(first, stop))
         self._ahead = Prefetcher(
-            ready, size=lambda one: one.bytes, max_items=self._max_batches, max_bytes=self._max_bytes
+            self._read(range(first, stop), self._share, max(1, self._max_batches // _PARTS)),
+            size=lambda one: one.nbytes,
+            count=lambda one: len(one.samples) // self._batching.size,
+            max_items=self._max_batches,
+            max_bytes=self._max_bytes,
         )
         try:
             yield
         finally:
             self._ahead.close()
             self._ahead = self._last = None
+            self._here = iter(())
 
     def batch(self, step: int, slot: int) -> Batch:
         """The microbatch of a slot of a step; a slot behind the share repeats the last one, as a spare one.
@@ -69,7 +81,7 @@ class Feed:
                 self._last = self._arrived(self._read_now(step, self._share[-1]))
             return replace(self._last, spare=True)
         v = self._share[slot]
-        ready = self._read_now(step, v) if self._ahead is None else self._ahead.take()
+        ready = self._read_now(step, v) if self._ahead is None else self._next(self._ahead)
         first, due = int(ready.read.samples[0]), (step * self._batching.count + v) * self._batching.size
         if first != due:
             raise DataError(f"step {step}, microbatch {v}: sample {first} was read where {due} is due")
@@ -91,13 +103,21 @@ class Feed:
                 tensor.record_stream(now)
         return ready.batch
 
-    def _read_now(self, step: int, v: int) -> _Ready:
-        return next(self._ready(range(step, step + 1), range(v, v + 1)))
+    def _next(self, ahead: Prefetcher[Block | _Ready]) -> _Ready:
+        while (ready := next(self._here, None)) is None:
+            self._here = self._each(ahead.take())
+        return ready
 
-    def _ready(self, steps: range, share: range | None = None) -> Generator[_Ready, None, None]:
-        share = self._share if share is None else share
+    def _read_now(self, step: int, v: int) -> _Ready:
+        return next(self._each(next(self._read(range(step, step + 1), range(v, v + 1), 1))))
+
+    def _each(self, read: Block | _Ready) -> Iterator[_Ready]:
+        return iter((read,)) if isinstance(read, _Ready) else map(_Ready, read.microbatches(self._batching.size))
+
+    def _read(self, steps: range, share: range, most: int) -> Generator[Block | _Ready, None, None]:
+        """At most `most` microbatches together for a CPU, and one by one on their way to a GPU."""
         if self._device.type != "cuda":
-            yield from map(_Ready, self.stream.microbatches(steps, share))
+            yield from self.stream.blocks(steps, share, most)
             return
         copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         for microbatch in self.stream.microbatches(steps, share):

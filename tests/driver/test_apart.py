@@ -14,7 +14,7 @@ import pytest
 
 from tests.driver.apart import Apart, allowed
 from tests.driver.lives import curve, joined
-from tests.driver.test_two_nodes import ELASTIC, FAR, until_step
+from tests.driver.test_two_nodes import ELASTIC, FAR, until
 from tests.pool import WarmPool, small, steps_of
 
 pytestmark = [
@@ -39,7 +39,7 @@ def test_the_side_of_the_driver_goes_on_and_the_other_ends(apart: Apart, pool: W
         command, env=apart.env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        until_step(run_dir, 12, process)
+        until(lambda found: len(found) >= 12, run_dir, process)
         before = json.loads((run_dir / "workers.json").read_text())["workers"]
         gone = apart.strike(before)
         output, _ = process.communicate(timeout=120)
