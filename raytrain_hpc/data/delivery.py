@@ -124,12 +124,12 @@ def table_of(block: Block) -> pa.Table:
 
 
 def block_of(table: pa.Table) -> Block:
-    """What `table_of` made a table of, in place where it lies."""
+    """What `table_of` made a table of; tokens in place where they lie."""
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     held = {name: _matrix(column) for name, column in columns.items() if name != "samples"}
     counted = held.get("counted")
     rows = Rows(held["tokens"], held.get("documents"), None if counted is None else counted.view(np.bool_))
-    return Block(columns["samples"].to_numpy(), rows)
+    return Block(columns["samples"].to_numpy().copy(), rows)  # the only part that becomes a tensor as it is
 
 
 def _column(matrix: npt.NDArray[Any]) -> pa.Array:
