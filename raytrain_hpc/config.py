@@ -231,8 +231,8 @@ class CheckpointConfig:
     )
     buddies: bool = key(
         True,
-        "Copy snapshots, behind the steps, into the memory of a rank on another node, where all that hold one are on "
-        "one node; of another rank where there is but one node.",
+        "Have snapshots outlive the ranks that hold them: copied, behind the steps, into the memory of a rank on another "
+        "node, where all that hold one are on one node; where there is but one node, in memory that another rank has open.",
     )
 
 

@@ -36,7 +36,12 @@ class Case:
 CASES = (
     Case("replicas: live state lent, compared every 10 steps", BARE, READY, GOAL),
     Case("the same, the agreed state kept", BARE, (*READY, "fault.keep_agreed=true"), GOAL),
-    Case("ZeRO-3: a snapshot and its copy every step", (*BARE, "parallel.zero=3"), (*READY, "parallel.zero=3"), GOAL),
+    Case(
+        "ZeRO-3: a snapshot every step, open to the other rank",
+        (*BARE, "parallel.zero=3"),
+        (*READY, "parallel.zero=3"),
+        GOAL,
+    ),
     Case("train.deterministic=elastic", BARE, (*BARE, "train.deterministic=elastic"), None),
 )
 

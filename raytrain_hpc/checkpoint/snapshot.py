@@ -6,41 +6,70 @@ the last sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import Protocol
 
 from raytrain_hpc.state.aside import Aside
 from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.state.index import StateIndex
 
+_NONE = -1
 
-@dataclass
+
 class Slot:
-    """Room for a state."""
+    """Room for a state. `mark`: eight bytes that say which one is whole in it, as far as others are to see them."""
 
-    aside: Aside = field(default_factory=Aside)
-    step: int | None = None  # None: nothing whole is in it
-    coming: int | None = None  # the step that is on its way into it
-    holding: Holding = field(default_factory=Holding)
+    def __init__(self, aside: Aside | None = None, mark: memoryview | None = None) -> None:
+        self.aside = Aside() if aside is None else aside
+        self._mark = memoryview(bytearray(8)).cast("q") if mark is None else mark
+        self.step = None
+        self.coming: int | None = None  # the step that is on its way into it
+        self.holding = Holding()
+
+    @property
+    def step(self) -> int | None:
+        """None: nothing whole is in it."""
+        return step_of(self._mark[0])
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._mark[0] = _NONE if step is None else step
+
+
+def step_of(mark: int) -> int | None:
+    """What a mark says."""
+    return None if mark == _NONE else mark
+
+
+class Kept(Protocol):
+    """The states of one rank after the last two steps."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are held whole, ascending."""
+
+    def at(self, step: int) -> Holding:
+        """The state of `step`; nothing where it is not held."""
 
 
 class LastSteps:
-    """The states of one rank after the last two steps."""
+    """Those that this process has room for. `slots`: where, unless in memory of its own."""
 
-    def __init__(self) -> None:
-        self._slots = (Slot(), Slot())
+    def __init__(self, slots: tuple[Slot, Slot] | None = None) -> None:
+        self._slots = (Slot(), Slot()) if slots is None else slots
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps that are held whole, ascending."""
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
 
-    def at(self, step: int) -> Slot | None:
-        """Where the state of `step` is; None where it is not held."""
-        return next((slot for slot in self._slots if slot.step == step), None)
+    def at(self, step: int) -> Holding:
+        """The state of `step`; nothing where it is not held."""
+        return next((slot.holding for slot in self._slots if slot.step == step), Holding())
 
     def vacate(self) -> Slot:
         """The slot of the older step, which is not held any more; whoever fills it says then which step it has."""
-        slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
+        slot = min(self._slots, key=lambda one: _NONE if one.step is None else one.step)
         slot.step = slot.coming = None  # while it is neither
         return slot
 
@@ -53,7 +82,7 @@ class LastSteps:
 
 
 class Snapshots:
-    """What a process holds of steps: its own states, and copies of other ranks' states for them.
+    """What a process holds of steps: its own states, and other ranks' states for them, as copies or opened.
 
     Outlives the groups and the model of a generation; a new generation goes on from it. `generation`: in which it was
     taken, whose ranks the copies go by.
@@ -62,7 +91,8 @@ class Snapshots:
     def __init__(self) -> None:
         self.generation = 0
         self._own = LastSteps()
-        self._others: dict[int, LastSteps] = {}
+        self._copies: dict[int, LastSteps] = {}
+        self._opened: Mapping[int, Kept] = {}
         self._lent: tuple[int, Holding] | None = None
         self._agreed = Slot()
 
@@ -75,7 +105,7 @@ class Snapshots:
     @property
     def copies(self) -> dict[int, tuple[int, ...]]:
         """The steps that are held whole of other ranks, by their rank in the generation that took them."""
-        return {rank: kept.steps for rank, kept in self._others.items()}
+        return {rank: kept.steps for rank, kept in (*self._copies.items(), *self._opened.items())}
 
     def take(self, step: int, holding: Holding) -> Slot:
         """Keep the state after `step` committed steps instead of the older one.
@@ -95,7 +125,7 @@ class Snapshots:
 
     def room_for(self, rank: int, index: StateIndex) -> Slot:
         """Room for a state of another rank, instead of the older one of it."""
-        slot = self._others.setdefault(rank, LastSteps()).vacate()
+        slot = self._copies.setdefault(rank, LastSteps()).vacate()
         slot.holding = slot.aside.room(index)
         return slot
 
@@ -124,16 +154,21 @@ class Snapshots:
 
     def distrust(self) -> None:
         """Replicas differ: of all that is held, only what was agreed on is to be gone on from."""
-        self._own, self._others, self._lent = LastSteps(), {}, None
+        self._own, self._copies, self._opened, self._lent = LastSteps(), {}, {}, None
 
     def at(self, step: int) -> Holding:
         """All that is held of `step`, of this rank and of others."""
-        own = self._own.at(step) or (self._agreed if self._agreed.step == step else None)
-        slots = [own, *(kept.at(step) for kept in self._others.values())]
-        return Holding(held for slot in slots if slot is not None for held in slot.holding)
+        agreed = self._agreed.holding if self._agreed.step == step else Holding()
+        others = [kept.at(step) for kept in (*self._copies.values(), *self._opened.values())]
+        return Holding(held for holding in (self._own.at(step) or agreed, *others) for held in holding)
 
-    def begin(self, generation: int) -> None:
-        """Forget everything and free the memory: what this generation holds is cut otherwise."""
+    def begin(self, generation: int, own: LastSteps | None = None, opened: Mapping[int, Kept] | None = None) -> None:
+        """Forget everything and free the memory: what this generation holds is cut otherwise.
+
+        `own`: where its own states go, unless in memory of its own. `opened`: by rank, what others keep and this
+        process sees.
+        """
         self.generation = generation
         self.distrust()
+        self._own, self._opened = own or LastSteps(), opened or {}
         self._agreed = Slot()

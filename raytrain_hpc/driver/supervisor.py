@@ -221,6 +221,7 @@ class Supervisor:
             unsaved=formation.step is not None and self._unsaved(run, first),
             initial=prepared.initial,
             buddies=buddies(layout, sites) if self._config.checkpoint.buddies else (),
+            one_node=len({site.node for site in sites}) == 1,
         )
         run.incidents.resumed(first, layout.world)
 

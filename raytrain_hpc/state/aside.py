@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from raytrain_hpc.state.holding import TORCH_DTYPES, Held, Holding
-from raytrain_hpc.state.index import ITEM_BYTES, StateIndex
+from raytrain_hpc.state.index import ITEM_BYTES, Box, StateIndex, TensorSlices
 
 _ALIGNED = 64  # bytes: where any dtype may begin
+
+
+def block_bytes(index: StateIndex) -> int:
+    """Bytes of a block with room for what this index says."""
+    return sum(_room(tensor, box) for tensor, box in _slices(index))
+
+
+def laid_out(block: torch.Tensor, index: StateIndex) -> Holding:
+    """The slices of an index in a block of bytes, one after the other: the same in every process."""
+    held, begin = [], 0
+    for tensor, box in _slices(index):
+        part = block[begin : begin + box.numel * ITEM_BYTES[tensor.dtype]]
+        view = part.view(TORCH_DTYPES[tensor.dtype]).view(box.sizes)
+        held.append(Held(tensor.name, tensor.shape, tensor.dtype, box, view))
+        begin += _room(tensor, box)
+    return Holding(held)
+
+
+def _slices(index: StateIndex) -> Iterator[tuple[TensorSlices, Box]]:
+    return ((tensor, box) for tensor in index.values() for box in tensor.boxes)
+
+
+def _room(tensor: TensorSlices, box: Box) -> int:
+    return -(-box.numel * ITEM_BYTES[tensor.dtype] // _ALIGNED) * _ALIGNED
 
 
 class Aside:
     """One block of memory, which stays allocated from copy to copy; page-locked where the data is on a GPU.
 
-    `block`: all of it as bytes. Two ranks with room for the same index have blocks of the same form.
+    `allocate`: makes a block of so many bytes, elsewhere than in this process's own memory. `block`: all of it as
+    bytes. Two ranks with room for the same index have blocks of the same form.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self.block = torch.empty(0, dtype=torch.uint8)
+        self._allocate = allocate
         self._index, self._room = StateIndex(), Holding()
         self._copies: torch.cuda.Stream | None = None
         self._coming: tuple[Holding, torch.cuda.Event] | None = None
@@ -28,18 +54,13 @@ class Aside:
     def room(self, index: StateIndex, *, pinned: bool = False) -> Holding:
         """Memory for what this index says, holding anything. For the same index it is the same memory."""
         if index != self._index:
-            begins, size = [], 0
-            boxes = [(tensor, box) for tensor in index.values() for box in tensor.boxes]
-            for tensor, box in boxes:
-                begins.append(size)
-                size += -(-box.numel * ITEM_BYTES[tensor.dtype] // _ALIGNED) * _ALIGNED
-            self.block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            held = []
-            for (tensor, box), begin in zip(boxes, begins, strict=True):
-                part = self.block[begin : begin + box.numel * ITEM_BYTES[tensor.dtype]]
-                view = part.view(TORCH_DTYPES[tensor.dtype]).view(box.sizes)
-                held.append(Held(tensor.name, tensor.shape, tensor.dtype, box, view))
-            self._index, self._room = index, Holding(held)
+            size = block_bytes(index)
+            self.block = (
+                torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                if self._allocate is None
+                else self._allocate(size)
+            )
+            self._index, self._room = index, laid_out(self.block, index)
         return self._room
 
     @property

@@ -37,12 +37,12 @@ from raytrain_hpc.state.index import Box, StateIndex, first_held
 from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
+from raytrain_hpc.worker.buddies import Buddies
 from raytrain_hpc.worker.control import Control, Record
-from raytrain_hpc.worker.copying import Copying
 from raytrain_hpc.worker.feeding import Feed
-from raytrain_hpc.worker.groups import Place, host_group, join
+from raytrain_hpc.worker.groups import Place, join
 from raytrain_hpc.worker.injection import Injector
-from raytrain_hpc.worker.keeping import Keeper, keeps_snapshots
+from raytrain_hpc.worker.keeping import Keeper
 from raytrain_hpc.worker.loop import Trainer
 from raytrain_hpc.worker.meeting import Rendezvous
 from raytrain_hpc.worker.norm import ExactNorm, GradientNorm, Region
@@ -78,17 +78,17 @@ def build_trainer(
     place = _join(spec, rank, device, meeting, marks)
     task = _task(spec, place)
     parallel = _model(task, spec, place)
-    optimizer, recent = _optimizer(parallel, config, rank), _recent_losses(config, device)
+    optimizer, recent = _optimizer(parallel, spec, rank), _recent_losses(config, device)
     holding, offered = state_of(parallel, optimizer, recent), _offered(spec, memory)
-    beside, told = _beside(spec, memory), tell(holding.index(), offered.index(), place)  # when all groups are made
+    buddies = Buddies(spec, rank, memory, device)
+    told = tell(holding.index(), offered.index(), place, buddies.openings)  # when all groups are made
     store = CheckpointStore(Path(config.run.dir) / "checkpoints")
     restore(spec, place, holding, offered, told, store)
     (replicas := Replicas(holding, place)).compare()
-    copying = None if memory is None or beside is None else Copying(memory, rank, spec.buddies, told.holdings, beside)
-    keeper = _keeper(spec, parallel, holding, memory, copying, optimizer.rest)
+    keeper = Keeper(config, memory, holding, _lends(spec, parallel), buddies.copying(told), optimizer.rest)
+    keeper.begin(spec.first, spec.generation, buddies.own, buddies.opened(told, control.note))
     saver = Saver(holding, told.holdings, place, store, spec.generation, config.checkpoint, control.emit)
     go_back = GoingBack(store, config.checkpoint.every, place, holding, told.holdings, saver.finish, optimizer.rest)
-    optimizer.set_steps(spec.first)
     optimizer.rest()
     feed, evaluation = _data(spec, place, control, blocks)
     control.arm(Abort(told.sockets))
@@ -136,30 +136,17 @@ def _balance(spec: WorkerSpec, parallel: Parallel, place: Place) -> Balance:
     return Balance(parallel.modules.values() if _balances(spec) else (), spec.shape.balance_rate, place.batch_group)
 
 
-def _optimizer(parallel: Parallel, config: Config, rank: int) -> Optimizer:
+def _optimizer(parallel: Parallel, spec: WorkerSpec, rank: int) -> Optimizer:
+    config = spec.config
     home = home_of(config, slices_of(parallel.trained), MOMENTS[config.train.optimizer], rank)
-    return Optimizer(parallel.trained, config.train, home)
+    optimizer = Optimizer(parallel.trained, config.train, home)
+    optimizer.set_steps(spec.first)
+    return optimizer
 
 
-def _keeper(
-    spec: WorkerSpec,
-    parallel: Parallel,
-    holding: Holding,
-    memory: Snapshots | None,
-    copying: Copying | None,
-    rest: Callable[[], None],
-) -> Keeper:
-    """Keeps what has just been loaded."""
-    # Buffers change in forward passes: with them what is live is not the state of a step.
-    lends = max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
-    keeper = Keeper(spec.config, memory, holding, lends, copying, rest)
-    keeper.begin(spec.first, spec.generation)
-    return keeper
-
-
-def _beside(spec: WorkerSpec, memory: Snapshots | None) -> dist.ProcessGroup | None:
-    """A group for copies of snapshots, where any are made."""
-    return host_group() if memory is not None and spec.buddies and keeps_snapshots(spec.config) else None
+def _lends(spec: WorkerSpec, parallel: Parallel) -> bool:
+    """Whether what is live is the whole state of a step: buffers change in forward passes."""
+    return max(parts(spec.layout)) == 0 and not _saved_buffers(parallel)
 
 
 def _offered(spec: WorkerSpec, memory: Snapshots | None) -> Holding:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raytrain_hpc.checkpoint.snapshot import Snapshots
+from raytrain_hpc.checkpoint.snapshot import Kept, LastSteps, Snapshots
 from raytrain_hpc.config import Config
 from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.worker.copying import Copying
@@ -33,10 +33,15 @@ class Keeper:
     copying: Copying | None
     rest: Callable[[], None]
 
-    def begin(self, step: int, generation: int) -> None:
-        """The state has been loaded, the same on all replicas; what was held before is of no more use."""
+    def begin(
+        self, step: int, generation: int, own: LastSteps | None = None, opened: Mapping[int, Kept] | None = None
+    ) -> None:
+        """The state has been loaded, the same on all replicas; what was held before is of no more use.
+
+        `own`, `opened`: as in `Snapshots.begin`.
+        """
         if self.memory is not None:
-            self.memory.begin(generation)
+            self.memory.begin(generation, own, opened)
             if self.config.fault.compare_every:
                 self.agreed(step)
             if keeps_snapshots(self.config):
@@ -68,7 +73,7 @@ class Keeper:
         if self.memory is None:
             return
         due = keeps_snapshots(self.config) and (self.lends or step % self.config.checkpoint.snapshot_every == 0)
-        if due or (last and self.copying is not None):  # not all that hold it may be there afterwards
+        if due or (last and not self.lends):  # not all that hold it may be there afterwards
             self._keep(step, self.memory)
         elif last:
             self.memory.lend(step, self.holding)

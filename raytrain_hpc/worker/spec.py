@@ -49,6 +49,7 @@ class WorkerSpec:
     unsaved: bool = False  # whether a checkpoint of the first step is due, and was cut short
     initial: Path | None = None  # the checkpoint whose weights a run begins with, that has none of its own
     buddies: tuple[tuple[int, int], ...] = ()  # (rank, the rank that keeps a copy of its snapshots)
+    one_node: bool = False  # whether all ranks are on one node: they can open each other's memory
 
     @property
     def fresh(self) -> bool:

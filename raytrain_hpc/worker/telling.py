@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from raytrain_hpc.checkpoint.shared import Opening
 from raytrain_hpc.state.exchange import read_indexes
 from raytrain_hpc.state.index import StateIndex
 from raytrain_hpc.worker.abort import Connection, between_ranks, connections
@@ -16,21 +17,23 @@ from raytrain_hpc.worker.groups import Place
 
 @dataclass(frozen=True)
 class Told:
-    """By rank: what each is to hold, and what each has to offer of it. `sockets`: this rank's to the others, by their
-    descriptors."""
+    """By rank: what each is to hold, what each has to offer of it, and where others find the snapshots that it shares.
+    `sockets`: this rank's to the others, by their descriptors."""
 
     holdings: list[StateIndex]
     offers: list[StateIndex]
+    shared: list[Sequence[Opening]]
     sockets: Mapping[int, str]
 
 
-def tell(holding: StateIndex, offered: StateIndex, place: Place) -> Told:
+def tell(holding: StateIndex, offered: StateIndex, place: Place, shared: Sequence[Opening] = ()) -> Told:
     """Collective, when all groups have been made."""
     if place.world_group is None:
-        return Told([holding], [offered], {})
+        return Told([holding], [offered], [shared], {})
     mine: list[Connection] = [] if place.device.type == "cuda" else connections()
-    words = json.dumps(holding.to_json()), json.dumps(offered.to_json()), [one.here for one in mine]
+    words = json.dumps(holding.to_json()), json.dumps(offered.to_json()), shared, [one.here for one in mine]
     heard = [words] * place.layout.world
     dist.all_gather_object(heard, words)
-    sockets = between_ranks(mine, [ends for _, _, ends in heard], place.rank)
-    return Told(read_indexes([text for text, _, _ in heard]), read_indexes([text for _, text, _ in heard]), sockets)
+    holdings, offers, openings, ends = zip(*heard, strict=True)
+    sockets = between_ranks(mine, ends, place.rank)
+    return Told(read_indexes(list(holdings)), read_indexes(list(offers)), list(openings), sockets)

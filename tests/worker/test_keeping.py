@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raytrain_hpc.checkpoint.shared import Opening
+from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.plan.parts import buddies, parts
 from raytrain_hpc.plan.placement import Site
+from raytrain_hpc.state.index import StateIndex
+from raytrain_hpc.worker.buddies import Buddies
+from raytrain_hpc.worker.telling import Told
 from tests.pool import WarmPool, small, spec_of, steps_of
 
 WORDS = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic", "model.dropout=0.1"]
@@ -38,13 +44,18 @@ def life(number: int, meeting: Any, specs: Sequence[Any], ranks: Sequence[int], 
     return rank, kept.memory.steps, kept.memory.copies, control.drain()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_processes_as_other_ranks_and_one_that_is_new(pool: WarmPool, layout: str) -> None:
-    """Bit for bit the run that was never interrupted, though process 1 has lost what it held."""
+@pytest.mark.parametrize(
+    ("layout", "sent"), [("replicas", False), ("zero-1", True), ("zero-3", True), ("zero-3", False)]
+)
+def test_the_same_processes_as_other_ranks_and_one_that_is_new(pool: WarmPool, layout: str, sent: bool) -> None:
+    """Bit for bit the run that was never interrupted, though process 1 has lost what it held.
+
+    What it held is with another rank: sent there as to another node, or in memory that both have open.
+    """
     words = [*WORDS, *LAYOUTS[layout], "cluster.workers=3"]
     undisturbed = [metrics["train/loss"] for metrics in steps_of(pool.train(small(None, *words))[0])]
     first = spec_of(small(None, *words), 3, steps_to=3)
-    first = replace(first, buddies=buddies(first.layout, [Site("", "a")] * 3))
+    first = replace(first, buddies=buddies(first.layout, [Site("", "a")] * 3), one_node=not sent)
     before = {rank: (steps, copies) for rank, steps, copies, _ in pool.call(life, 3, [first], (0, 1, 2), (0, 1, 2))}
     number = parts(first.layout)
     left = {number[rank] for rank in (0, 2)} | {number[one] for rank in (0, 2) for one in before[rank][1]}
@@ -54,6 +65,16 @@ def test_the_same_processes_as_other_ranks_and_one_that_is_new(pool: WarmPool, l
     after = pool.call(life, 3, [second], (2, 0, 1), (1,))
     (records,) = [records for rank, _, _, records in after if rank == 0]
     assert [metrics["train/loss"] for metrics in steps_of(records)] == undisturbed[3:]
+
+
+def test_a_buddy_that_cannot_open_what_it_should_says_so() -> None:
+    spec = replace(spec_of(small(None, "parallel.zero=3"), 2, steps_to=3), buddies=((0, 1), (1, 0)), one_node=True)
+    one, other = (Buddies(spec, rank, Snapshots(), torch.device("cpu")) for rank in (0, 1))
+    elsewhere = [Opening("/proc/0/fd/5", openings.link) for openings in one.openings]
+    notes: list[str] = []
+    told = Told([StateIndex(), StateIndex()], [], [elsewhere, other.openings], {})
+    assert other.opened(told, notes.append) == {} and list(one.opened(told, notes.append)) == [1]
+    assert len(notes) == 1 and notes[0].startswith("rank 1 cannot open the snapshots of rank 0, though they are on one")
 
 
 def groups_alive(rank: int, meeting: Any) -> int:
