@@ -231,8 +231,9 @@ class CheckpointConfig:
     )
     buddies: bool = key(
         True,
-        "Have snapshots outlive the ranks that hold them: copied, behind the steps, into the memory of a rank on another "
-        "node, where all that hold one are on one node; where there is but one node, in memory that another rank has open.",
+        "Have snapshots outlive the ranks that hold them: copied, behind the steps, into the memory of a rank on "
+        "another node, where all that hold one are on one node; where there is but one, in memory that another rank "
+        "has open.",
     )
 
 
