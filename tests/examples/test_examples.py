@@ -54,15 +54,18 @@ def test_custom_module_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs_from_top_to_bottom(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "committed without outputs"
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     # Steps long enough that `stop` comes before the last one.
-    words = [*FEW, "model.hidden_size=128", "train.seq_len=64", "train.global_batch=16"]
+    words = [*FEW, "model.hidden_size=128", "train.seq_len=64", "train.global_batch=16", "cluster.workers=2"]
     parameters.source = f"steps = 120\nextra = {words!r}"
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}:{path}" if path else str(EXAMPLES.parent))
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     shown = [" ".join(output.data["text/plain"].split()) for output in outputs if "data" in output]
