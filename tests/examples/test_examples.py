@@ -54,9 +54,7 @@ def test_custom_module_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_notebook_runs_from_top_to_bottom(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notebook_runs_from_top_to_bottom(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "committed without outputs"
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
