@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ from raytrain_hpc.config import Config
 from raytrain_hpc.config_files import load_config
 
 TIMEOUT_S = 120
+_IMPORTED = [
+    "raytrain_hpc.worker.running",
+    "raytrain_hpc.parallel.shard",
+    "raytrain_hpc.state.sharded",
+    "torch._dynamo",
+]
+
+
+def forked() -> ForkServerContext:
+    """Where processes begin with all of torch that ranks use: it is imported once, by a server without threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 class RankFailed(Exception):
@@ -24,12 +38,12 @@ class RankFailed(Exception):
 
 
 class WarmPool:
-    """Processes, started as needed, that have torch imported and run one generation after another."""
+    """Processes, forked as needed, that run one generation after another."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         """`timeout_s`: how long ranks may take to answer."""
         self._timeout_s = timeout_s
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forked()
         self._members: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._generation = 0
@@ -119,8 +133,11 @@ def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon may have no children
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
     from raytrain_hpc.worker.groups import leave
 
+    torch.set_num_threads(1)  # it has been imported where OMP_NUM_THREADS was another
     gc.freeze()
     while True:
         try:

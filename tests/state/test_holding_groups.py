@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from raytrain_hpc.state.holding import Held, Holding, broadcast, digest, replicas_that_differ, slice_of
 from raytrain_hpc.state.index import Box
+from tests.pool import forked
 
 RANKS = 4
 TIMEOUT_S = 60
@@ -86,9 +86,7 @@ def by_rank():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Not forked from here, where other tests may have left threads; torch is imported once, in the fork server.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
+    context = forked()
     results = context.Queue()
     processes = [context.Process(target=run_rank, args=(rank, port, results), daemon=True) for rank in range(RANKS)]
     for process in processes:
