@@ -27,7 +27,10 @@ _IMPORTED = [
 
 
 def forked() -> ForkServerContext:
-    """Where processes begin with all of torch that ranks use: it is imported once, by a server without threads."""
+    """Where processes begin with all of torch that ranks use: a server imports it once.
+
+    Not forked from here, where tests may have left threads. The server has OpenBLAS's and jemalloc's, both made to fork.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
