@@ -29,7 +29,8 @@ _IMPORTED = [
 def forked() -> ForkServerContext:
     """Where processes begin with all of torch that ranks use: a server imports it once.
 
-    Not forked from here, where tests may have left threads. The server has OpenBLAS's and jemalloc's, both made to fork.
+    Not forked from here, where tests may have left threads. The server has those of OpenBLAS and jemalloc, which are
+    made for that.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
