@@ -12,7 +12,7 @@ KEYS = {
     "throughput/tokens_per_sec_per_device": "The same, divided by the number of workers.",
     "throughput/mfu": "Model FLOPs of the step over time/step_s x devices x peak; null where the peak is unknown.",
     "time/unix": "When the step was committed.",
-    "time/step_s": "Wall time of the step on rank 0, data included, checkpoint and evaluation not.",
+    "time/step_s": "From the end of the step before to its own end on rank 0, without checkpoints and evaluations.",
     "time/data_s": "Part of it spent waiting for tokens.",
     "time/forward_s": "Part of it in forward passes of rank 0, exchanges inside them included.",
     "time/backward_s": "The same of backward passes; reductions run behind them.",

@@ -34,7 +34,7 @@ from raytrain_hpc.worker.passes import Passes
 from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.schedule import evaluates, learning_rate
-from raytrain_hpc.worker.stopwatch import Stopwatch, over_ranks
+from raytrain_hpc.worker.stopwatch import Laps, Stopwatch, over_ranks
 from raytrain_hpc.worker.task import Batch
 
 Outcome = Literal["done", "stopped", "paused"]
@@ -103,8 +103,8 @@ class Trainer:
             stopped = not self._evaluate_into(self.unevaluated)
             if not stopped:
                 self.emit({"type": "step", "metrics": self.unevaluated})
+        laps = Laps()
         while step < steps_to and not (stopped or paused):
-            began = time.perf_counter()
             with self.profiler.step(step):
                 result = self.train_step(step)
             step += 1
@@ -112,17 +112,18 @@ class Trainer:
             self.injector.flip(step, self.keeper.holding)
             saving = self.saver.due(step) or step == steps_to or stopped
             self.keeper.stepped(step, last=paused)
-            record = self._record(step, result, time.perf_counter() - began)
+            record = self._record(step, result, laps.end())
             self.control.committed(record)
             self._compare_replicas(step, saving)
             self._compare_times(step, record)
             self._busy = "training"
-            if saving:  # before the evaluation, which can take its time
-                record["time/checkpoint_s"] = self._save(step)
-            if not (stopped or paused) and self.evaluation is not None and evaluates(self.config.train, step, steps_to):
-                stopped = not self._evaluate_into(record)
-                if stopped and not saving:
+            with laps.left_out():
+                if saving:  # before the evaluation, which can take its time
                     record["time/checkpoint_s"] = self._save(step)
+                if not (stopped or paused) and self.evaluation and evaluates(self.config.train, step, steps_to):
+                    stopped = not self._evaluate_into(record)
+                    if stopped and not saving:
+                        record["time/checkpoint_s"] = self._save(step)
             self.emit({"type": "step", "metrics": record})
         return "stopped" if stopped else "paused" if paused else "done"
 

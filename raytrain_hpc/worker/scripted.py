@@ -37,6 +37,7 @@ from raytrain_hpc.worker.replicas import Replicas
 from raytrain_hpc.worker.restoring import restore
 from raytrain_hpc.worker.saving import Saver
 from raytrain_hpc.worker.spec import Script, WorkerSpec
+from raytrain_hpc.worker.stopwatch import Laps
 from raytrain_hpc.worker.telling import tell
 
 
@@ -82,6 +83,7 @@ class ScriptTrainer:
         self._sums: list[float] | None = None
         self._broken: Exception | None = None
         self._attached = self._stepping = False
+        self._laps = Laps()
         control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
 
     def run(self, first: int, steps_to: int) -> Outcome:
@@ -156,15 +158,15 @@ class ScriptTrainer:
             raise ModelError(f"steps({count}): the run has train.steps={spec.config.train.steps}; make them the same")
         if self._stepping:
             raise ModelError("steps: asked for twice; a run has one loop")
-        self._stepping = True
+        self._stepping, self._laps = True, Laps()
         for step in range(spec.first, spec.steps_to):
-            self._step, self._sums, self._rows, began = step, None, [], time.perf_counter()
+            self._step, self._sums, self._rows = step, None, []
             self._control.mark("evaluating")  # whatever the script does now may take its time
             torch.manual_seed(step_seed(self._config.run.seed, step))
             yield step
             if self._sums is None:
                 raise ModelError(f"step {step}: backward was not called; use run.backward(loss) for loss.backward()")
-            stopped, paused = self._commit(step + 1, time.perf_counter() - began)
+            stopped, paused = self._commit(step + 1)
             if stopped or paused:
                 self._outcome = "stopped" if stopped else "paused"
                 raise _Left
@@ -257,7 +259,7 @@ class ScriptTrainer:
             yield
         self._replicated.finish()
 
-    def _commit(self, step: int, seconds: float) -> tuple[bool, bool]:
+    def _commit(self, step: int) -> tuple[bool, bool]:
         """The script is through with a step: (whether it is the last because of a stop, because of a pause)."""
         loss, stop, pause = self._sums or [0.0] * 3
         before_end = step < self._spec.steps_to
@@ -266,7 +268,7 @@ class ScriptTrainer:
         self._owned.changed()
         saving = self._saver.due(step) or not before_end or stopped
         self._keeper.stepped(step, last=paused)
-        record = self._record(step, loss, seconds)
+        record = self._record(step, loss, self._laps.end())
         self._control.committed(record)
         every = self._config.fault.compare_every
         if every and (saving or step % every == 0):
@@ -274,7 +276,8 @@ class ScriptTrainer:
             self._keeper.agreed(step)
         if saving:
             self._control.mark("saving")
-            record["time/checkpoint_s"] = self._saver.save(step)
+            with self._laps.left_out():
+                record["time/checkpoint_s"] = self._saver.save(step)
         if self.place.rank == 0:
             self._emit({"type": "step", "metrics": record})
         return stopped, paused

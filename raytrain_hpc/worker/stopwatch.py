@@ -46,6 +46,25 @@ class Stopwatch:
         return seconds
 
 
+class Laps:
+    """Times steps from the end of the one before to their own end, so that nothing of a loop's time goes uncounted."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def end(self) -> float:
+        """Seconds of the step that ends now. The next one begins."""
+        since, self._since = self._since, time.perf_counter()
+        return self._since - since
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What happens inside belongs to no step."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+
 def over_ranks(mine: Mapping[str, float], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
     """Mean, least, largest and standard deviation over the ranks of a group, as "ranks/NAME/mean" and so on.
 
