@@ -39,11 +39,15 @@ class _Holder:
 
 
 class Lease:
-    """A driver's right to publish into `directory`, under a generation number that only ever grows."""
+    """A driver's right to publish into `directory`, under a generation number that only ever grows.
+
+    Any thread may use it: what is renewed behind a run is not to write down the generation that has just ended.
+    """
 
     def __init__(self, directory: Path, holder: _Holder) -> None:
         self.directory = directory
         self._holder = holder
+        self._lock = threading.RLock()  # over the file and `_holder` together
 
     @classmethod
     def acquire(cls, directory: Path, owner: str, *, stale_after: float = 15.0) -> Lease:
@@ -84,38 +88,42 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLost where the file names another owner or a later generation, or is gone, and RunDirectoryError
         where that cannot be known: the whole directory is gone, or cannot be read."""
-        found = _read(self.directory)
+        with self._lock:
+            found, held = _read(self.directory), self._holder
         if found is None and not self.directory.is_dir():
             raise RunDirectoryError(f"{self.directory} is gone")
         if found is None:
             raise LeaseLost(f"{self.directory / LEASE} is gone; this driver stops publishing")
-        if not found.same_lease(self._holder):
+        if not found.same_lease(held):
             raise LeaseLost(
                 f"{self.directory} was taken over by {found.owner} ({found.host}, pid {found.pid}, generation "
-                f"{found.generation}); this driver, {self.owner} of generation {self.generation}, stops publishing"
+                f"{found.generation}); this driver, {held.owner} of generation {held.generation}, stops publishing"
             )
 
     def renew(self) -> None:
         """Show drivers on other hosts that this one lives. Raises LeaseLost, and RunDirectoryError on a full disk."""
-        self._change(replace(self._holder, renewed=time.time()))
+        with self._lock:
+            self._change(replace(self._holder, renewed=time.time()))
 
     def next_generation(self) -> int:
         """Start a new generation in the same driver; ranks of the former one are fenced. Raises LeaseLost.
 
         A storage that refuses is no reason not to: nothing is published before it can be read again.
         """
-        following = replace(self._holder, generation=self.generation + 1, renewed=time.time())
-        try:
-            self._change(following)
-        except LeaseLost:
-            raise
-        except RunDirectoryError:
-            self._holder = following
-        return self.generation
+        with self._lock:
+            following = replace(self._holder, generation=self.generation + 1, renewed=time.time())
+            try:
+                self._change(following)
+            except LeaseLost:
+                raise
+            except RunDirectoryError:
+                self._holder = following
+            return following.generation
 
     def release(self) -> None:
         """Let go. The generation number stays in the file, so that the next driver counts on. Raises as `renew`."""
-        self._change(replace(self._holder, released=True))
+        with self._lock:
+            self._change(replace(self._holder, released=True))
 
     @contextlib.contextmanager
     def kept(self, on_lost: Callable[[], None], *, every: float = 5.0) -> Iterator[None]:

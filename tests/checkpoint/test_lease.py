@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
+from raytrain_hpc.checkpoint import lease
 from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.errors import LeaseLost, RunDirectoryError
 
@@ -100,6 +102,30 @@ def test_renewing_and_new_generations(tmp_path):
     with pytest.raises(LeaseLost):
         Lease(tmp_path, lease._holder.__class__(**before)).check()
     assert Lease.acquire(tmp_path, "me").generation == 3
+
+
+def test_a_generation_begun_while_the_lease_is_renewed_and_checked(tmp_path, monkeypatch):
+    """Renewing behind the run must not bring the generation before back, nor take the new one for another driver's."""
+    held, written, go = Lease.acquire(tmp_path, "driver"), threading.Event(), threading.Event()
+    real = lease._write
+
+    def slow(directory, holder):
+        real(directory, holder)
+        if holder.generation == 2 and not written.is_set():
+            written.set()
+            assert go.wait(10)
+
+    monkeypatch.setattr(lease, "_write", slow)
+    with ThreadPoolExecutor(3) as pool:
+        begun = pool.submit(held.next_generation)
+        assert written.wait(10)
+        beside = [pool.submit(held.renew), pool.submit(held.check)]
+        wait(beside, timeout=0.3, return_when=FIRST_EXCEPTION)
+        go.set()
+        assert begun.result(10) == 2
+        for one in beside:
+            one.result(10)
+    assert held.generation == 2 == content(tmp_path)["generation"]
 
 
 def test_a_directory_that_is_gone_for_a_while_is_not_lost(tmp_path):
