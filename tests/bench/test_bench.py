@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
+from raytrain_hpc.bench import watch
 from raytrain_hpc.bench.arms import plain_command, read_lines, run_process
 from raytrain_hpc.bench.cases import plain_job
 from raytrain_hpc.bench.checkpoint import windows
@@ -35,6 +38,21 @@ def test_table_text_lines_up_and_json_keeps_every_digit():
 def test_table_refuses_a_row_that_does_not_fit():
     with pytest.raises(ValueError):
         Table("x", ("a", "b")).add(1)
+
+
+def test_what_a_run_does_now_and_then_is_measured_after_every_step(monkeypatch):
+    """A quarter of a step more after every step is a fortieth where it is done every ten."""
+    monkeypatch.setattr(watch, "platform", lambda *arguments: nullcontext())
+    monkeypatch.setattr(watch, "alternate", lambda *arguments: [(1.0, 1.25)] * 4)
+    table = Table("x", ("with", "without", "having", "ratio", "middle", "turns", "goal", "met"))
+    seldom = watch.Case("compared", (), (), 0.97, every=10)
+    for case in (seldom, replace(seldom, every=1)):
+        watch._measure(case, 1, "127.0.0.1:1", table)
+    every, spread, always = table.rows
+    assert (every["ratio"], every["goal"], every["met"]) == (0.8, None, None)
+    assert spread["ratio"] == pytest.approx(1 / 1.025) and spread["having"] == pytest.approx(1.025)
+    assert (spread["with"], spread["met"]) == ("compared every 10 steps, computed from that", True)
+    assert (always["with"], always["ratio"], always["met"]) == ("compared", 0.8, False)
 
 
 def test_plain_loop_takes_the_steps_of_the_platform(pool, tmp_path):
