@@ -74,14 +74,17 @@ class RunRecorder:
         self._timelines = Timelines(directory.timeline)
         self._step = 0
         self.tally = Tally()
-        self.ready: dict[int, Record] = {}
+        self.ready: dict[int, Record] = {}  # of the generation that made this driver's first step
         self._recall()
 
     def begin(self, generation: int, world: int, facts: DeviceFacts, first_step: int) -> None:
         """A generation starts: what earlier ones left half-done will never be finished."""
         with self._lock:
             self._generation, self._world, self._facts = generation, world, facts
-            self._shards, self._step, self.ready = {}, first_step, {}
+            self._shards, self._step = {}, first_step
+            self._starting = self.tally.first_step_unix is None
+            if self._starting:
+                self.ready = {}
             self._timelines.restart()
             self.tally.step_s -= sum(seconds for step, seconds in self.tally.at_risk if step > first_step)
             self.tally.at_risk = [(step, seconds) for step, seconds in self.tally.at_risk if step <= first_step]
@@ -95,7 +98,7 @@ class RunRecorder:
                 self._take_step(record["metrics"])
             elif record["type"] == "shard":
                 self._take_shard(record)
-            elif record["type"] == "ready":
+            elif record["type"] == "ready" and self._starting:
                 self.ready[record["rank"]] = record
             elif record["type"] == "timeline":
                 self._take_timeline(record)

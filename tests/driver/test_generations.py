@@ -76,6 +76,7 @@ class Crew:
     ) -> str:
         assert regroup() is None
         planned = self._next
+        handle({"type": "ready", "rank": 0, "model": time.time() + 100.0 * len(self.specs)})
         self.specs.append(spec)
         steps = spec.steps_to if planned is None else spec.first + planned
         for step in range(spec.first + 1, steps + 1):
@@ -149,6 +150,8 @@ def test_what_a_recovery_cost(run, tmp_path, capsys) -> None:
     assert 0 < second["recovered_s"] < 5
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["restarts"] == 2
+    parts = result["startup"]
+    assert 2 * parts["total_s"] == pytest.approx(sum(parts.values())), "of the first generation, not of later ones"
     assert result["goodput"] * result["wall_s"] == pytest.approx(result["steps"] * 0.001), "repeated steps count once"
     said = capsys.readouterr().out
     assert "worker failed: rank 0 (node n, pid 7) died: the reason; 3 steps are committed" in said
