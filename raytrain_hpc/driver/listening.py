@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.driver.sparing import Sparing
+from raytrain_hpc.plan.watch import Signs
 from raytrain_hpc.worker.control import Record
 
 _EVERY_S = 1.0  # often enough to read along, seldom enough to cost nothing
 _A_SECOND = 500  # questions at most: the first rank has the steps to tell, the others little
-_HURRY_S = 0.05  # while stopping
+_HURRY_S = 0.05  # while stopping, and where a record is urgent
 _ANSWER_S = 10.0
 
 
@@ -26,20 +27,22 @@ class Listener:
         now = time.time()
         self._asked: dict[int, tuple[float, Any]] = {}
         self._looking = Sparing(0.0)
+        self._urged = [0] * len(actors)  # urgent records that each rank had made when it was last asked
         self.seen = [now] * len(actors)  # when each rank last answered, unix time
 
-    def listen(self, *, hurry: bool = False) -> None:
-        """Take what has come, and ask who has not been asked for a while. Returns at once."""
+    def listen(self, signs: Mapping[int, Signs], *, hurry: bool = False) -> None:
+        """Take what has come, and ask who has not been asked for a while, or has something urgent. Returns at once."""
         if not self._looking.due():
             return
         with self._looking.doing():
             self._take(0.0)
-            now = time.time()
-            often = max(_HURRY_S if hurry else _EVERY_S, len(self._actors) / _A_SECOND)
+            now, seldom = time.time(), len(self._actors) / _A_SECOND
             for rank, actor in enumerate(self._actors):
+                urgent = signs[rank].urgent if rank in signs else 0
+                often = max(_HURRY_S if hurry or urgent > self._urged[rank] else _EVERY_S, seldom)
                 patience = often if rank else min(often, _EVERY_S)
                 if rank not in self._asked and now - self.seen[rank] > patience:
-                    self._asked[rank] = now, actor.drain.remote()
+                    self._asked[rank], self._urged[rank] = (now, actor.drain.remote()), urgent
 
     def finish(self, timeout_s: float = _ANSWER_S, without: Collection[int] = ()) -> None:
         """Take all records that there are, of the ranks that answer in time; `without` those that are gone."""

@@ -171,7 +171,7 @@ class RayWorkers:
                 if wish is not None:
                     pausing = True
                     self._tell("request_pause" if wish == "pause" else "request_stop")
-            self._listener.listen(hurry=stopping)
+            self._listener.listen(self._watch.signs(), hurry=stopping)
         self._listener.finish()
         ended = [self._ended(run, rank) for run, rank in self._runs.items()]
         return ended[0].outcome

@@ -26,8 +26,8 @@ class Signs:
     """What can be seen of a worker at a moment.
 
     Ages are in seconds, less the time in which its loop was ready to run and had no CPU (of beats, any of its threads):
-    a machine with too much to do is no fault. `step_s`: how long its last step took, None where unknown. `looks` and
-    `waiting` count up for ever.
+    a machine with too much to do is no fault. `step_s`: how long its last step took, None where unknown. `looks`,
+    `waiting` and `urgent` count up for ever.
     """
 
     rank: int
@@ -40,6 +40,7 @@ class Signs:
     step_s: float | None
     looks: int = 0  # at what the loop was at, while training
     waiting: int = 0  # of those, how often it waited for other ranks
+    urgent: int = 0  # records made that the driver should fetch at once
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 _REMEMBERED = 4096  # steps; the driver fetches those of rank 0 every second
+_URGENT = ("shard",)  # types of records: until it has them all, a checkpoint is none
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class Control:
         """Add a record for the driver."""
         with self._lock:
             self._records.append(record)
+            if record["type"] in _URGENT and self._heartbeat is not None:
+                self._heartbeat.urge()  # after the record is there: who sees this finds it
 
     def note(self, text: str) -> None:
         """Add a line for the console."""

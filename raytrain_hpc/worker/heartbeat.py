@@ -23,8 +23,8 @@ BEAT_S = 0.05
 _QUIET_S = 0.01  # after which stacks that have begun to come are all there
 _MISSED = 4  # beats, after which all threads are asked how long they waited: there are dozens
 PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
-_BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING = range(8)
-_BYTES = 8 * 8
+_BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING, _URGENT = range(9)
+_BYTES = 8 * 9
 # Where a loop waits for other ranks, on a CPU: in torch's collectives, in FSDP's, and in our own transfers.
 _WAITS = ("torch/distributed/distributed_c10d.py", "_fsdp_collectives.py", "raytrain_hpc/parallel/collectives.py")
 _NAME = "raytrain-heartbeat"
@@ -55,6 +55,10 @@ class Heartbeat:
         if self._committed_ns and self._fields[_STEP] == step - 1:
             self._fields[_DURATION] = now - self._committed_ns
         self._committed_ns, self._fields[_STEP] = now, step
+
+    def urge(self) -> None:
+        """There is one more record that the driver should fetch at once. One thread at a time."""
+        self._fields[_URGENT] += 1
 
     def _beat(self) -> None:
         show_thread_name("heartbeat")
@@ -111,6 +115,7 @@ class Pulse:
             step_s=fields[_DURATION] / 1e9 or None,
             looks=fields[_LOOKS],
             waiting=fields[_WAITING],
+            urgent=fields[_URGENT],
         )
 
     def _waited_beside(self, loop: int, silent_s: float) -> float:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 import psutil
+from omegaconf import OmegaConf
 
 import raytrain_hpc as rt
 from raytrain_hpc.drill import fingerprint
@@ -47,7 +48,7 @@ class Fault:
     is: the second is lost, the network to it cut, or all on it frozen for as long as twenty steps take; the driver is
     killed and started again; Ray's head is; or the job is submitted again after its driver was killed. `disk`: what
     becomes of the disk under the run. `like`: settings of the run that it is compared with, and not its own.
-    `unseen`: no incident is to come of it.
+    `unseen`: no incident is to come of it. `after`: how many steps of a run are seen before it is struck from outside.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Fault:
     disk: Callable[[Disk], None] | None = None
     like: tuple[str, ...] = ()
     unseen: bool = False
+    after: int = 30
 
     def settings(self, *, disturbed: bool) -> list[str]:
         """The words of a run with the fault, or of the one that it is compared with."""
@@ -135,7 +137,7 @@ def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbe
     process = _started(command, cluster, run_dir)
     try:
         if disturbed:
-            until(lambda: steps_of(run_dir) >= 30 or process.poll() is not None, 0.01)
+            until(lambda: steps_of(run_dir) >= fault.after or process.poll() is not None, 0.01)
             stamp(run_dir)
             if fault.struck == "driver":
                 process.kill()
@@ -172,7 +174,7 @@ def train_as_job(head: Head, fault: Fault, run_dir: Path, *, disturbed: bool) ->
     for name in names:
         head.submit(name, *words, wait=False)
         if name != names[-1]:
-            until(lambda: steps_of(run_dir) >= 30, 0.01)
+            until(lambda: steps_of(run_dir) >= fault.after, 0.01)
             stamp(run_dir)
             for one in head.process.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -209,7 +211,9 @@ def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
         paused = max(pauses(metrics)) if fault.grow else longest(metrics)
         assert struck or not fault.unseen
         begun_again = fault.between or fault.struck in ("driver", "job")
-        return [], [min(after) - struck[0] if begun_again else paused], len(metrics) - fault.steps
+        again = len(metrics) - fault.steps
+        assert again <= interval(run_dir), f"{again} steps run again"
+        return [], [min(after) - struck[0] if begun_again else paused], again
     incidents = lines(run_dir / "incidents.jsonl")
     named = tuple((one["kind"], one["rank"]) for one in incidents)
     if fault.struck:
@@ -224,6 +228,12 @@ def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
     detected = [max(0.0, incidents[0]["time"] - min(struck))] if struck else []
     after = [line["time/unix"] for line in metrics if line["time/unix"] > incidents[-1]["time"]]
     return detected, [min(after) - incidents[-1]["time"]], sum(one["steps_lost"] or 0 for one in incidents)
+
+
+def interval(run_dir: Path) -> int:
+    """Steps between two checkpoints of a run."""
+    every: int = OmegaConf.load(run_dir / "config.yaml").checkpoint.every
+    return every
 
 
 def pauses(metrics: list[dict[str, Any]]) -> list[float]:

@@ -17,6 +17,7 @@ from raytrain_hpc.worker.heartbeat import Pulse
 
 WORKER = """
 import ctypes, os, sys, threading, time
+from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.heartbeat import Heartbeat
 
 def spin():
@@ -30,6 +31,9 @@ def loop():
         heart.mark("training")
         time.sleep(0.02)
         heart.committed(step)
+    control = Control(heartbeat=heart)
+    for kind in ("step", "shard", "note", "shard"):
+        control.emit({"type": kind})
     print("ten", flush=True)
     sys.stdin.readline()
     if sys.argv[1] == "starve":  # from now on, beside a loop that sleeps, and on a CPU that others have
@@ -78,6 +82,7 @@ def test_a_worker_that_works(worker) -> None:
     process, pulse, path = worker
     signs = pulse.read(3)
     assert (signs.rank, signs.alive, signs.frozen, signs.phase, signs.step) == (3, True, False, "training", 10)
+    assert signs.urgent == 2  # shards of checkpoints
     assert signs.step_s is not None and 0.02 <= signs.step_s < 10
     assert signs.mark_age_s > 0 and signs.beat_age_s < signs.mark_age_s + 10
     another = Pulse(process.pid, path)  # a watcher that follows one that died
