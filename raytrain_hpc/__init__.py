@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raytrain_hpc.api import Run, run_script, start, train
-    from raytrain_hpc.config import Config
-    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.schema import Config
     from raytrain_hpc.data.prepare import prepare
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.errors import RaytrainError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Resolved on first use, so that `raytrain-hpc plan` loads neither torch nor Ray. The planner itself is
 # `raytrain_hpc.api.plan`: the name `raytrain_hpc.plan` belongs to the room of that name.
 _HOMES = {
-    "Config": "config",
+    "Config": "config.schema",
     "RaytrainError": "errors",
     "Result": "driver.result",
     "Run": "api",
@@ -27,7 +27,7 @@ _HOMES = {
     "export_model": "huggingface.exporting",
     "generate": "sampling",
     "import_model": "huggingface.importing",
-    "load_config": "config_files",
+    "load_config": "config.loader",
     "prepare": "data.prepare",
     "run_script": "api",
     "start": "api",

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:

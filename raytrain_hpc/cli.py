@@ -53,7 +53,7 @@ def _split_words(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
 @_one_line_errors
 def train(words: tuple[str, ...]) -> None:
     """Train. With no config: a small byte-level model of the Python standard library's source text."""
-    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.config.loader import load_config
 
     path, overrides = _split_words(words)
     config = load_config(path, overrides)
@@ -100,7 +100,7 @@ def plan(
     list to choose from.
     """
     from raytrain_hpc.api import plan as make_plan
-    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.planned import plan_lines
 
     path, overrides = _split_words(words)
@@ -125,7 +125,7 @@ def run(script: str, words: tuple[str, ...]) -> None:
     from pathlib import Path
 
     from raytrain_hpc.api import run_script
-    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.summary import closing_lines
 
     path, overrides = _split_words(words)
@@ -293,7 +293,7 @@ def import_hf(directory: str, out: str) -> None:
 @_one_line_errors
 def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
     """Train with faults on purpose, and show what they cost: killed, frozen, hung, out of step, exceptions, NaN."""
-    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.drill import drill as run_drill
 
     path, overrides = _split_words(words)
@@ -308,7 +308,7 @@ def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare:
 @_one_line_errors
 def doctor(words: tuple[str, ...], as_json: bool) -> None:
     """Examine the cluster: nodes, versions, clocks, directories, devices, and how fast workers reach one another."""
-    from raytrain_hpc.config_files import load_config
+    from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.doctor import doctor as examine
 
     path, overrides = _split_words(words)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.plan.fitting import Reach, bus_gbs, fit
 
 SIZES = (1 << 12, 1 << 18, 1 << 23)  # bytes: enough for a line

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from raytrain_hpc.api import train
-from raytrain_hpc.config import Config, FaultKind, InjectConfig
+from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
 from raytrain_hpc.errors import CheckpointError, ConfigError
 
 KINDS: tuple[FaultKind, ...] = ("kill", "stop", "hang", "gil", "exception", "skip_collective", "nan")

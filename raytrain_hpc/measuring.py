@@ -11,7 +11,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import LayoutError, RaytrainError
 from raytrain_hpc.plan.calibration import Calibration, refit
 from raytrain_hpc.plan.cost import CostModel
@@ -20,7 +21,6 @@ from raytrain_hpc.plan.hardware import Machine
 from raytrain_hpc.plan.measured import known_calibration, remember_calibration
 from raytrain_hpc.plan.planner import Estimate, rank
 from raytrain_hpc.plan.work import work_of
-from raytrain_hpc.shape import resolve_shape
 
 _WARMUP = 2  # steps that do not count
 

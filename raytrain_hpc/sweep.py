@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.report.reading import read_run
 

@@ -14,8 +14,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import Config
 
 TIMEOUT_S = 120
 _IMPORTED = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.config_files import load_config
-from raytrain_hpc.shape import ModelShape, resolve_shape
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
 
 
 def shape_of(*words: str, seq_len: int) -> ModelShape:

@@ -18,7 +18,7 @@ from raytrain_hpc.bench import plain_loop
 from raytrain_hpc.bench.cases import plain_job
 from raytrain_hpc.bench.plain_loop import Job
 from raytrain_hpc.bench.turns import Contestant, contestant
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import RunFailed
 
 TIMEOUT_S = 1800

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from statistics import median
 
 from raytrain_hpc.bench.table import Table
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.probing import probes
 from raytrain_hpc.plan.fitting import Reach, bus_gbs, fit
 from raytrain_hpc.plan.measured import links, remember

@@ -15,7 +15,7 @@ from raytrain_hpc.bench.arms import say, scratch
 from raytrain_hpc.bench.ray_idle import idle_ray
 from raytrain_hpc.bench.readers import Case, bare_gather, loader_rate, local_rate
 from raytrain_hpc.bench.table import Table
-from raytrain_hpc.config import DataConfig
+from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.delivery import BlockPlan
 from raytrain_hpc.data.manifest import MANIFEST, Manifest
 from raytrain_hpc.data.shards import ShardWriter

@@ -13,8 +13,9 @@ from raytrain_hpc.bench.arms import plain_command, read_lines, run_process, say,
 from raytrain_hpc.bench.cases import COMMON, plain_job
 from raytrain_hpc.bench.in_process import give_back_memory, one_worker, the_gpu
 from raytrain_hpc.bench.table import Table, Value
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.observe.metrics import mfu
 from raytrain_hpc.plan.calibration import Calibration
@@ -22,7 +23,6 @@ from raytrain_hpc.plan.flops import flops_per_token
 from raytrain_hpc.plan.hardware import device_called, machine
 from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
 from raytrain_hpc.plan.planner import Estimate, estimate
-from raytrain_hpc.shape import ModelShape, resolve_shape
 
 MEMORY_GOAL = 5.0  # per cent between what was planned and what was measured
 WARMUP = 5  # steps

@@ -17,9 +17,9 @@ from raytrain_hpc.bench.cases import MEDIUM, settings
 from raytrain_hpc.checkpoint.manifest import read_manifest, shard_name
 from raytrain_hpc.checkpoint.shard import read_pieces, write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.initial import initialise
-from raytrain_hpc.shape import resolve_shape
 from raytrain_hpc.state.holding import Held, Holding
 
 State = dict[str, Any]  # name -> tensor

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.worker.build import build_trainer

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.initial import initialise
-from raytrain_hpc.shape import ModelShape
 
 
 @dataclass(frozen=True)

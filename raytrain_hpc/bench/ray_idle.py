@@ -14,7 +14,7 @@ def idle_ray(cpus: int) -> Iterator[str]:
     """A Ray with this many CPU slots; its address."""
     import ray
 
-    from raytrain_hpc.address import auth_notice_hidden
+    from raytrain_hpc.ray_address import auth_notice_hidden
 
     with scratch() as directory:
         with auth_notice_hidden():

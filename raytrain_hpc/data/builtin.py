@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.cache import default_cache
+from raytrain_hpc.cache_dir import default_cache
 from raytrain_hpc.data.manifest import MANIFEST, VERSION
 from raytrain_hpc.data.order import Permutation, derive_key, random_words
 from raytrain_hpc.data.prepare import prepare
@@ -24,7 +24,7 @@ _SHUFFLE_KEY = derive_key("stdlib files")
 def stdlib_dataset(cache_dir: Path | None = None) -> Path:
     """The dataset of this Python's standard library, as bytes; prepared on the first call, then found in the cache.
 
-    `cache_dir`: where it is kept, else raytrain_hpc.cache. The
+    `cache_dir`: where it is kept, else raytrain_hpc.cache_dir. The
     files are put in an order that is shuffled, always the same way, so that the validation split at the end is text
     like the training text and not whatever comes last in the alphabet. Several processes may call this at once.
     DataError where this Python has no source files, or the cache cannot be written.

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_hpc.config import AUTO
+from raytrain_hpc.config.schema import AUTO
 from raytrain_hpc.data.delivery import BlockPlan, Lost, block_of, table_of
 from raytrain_hpc.data.stream import Block, LocalStream, StreamRecipe
 

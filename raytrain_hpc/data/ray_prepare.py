@@ -13,10 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.address import LOCAL, answers, auth_notice_hidden
 from raytrain_hpc.data.executors import Task, WorkersLost, cpus
 from raytrain_hpc.data.pieces import Piece
 from raytrain_hpc.errors import ClusterError, DataError
+from raytrain_hpc.ray_address import LOCAL, answers, auth_notice_hidden
 
 # Descriptions of pieces go in and reports come out; tokens pass through files. Ray refuses less.
 _OBJECT_STORE_BYTES = 80 << 20

@@ -10,7 +10,7 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.builtin import SyntheticTokens, stdlib_dataset
 from raytrain_hpc.data.manifest import Manifest, load_manifest, verify
 from raytrain_hpc.data.preload import preload

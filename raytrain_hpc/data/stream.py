@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_hpc.config import DataConfig
+from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.order import BLOCK, Mixture, Order
 from raytrain_hpc.data.packing import IGNORED, Packing, Rows, check_source, interleave, packing_of
 from raytrain_hpc.data.shards import Ints

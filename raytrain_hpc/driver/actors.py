@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.parts import State
 from raytrain_hpc.plan.placement import node_shares

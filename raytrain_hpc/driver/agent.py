@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.plan.watch import Signs, Suspect, limits, suspects
 from raytrain_hpc.worker.heartbeat import Pulse, show_thread_name
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.address import LOCAL, answers, auth_notice_hidden, named_address
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.launcher import task_of
+from raytrain_hpc.ray_address import LOCAL, answers, auth_notice_hidden, named_address
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
-from raytrain_hpc.address import check_address
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.plan.recovery import Candidate
 from raytrain_hpc.plan.topology import Topology
+from raytrain_hpc.ray_address import check_address
 from raytrain_hpc.worker.spec import WorkerSpec
 
 Wish = Literal["pause", "save", None]  # to form another generation: from memory, or from a checkpoint as well

@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.hardware import device_called
 from raytrain_hpc.plan.layout import fixed_world, model_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.fleet import Wish
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.hardware import device_called

@@ -13,7 +13,8 @@ from typing import Any
 from raytrain_hpc.checkpoint.lease import Lease, probe_writable
 from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.data.packing import Padded, packing_of
 from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.storage import is_remote
@@ -40,7 +41,6 @@ from raytrain_hpc.plan.layout import (
 )
 from raytrain_hpc.plan.traffic import by_axis
 from raytrain_hpc.plan.work import work_of
-from raytrain_hpc.shape import ModelShape, resolve_shape
 from raytrain_hpc.worker.spec import CustomModel, Script
 
 # Of a model's shape, what may be another one than in the run that its first weights are from.

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.actors import Actors, Worker
 from raytrain_hpc.driver.choosing import machine_of
 from raytrain_hpc.driver.cluster import connected

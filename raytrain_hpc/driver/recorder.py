@@ -12,7 +12,7 @@ from typing import Any
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.driver.timelines import Timelines
 from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError

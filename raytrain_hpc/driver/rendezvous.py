@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.worker.meeting import DECIDED, FALLEN, Rendezvous
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import config_text
+from raytrain_hpc.config.loader import config_text
+from raytrain_hpc.config.schema import Config
 
 
 class RunDirectory:

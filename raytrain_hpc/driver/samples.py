@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 
 _SAMPLES = "samples.jsonl"
 _SHOWN = 200  # characters of an answer on the console

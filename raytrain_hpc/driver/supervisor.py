@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.announcement import announce
 from raytrain_hpc.driver.choosing import choose, machine_of
 from raytrain_hpc.driver.fleet import Crew, Fleet, Wish, open_fleet

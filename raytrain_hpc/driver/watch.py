@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.agent import Agent, Pulses, Seen
 from raytrain_hpc.driver.inventory import doors
 from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes

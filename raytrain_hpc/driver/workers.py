@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.actors import Actors, Worker, last_line
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.drains import Drains

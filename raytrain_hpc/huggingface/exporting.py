@@ -16,13 +16,13 @@ from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.merged import read_merged
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.tensor_file import Entry, write_tensors
+from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.data.tokenizer import tokenizer_from_json
 from raytrain_hpc.data.tokenizer_files import tokenizer_files
 from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import Family, config_of, family_of
 from raytrain_hpc.huggingface.twins import Twin, twins_of
-from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.holding import TORCH_DTYPES, Held, Holding
 from raytrain_hpc.state.index import ITEM_BYTES
 

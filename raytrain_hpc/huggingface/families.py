@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.shape import ModelShape
 
 Family = Literal["llama", "qwen3", "mixtral", "gpt2"]
 _ARCHITECTURES: dict[Family, str] = {

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain_hpc.config.model_spec import VOCABULARY_TILE, ModelShape
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.experts import MixtureOfExperts
-from raytrain_hpc.shape import VOCABULARY_TILE, ModelShape
 from raytrain_hpc.state.rng import fold, keyed_dropout
 
 IGNORED = -100  # a target that is no part of the loss

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.config.model_spec import ModelShape
 
 Places = Callable[["Experts", Tensor, Tensor], Tensor]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.rng import seed_for
 
 _RESIDUAL = ("attention.out.weight", "down.weight", "experts.down")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config import ObserveConfig
+from raytrain_hpc.config.schema import ObserveConfig
 from raytrain_hpc.errors import MissingDependency
 
 

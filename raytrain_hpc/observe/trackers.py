@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from raytrain_hpc.config import Config, ObserveConfig, to_plain
+from raytrain_hpc.config.schema import Config, ObserveConfig, to_plain
 from raytrain_hpc.errors import MissingDependency
 
 Alarm = Callable[[str], None]

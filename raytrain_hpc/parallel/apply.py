@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.model.adapters import Adapters, adapt
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.model.decoder import Attention, Decoder
 from raytrain_hpc.model.experts import MixtureOfExperts
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.vocabulary import VocabularyEmbedding
-from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.cut import Cut
 
 _SEQUENCE = 1  # the dimension of positions in [b, t, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.config.model_spec import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.config.model_spec import ModelShape
 
 CAUSAL_CONVENTION = "6N + 6Lhs, causal counted once"
 FULL_CONVENTION = "6N + 12Lhs, full attention"

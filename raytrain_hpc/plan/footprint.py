@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from raytrain_hpc.config.model_spec import VOCABULARY_TILE
 from raytrain_hpc.plan.activations import Recompute, layer_bytes_per_token
 from raytrain_hpc.plan.hardware import Device
 from raytrain_hpc.plan.memory import RankParameters
@@ -12,7 +13,6 @@ from raytrain_hpc.plan.pipeline import Schedule
 from raytrain_hpc.plan.shares import Shares
 from raytrain_hpc.plan.timeline import most_in_flight
 from raytrain_hpc.plan.work import Choice, Work
-from raytrain_hpc.shape import VOCABULARY_TILE
 
 _FRAGMENTATION = 0.12  # of what is allocated, by which a device's caching allocator holds more
 

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from raytrain_hpc.config import AUTO, PLANNED, Config
+from raytrain_hpc.config.schema import AUTO, PLANNED, Config
 from raytrain_hpc.plan.work import Choice
 
 # Key, without its section -> values to choose from; None: all that are of use.

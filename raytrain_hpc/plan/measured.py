@@ -10,7 +10,7 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.cache import default_cache
+from raytrain_hpc.cache_dir import default_cache
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.plan.calibration import Calibration
 from raytrain_hpc.plan.fitting import Reach, fits

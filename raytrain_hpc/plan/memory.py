@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.plan.layout import Layout
 from raytrain_hpc.plan.stages import split_layers
-from raytrain_hpc.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.plan.activations import Recompute
 from raytrain_hpc.plan.calibration import Calibration
@@ -17,7 +18,6 @@ from raytrain_hpc.plan.freedom import Free
 from raytrain_hpc.plan.hardware import Machine
 from raytrain_hpc.plan.layout import Batching, Layout, check_shape, resolve_batching, resolve_layout
 from raytrain_hpc.plan.work import Choice, Offload, work_of
-from raytrain_hpc.shape import ModelShape
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # in the order in which they are tried
 _OFFLOAD: tuple[Offload, ...] = ("none", "cpu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.plan.calibration import Calibration
 from raytrain_hpc.plan.explain import described, remedies, verdict
 from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
@@ -18,7 +19,6 @@ from raytrain_hpc.plan.placement import described as where
 from raytrain_hpc.plan.planner import rank
 from raytrain_hpc.plan.traffic import by_axis
 from raytrain_hpc.plan.work import Choice, Work, work_of
-from raytrain_hpc.shape import resolve_shape
 
 
 def make_plan(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
 from raytrain_hpc.plan.parts import State, newest_step, parts

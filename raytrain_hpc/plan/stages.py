@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.config.model_spec import ModelShape
 
 
 def split_layers(shape: ModelShape, seq_len: int, stages: int) -> list[range]:

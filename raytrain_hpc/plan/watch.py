@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 
 Phase = Literal["idle", "building", "loading", "training", "evaluating", "saving"]
 Kind = Literal["frozen", "interpreter held", "stalled"]

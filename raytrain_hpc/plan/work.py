@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.plan.activations import Recompute
 from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.shape import ModelShape
 
 Offload = Literal["none", "cpu", "disk"]
 

@@ -19,7 +19,7 @@ from raytrain_hpc.worker.allocator import share_one_arena
 from raytrain_hpc.worker.flight import calls, start_recording
 
 if TYPE_CHECKING:
-    from raytrain_hpc.config import Config
+    from raytrain_hpc.config.schema import Config
     from raytrain_hpc.plan.blame import Call
     from raytrain_hpc.worker.control import Ended, Record
     from raytrain_hpc.worker.loop import Outcome

@@ -16,7 +16,7 @@ from torch import nn
 
 from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.delivery import Blocks, DeliveredStream
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of

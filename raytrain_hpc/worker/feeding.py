@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raytrain_hpc.config import DataConfig
+from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.packing import IGNORED
 from raytrain_hpc.data.prefetch import Prefetcher
 from raytrain_hpc.data.shards import Ints

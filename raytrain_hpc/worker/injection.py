@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.config import InjectConfig
+from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.state.holding import Holding
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raytrain_hpc.checkpoint.snapshot import Kept, LastSteps, Snapshots
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.state.holding import Holding
 from raytrain_hpc.worker.copying import Copying
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError, OffloadError
 from raytrain_hpc.worker.scratch import PAGE, Scratch, free_bytes, padded
 

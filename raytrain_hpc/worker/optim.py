@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from raytrain_hpc.config import TrainConfig
+from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.state.holding import local
 from raytrain_hpc.worker.offload import Home, Part
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from raytrain_hpc.config import ParallelConfig
+from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.worker.build import build_trainer
 from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.spec import WorkerSpec

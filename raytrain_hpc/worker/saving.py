@@ -8,7 +8,7 @@ from functools import partial
 from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.writer import CheckpointWriter
-from raytrain_hpc.config import CheckpointConfig
+from raytrain_hpc.config.schema import CheckpointConfig
 from raytrain_hpc.errors import CheckpointError
 from raytrain_hpc.state.holding import Held, Holding
 from raytrain_hpc.state.index import StateIndex, assign_writers

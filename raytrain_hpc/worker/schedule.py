@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi, sqrt
 
-from raytrain_hpc.config import AUTO, TrainConfig
+from raytrain_hpc.config.schema import AUTO, TrainConfig
 
 
 def peak_rate(train: TrainConfig) -> float:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.delivery import BlockPlan
 from raytrain_hpc.data.stream import StreamRecipe
 from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.shape import ModelShape
 
 if TYPE_CHECKING:
     from raytrain_hpc.worker.task import LossFunction, ModelFactory

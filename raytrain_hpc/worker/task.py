@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.initial import initial_tensor
-from raytrain_hpc.shape import ModelShape
 from raytrain_hpc.state.rng import position_keys, sample_keys, seed_for
 
 ModelFactory = Callable[[Config], nn.Module]

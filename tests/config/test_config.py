@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from raytrain_hpc.api import load_config, plan
-from raytrain_hpc.config import Config, to_plain
-from raytrain_hpc.config_files import config_text, known_keys
+from raytrain_hpc.config.loader import config_text, known_keys
+from raytrain_hpc.config.presets import PRESETS
+from raytrain_hpc.config.schema import Config, to_plain
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.presets import PRESETS
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPES = sorted(CONF.glob("*.yaml"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.delivery import BlockPlan, DeliveredStream
 from raytrain_hpc.data.prefetch import Prefetcher
 from raytrain_hpc.data.shards import TokenArray

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raytrain_hpc.config import DataConfig, StageConfig
+from raytrain_hpc.config.schema import DataConfig, StageConfig
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.manifest import Manifest
 from raytrain_hpc.data.packing import IGNORED, packing_of

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow.fs
 import pytest
 
-from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.manifest import MANIFEST, load_manifest, verify
 from raytrain_hpc.data.preload import preload
 from raytrain_hpc.data.sources import open_dataset

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.builtin import SyntheticTokens, default_cache, stdlib_dataset
 from raytrain_hpc.data.manifest import load_manifest
 from raytrain_hpc.data.prepare import prepare

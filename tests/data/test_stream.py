@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from raytrain_hpc.config import DataConfig, SourceConfig
+from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.prepare import prepare

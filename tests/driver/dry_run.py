@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.driver.actors import Actors
 from raytrain_hpc.driver.supervisor import Supervisor

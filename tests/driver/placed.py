@@ -14,15 +14,15 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.actors import Actors
 from raytrain_hpc.driver.inventory import topology
 from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
 from raytrain_hpc.plan.recovery import Candidate, form
 from raytrain_hpc.plan.traffic import by_axis
 from raytrain_hpc.plan.work import work_of
-from raytrain_hpc.shape import resolve_shape
 from tests.driver.two_nodes import LEAN_HEAD
 
 

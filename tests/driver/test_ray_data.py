@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import raytrain_hpc as rt
-from raytrain_hpc.config import DataConfig
+from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.delivery import Lost
 from tests.conftest import OBJECT_STORE
 from tests.data.test_ledger import readers, until

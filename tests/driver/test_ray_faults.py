@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import raytrain_hpc as rt
-from raytrain_hpc.config import Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, RunFailed
 from tests.driver.lives import count, curve, joined, until
 from tests.pool import WarmPool, small, steps_of

@@ -15,7 +15,7 @@ import torch
 
 import raytrain_hpc as rt
 from raytrain_hpc.api import run_script
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, LayoutError, ModelError
 from raytrain_hpc.own_loop import Attached
 from raytrain_hpc.plan.layout import Layout

@@ -18,16 +18,9 @@ FILES = sorted(HOUSE.rglob("*.py"))
 
 # Single files that belong to a room; every other room is a folder or a file of that name.
 AT_HOME_IN = {
-    "address": "config",
+    "ray_address": "config",
     "own_loop": "api",
-    "cache": "config",
-    "config_files": "config",
-    "config_key": "config",
-    "config_model": "config",
-    "config_rules": "config",
-    "initial_model": "config",
-    "presets": "config",
-    "shape": "config",
+    "cache_dir": "config",
     "doctor": "api",
     "drill": "api",
     "measuring": "api",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raytrain_hpc import export_model, import_model
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import ConfigError, MissingDependency

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain_hpc import import_model, prepare
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.data.bpe import train_tokenizer
 from raytrain_hpc.data.tokenizer_files import tokenizer_files
 from raytrain_hpc.driver.preparation import prepare_run

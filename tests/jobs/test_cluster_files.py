@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("cluster/*.sh"), *ROOT.glob("examples/*.sh")])

@@ -3,9 +3,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from raytrain_hpc.config import ModelConfig
+from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.shape import ModelShape, resolve_shape
 
 GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "tie_embeddings": False}

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from raytrain_hpc.shape import ModelShape
+from raytrain_hpc.config.model_spec import ModelShape
 
 Weights = dict[str, np.ndarray]
 

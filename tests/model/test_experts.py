@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.decoder import Block, loss_sum
 from raytrain_hpc.model.experts import MixtureOfExperts

@@ -4,11 +4,11 @@ import json
 import pytest
 import torch
 
-from raytrain_hpc.config import ModelConfig
+from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.presets import PRESETS
+from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.presets import PRESETS
-from raytrain_hpc.shape import ModelShape, resolve_shape
 
 
 def module_parameters(shape: ModelShape) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import MissingDependency
 from raytrain_hpc.observe import trackers
 from raytrain_hpc.observe.trackers import Behind, check_trackers, trackers_of
@@ -133,7 +133,7 @@ def test_what_is_missing_is_said_before_anything_starts(name: str, monkeypatch: 
 
 def test_nothing_is_imported_that_nobody_asked_for() -> None:
     code = (
-        "import sys; from raytrain_hpc.driver import supervisor; from raytrain_hpc.config_files import load_config; "
+        "import sys; from raytrain_hpc.driver import supervisor; from raytrain_hpc.config.loader import load_config; "
         "from raytrain_hpc.observe.trackers import trackers_of; assert not trackers_of(load_config(None, []), print); "
         "found = {'wandb', 'mlflow', 'transformers', 'peft', 'ray'} & set(sys.modules); assert not found, found"
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.plan.calibration import Calibration, refit
 from raytrain_hpc.plan.cost import CostModel
@@ -15,7 +16,6 @@ from raytrain_hpc.plan.hardware import machine
 from raytrain_hpc.plan.measured import known_calibration, remember_calibration
 from raytrain_hpc.plan.planner import rank
 from raytrain_hpc.plan.work import work_of
-from raytrain_hpc.shape import resolve_shape
 
 
 @pytest.mark.parametrize("true", [Calibration(0.3, 5e-4, 0.7, 0.2), Calibration(0.8, 2e-5, 0.1, 0.6)])

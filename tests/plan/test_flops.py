@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytrain_hpc.config import ModelConfig
+from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.presets import PRESETS
+from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.plan.flops import flops_per_token
-from raytrain_hpc.presets import PRESETS
-from raytrain_hpc.shape import resolve_shape
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.plan.layout import AXES, Batching, Layout
 from raytrain_hpc.plan.parts import buddies
@@ -15,7 +16,6 @@ from raytrain_hpc.plan.placement import Site, arranged, described, node_shares, 
 from raytrain_hpc.plan.topology import Node, Topology
 from raytrain_hpc.plan.traffic import by_axis
 from raytrain_hpc.plan.work import Work, work_of
-from raytrain_hpc.shape import resolve_shape
 
 CLUSTERS = {"2 x 4": [4, 4], "4 x 2": [2, 2, 2, 2], "uneven": [4, 2, 2], "odd": [3, 3, 2]}
 LAYOUTS = [

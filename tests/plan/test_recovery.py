@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_hpc.config import Config
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.plan.layout import Batching
 from raytrain_hpc.plan.parts import State
 from raytrain_hpc.plan.recovery import Candidate, Formation, form, least_workers

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.plan.blame import Call, blame, pending
 from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, deadlocked, limits, lost_nodes, stragglers, suspects
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config_files import config_text, load_config
+from raytrain_hpc.config.loader import config_text, load_config
 
 PARTS = {"data": 0.01, "forward": 0.2, "backward": 0.5, "communication": 0.1, "optimizer": 0.05}
 

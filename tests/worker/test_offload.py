@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from raytrain_hpc.api import plan
-from raytrain_hpc.config import TrainConfig
-from raytrain_hpc.config_files import load_config
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.errors import ConfigError, ModelError, OffloadError
 from raytrain_hpc.worker.offload import Home, InFiles, InHostMemory, Part, WithWeights, home_of
 from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
@@ -112,7 +112,7 @@ RESIDENT = """
 import json, sys
 import torch
 from torch import nn
-from raytrain_hpc.config import TrainConfig
+from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.worker.offload import InFiles
 from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
 directory, count, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

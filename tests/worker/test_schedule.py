@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from raytrain_hpc.config import TrainConfig
+from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.worker.schedule import learning_rate, peak_rate
 
 

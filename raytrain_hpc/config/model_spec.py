@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from raytrain_hpc.config import AUTO, ModelConfig
+from raytrain_hpc.config.schema import AUTO, ModelConfig
 from raytrain_hpc.errors import ConfigError
 
 VOCABULARY_TILE = 64  # rows of the head's table, of which a GPU multiplies whole tiles

@@ -1,6 +1,6 @@
 """Every setting, documented where it is declared. The defaults are the quickstart.
 
-`raytrain_hpc.config_files.load_config` fills these from YAML files and `key=value` words. A key whose name is a Python
+`raytrain_hpc.config.loader.load_config` fills these from YAML files and `key=value` words. A key whose name is a Python
 keyword is declared with a trailing underscore (`async_`) and written without it (`checkpoint.async`).
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from raytrain_hpc.config_key import AUTO, key
-from raytrain_hpc.config_model import ModelConfig
+from raytrain_hpc.config.field import AUTO, key
+from raytrain_hpc.config.model import ModelConfig
 
 # What the planner can choose: these keys also take `auto`, or a list of values to choose from.
 PLANNED = (

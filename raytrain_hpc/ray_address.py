@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raytrain_hpc.config import AUTO, Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ClusterError
 
 LOCAL = "local"

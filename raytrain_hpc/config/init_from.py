@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from raytrain_hpc.config.model_spec import ModelShape, settings_of
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.shape import ModelShape, settings_of
 
 KEY = "run.init_from"
 

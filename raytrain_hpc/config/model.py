@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_hpc.config_key import AUTO, key
+from raytrain_hpc.config.field import AUTO, key
 
 
 @dataclass

@@ -12,11 +12,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from raytrain_hpc.config import AUTO, PLANNED, Config, SourceConfig, StageConfig, to_plain
-from raytrain_hpc.config_rules import check_rules
+from raytrain_hpc.config.init_from import model_settings
+from raytrain_hpc.config.presets import PRESETS
+from raytrain_hpc.config.schema import AUTO, PLANNED, Config, SourceConfig, StageConfig, to_plain
+from raytrain_hpc.config.validation import check_rules
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.initial_model import model_settings
-from raytrain_hpc.presets import PRESETS
 
 _KINDS = {
     "int": "a whole number",

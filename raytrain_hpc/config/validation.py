@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-from raytrain_hpc.config import AUTO, Config, DataConfig, TrainConfig
+from raytrain_hpc.config.schema import AUTO, Config, DataConfig, TrainConfig
 from raytrain_hpc.errors import ConfigError
 
 
