@@ -174,10 +174,10 @@ def plan(
     `restart_s` (of everything, from a checkpoint) and `pause_s`
     (where those that are left go on in memory); see plan.goodput. Raises LayoutError where no layout is legal.
     """
-    from raytrain_hpc.plan.hardware import machine, preset_of
-    from raytrain_hpc.plan.layout import least_world
-    from raytrain_hpc.plan.measured import known, known_calibration
-    from raytrain_hpc.plan.planning import make_plan
+    from raytrain_hpc.planner.hardware import machine, preset_of
+    from raytrain_hpc.planner.layout import least_world
+    from raytrain_hpc.planner.measured_links import known, known_calibration
+    from raytrain_hpc.planner.plan import make_plan
 
     calibrated = partial(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s

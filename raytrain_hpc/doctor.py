@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.fitting import Reach, bus_gbs, fit
+from raytrain_hpc.planner.link_fit import Reach, bus_gbs, fit
 
 SIZES = (1 << 12, 1 << 18, 1 << 23)  # bytes: enough for a line
 _SKEW_S = 1.0  # of clocks, asking included

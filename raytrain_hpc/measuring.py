@@ -14,13 +14,13 @@ from typing import Any
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import LayoutError, RaytrainError
-from raytrain_hpc.plan.calibration import Calibration, refit
-from raytrain_hpc.plan.cost import CostModel
-from raytrain_hpc.plan.freedom import free_keys, settled
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.measured import known_calibration, remember_calibration
-from raytrain_hpc.plan.planner import Estimate, rank
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.planner.calibration import Calibration, refit
+from raytrain_hpc.planner.cost_model import CostModel
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.measured_links import known_calibration, remember_calibration
+from raytrain_hpc.planner.search import Estimate, rank
+from raytrain_hpc.planner.search_space import free_keys, settled
+from raytrain_hpc.planner.workload import work_of
 
 _WARMUP = 2  # steps that do not count
 

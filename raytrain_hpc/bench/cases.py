@@ -12,7 +12,7 @@ from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.sources import open_dataset
 from raytrain_hpc.data.stream import open_stream
-from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
+from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 
 # The end of a run (evaluation, sample) is never part of a figure; a constant rate lets both arms take the same steps.
 COMMON = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")

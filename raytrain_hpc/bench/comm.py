@@ -8,8 +8,8 @@ from statistics import median
 from raytrain_hpc.bench.table import Table
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.probing import probes
-from raytrain_hpc.plan.fitting import Reach, bus_gbs, fit
-from raytrain_hpc.plan.measured import links, remember
+from raytrain_hpc.planner.link_fit import Reach, bus_gbs, fit
+from raytrain_hpc.planner.measured_links import links, remember
 
 SIZES = tuple(1 << power for power in (10, 13, 16, 19, 22, 24))  # bytes
 
@@ -22,7 +22,7 @@ def run(rounds: int) -> Table:
     reaches = [_together([turn[place] for turn in turns]) for place in range(len(turns[0]))]
     table = comm_table(reaches)
     if not device:
-        table.notes.append("not kept: plan knows no device of this name (raytrain_hpc/plan/hardware.py)")
+        table.notes.append("not kept: plan knows no device of this name (raytrain_hpc/planner/hardware.py)")
     else:
         kept = remember(device, links(reaches, f"{datetime.now(UTC):%Y-%m-%d}"))
         table.notes.append(

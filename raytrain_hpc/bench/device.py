@@ -18,11 +18,11 @@ from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.observe.metrics import mfu
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.flops import flops_per_token
-from raytrain_hpc.plan.hardware import device_called, machine
-from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
-from raytrain_hpc.plan.planner import Estimate, estimate
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.flops import flops_per_token
+from raytrain_hpc.planner.hardware import device_called, machine
+from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
+from raytrain_hpc.planner.search import Estimate, estimate
 
 MEMORY_GOAL = 5.0  # per cent between what was planned and what was measured
 WARMUP = 5  # steps

@@ -14,10 +14,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.elastic.state_partition import State
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.parts import State
-from raytrain_hpc.plan.placement import node_shares
-from raytrain_hpc.plan.topology import Topology
+from raytrain_hpc.planner.placement import node_shares
+from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.worker.actor import WorkerActor
 from raytrain_hpc.worker.spec import WorkerSpec
 

@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.watch import Signs, Suspect, limits, suspects
+from raytrain_hpc.elastic.watchdog import Signs, Suspect, limits, suspects
 from raytrain_hpc.worker.heartbeat import Pulse, show_thread_name
 
 _LOOK_S = 0.05

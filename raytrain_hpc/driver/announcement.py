@@ -8,12 +8,12 @@ from dataclasses import asdict
 from raytrain_hpc.driver.choosing import expected
 from raytrain_hpc.driver.preparation import PreparedRun
 from raytrain_hpc.observe.console import short_count
-from raytrain_hpc.plan.explain import described, expectation
-from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.planner.explain import described, expectation
+from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, flops_per_token
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.layout import Batching, Layout
+from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
+from raytrain_hpc.planner.workload import work_of
 
 
 def announce(

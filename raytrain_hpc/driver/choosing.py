@@ -8,14 +8,14 @@ from dataclasses import replace
 from math import gcd
 
 from raytrain_hpc.driver.preparation import PreparedRun
-from raytrain_hpc.plan.explain import remedies, verdict, why
-from raytrain_hpc.plan.freedom import free_keys, settled
-from raytrain_hpc.plan.hardware import Machine, machine
-from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.measured import known, known_calibration
-from raytrain_hpc.plan.planner import Estimate, estimate, rank
-from raytrain_hpc.plan.topology import Topology
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.planner.explain import remedies, verdict, why
+from raytrain_hpc.planner.hardware import Machine, machine
+from raytrain_hpc.planner.layout import Batching, Layout
+from raytrain_hpc.planner.measured_links import known, known_calibration
+from raytrain_hpc.planner.search import Estimate, estimate, rank
+from raytrain_hpc.planner.search_space import free_keys, settled
+from raytrain_hpc.planner.topology import Topology
+from raytrain_hpc.planner.workload import work_of
 
 _UNKNOWN = "h100"  # what an accelerator of another name is taken to be
 

@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.driver.launcher_env import task_of
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.launcher import task_of
 from raytrain_hpc.ray_address import LOCAL, answers, auth_notice_hidden, named_address
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.recovery import Candidate
-from raytrain_hpc.plan.topology import Topology
+from raytrain_hpc.elastic.recovery import Candidate
+from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_address import check_address
 from raytrain_hpc.worker.spec import WorkerSpec
 

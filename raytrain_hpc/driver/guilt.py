@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raytrain_hpc.elastic.fault_attribution import peer_gone
 from raytrain_hpc.errors import WorkerFailed
-from raytrain_hpc.plan.blame import peer_gone
 
 PEER_GONE = 3
 _GIVEN_UP = (

@@ -8,9 +8,9 @@ import ray
 
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.hardware import device_called
-from raytrain_hpc.plan.layout import fixed_world, model_ranks
-from raytrain_hpc.plan.topology import Node, Topology
+from raytrain_hpc.planner.hardware import device_called
+from raytrain_hpc.planner.layout import fixed_world, model_ranks
+from raytrain_hpc.planner.topology import Node, Topology
 
 CPU_WORKERS_BY_DEFAULT = 2
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.driver.sparing import Sparing
-from raytrain_hpc.plan.watch import Signs
+from raytrain_hpc.elastic.watchdog import Signs
 from raytrain_hpc.worker.control import Record
 
 _EVERY_S = 1.0  # often enough to read along, seldom enough to cost nothing

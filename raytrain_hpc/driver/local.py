@@ -13,10 +13,10 @@ import torch
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.fleet import Wish
+from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.hardware import device_called
-from raytrain_hpc.plan.recovery import Candidate
-from raytrain_hpc.plan.topology import Node, Topology
+from raytrain_hpc.planner.hardware import device_called
+from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.running import runner_of
 from raytrain_hpc.worker.spec import WorkerSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from raytrain_hpc.plan.watch import Signs, stragglers
+from raytrain_hpc.elastic.watchdog import Signs, stragglers
 
 _EVERY_S = 0.5
 _IN_A_ROW = 3  # stretches of time in which a rank must have been slow: one can be chance

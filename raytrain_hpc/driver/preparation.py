@@ -30,7 +30,8 @@ from raytrain_hpc.errors import (
 )
 from raytrain_hpc.observe.profiling import check_profiler
 from raytrain_hpc.observe.trackers import check_trackers
-from raytrain_hpc.plan.layout import (
+from raytrain_hpc.planner.comm_volume import by_axis
+from raytrain_hpc.planner.layout import (
     Batching,
     Layout,
     check_axes,
@@ -39,8 +40,7 @@ from raytrain_hpc.plan.layout import (
     resolve_batching,
     resolve_layout,
 )
-from raytrain_hpc.plan.traffic import by_axis
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.planner.workload import work_of
 from raytrain_hpc.worker.spec import CustomModel, Script
 
 # Of a model's shape, what may be another one than in the run that its first weights are from.

@@ -14,10 +14,10 @@ from raytrain_hpc.driver.choosing import machine_of
 from raytrain_hpc.driver.cluster import connected
 from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
 from raytrain_hpc.driver.workers import open_ray_fleet
-from raytrain_hpc.plan.fitting import Reach
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.layout import fixed_world
-from raytrain_hpc.plan.topology import Topology
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.layout import fixed_world
+from raytrain_hpc.planner.link_fit import Reach
+from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.worker.meeting import Rendezvous
 
 _PATIENCE_S = 300.0

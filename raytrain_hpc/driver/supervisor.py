@@ -20,16 +20,16 @@ from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpo
 from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
 from raytrain_hpc.driver.result import Result
 from raytrain_hpc.driver.samples import Sampler
+from raytrain_hpc.elastic.load_balancing import by_pace
+from raytrain_hpc.elastic.recovery import Candidate, Formation, form, least_workers
+from raytrain_hpc.elastic.state_partition import buddies, newest_step, parts
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailed, WorkerFailed
 from raytrain_hpc.observe.console import Console
 from raytrain_hpc.observe.devices import peak_tflops
 from raytrain_hpc.observe.trackers import Behind, trackers_of
-from raytrain_hpc.plan.flops import flops_per_token
-from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.pace import by_pace
-from raytrain_hpc.plan.parts import buddies, newest_step, parts
-from raytrain_hpc.plan.placement import Site, described
-from raytrain_hpc.plan.recovery import Candidate, Formation, form, least_workers
+from raytrain_hpc.planner.flops import flops_per_token
+from raytrain_hpc.planner.layout import Batching, Layout
+from raytrain_hpc.planner.placement import Site, described
 from raytrain_hpc.worker.schedule import evaluates
 from raytrain_hpc.worker.spec import CustomModel, Script, WorkerSpec
 

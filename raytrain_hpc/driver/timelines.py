@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.plan.pipeline import Action
-from raytrain_hpc.plan.timeline import Span, draw, idle_share
+from raytrain_hpc.planner.pipeline_schedule import Action
+from raytrain_hpc.planner.pipeline_timeline import Span, draw, idle_share
 
 
 class Timelines:

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.agent import Agent, Pulses, Seen
 from raytrain_hpc.driver.inventory import doors
-from raytrain_hpc.plan.watch import Signs, Suspect, lost_nodes
+from raytrain_hpc.elastic.watchdog import Signs, Suspect, lost_nodes
 
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question
 _A_SECOND = 1000  # questions at most, to all agents together

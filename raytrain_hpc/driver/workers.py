@@ -25,14 +25,14 @@ from raytrain_hpc.driver.pace import Pace
 from raytrain_hpc.driver.rendezvous import RendezvousStore
 from raytrain_hpc.driver.sparing import Sparing
 from raytrain_hpc.driver.watch import Watch
+from raytrain_hpc.elastic.fault_attribution import Call, blame, pending
+from raytrain_hpc.elastic.recovery import Candidate
+from raytrain_hpc.elastic.state_partition import State, parts
+from raytrain_hpc.elastic.watchdog import Suspect, deadlocked
 from raytrain_hpc.errors import RaytrainError, WorkerFailed
-from raytrain_hpc.plan.blame import Call, blame, pending
-from raytrain_hpc.plan.layout import fixed_world, model_ranks
-from raytrain_hpc.plan.parts import State, parts
-from raytrain_hpc.plan.placement import node_shares
-from raytrain_hpc.plan.recovery import Candidate
-from raytrain_hpc.plan.topology import Topology
-from raytrain_hpc.plan.watch import Suspect, deadlocked
+from raytrain_hpc.planner.layout import fixed_world, model_ranks
+from raytrain_hpc.planner.placement import node_shares
+from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.worker.control import Ended, Record
 from raytrain_hpc.worker.spec import WorkerSpec
 

@@ -29,7 +29,7 @@ from raytrain_hpc.parallel.replicate import Replicated
 from raytrain_hpc.parallel.sums import sum_over_ranks, sum_two_copies
 from raytrain_hpc.parallel.tensor import TensorParallel, head_name, share_out
 from raytrain_hpc.parallel.tiled import tile
-from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.cut import Cut
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raytrain_hpc.parallel.collectives import gather_flat
 from raytrain_hpc.parallel.pairwise import Node, PairwiseSum, open_nodes
 from raytrain_hpc.parallel.replicate import partition
-from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.planner.layout import Batching, Layout
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from raytrain_hpc.parallel.axis import Traffic
 from raytrain_hpc.parallel.collectives import wait
-from raytrain_hpc.plan.pipeline import Action, Order, Schedule
-from raytrain_hpc.plan.timeline import Span
+from raytrain_hpc.planner.pipeline_schedule import Action, Order, Schedule
+from raytrain_hpc.planner.pipeline_timeline import Span
 
 Message = tuple[str, int, int]  # "F" or "B", the stage that it is for, the microbatch
 

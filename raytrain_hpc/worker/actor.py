@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytrain_hpc.elastic.fault_attribution import peer_gone
 from raytrain_hpc.errors import RaytrainError, StateLost
-from raytrain_hpc.plan.blame import peer_gone
-from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.worker.allocator import share_one_arena
 from raytrain_hpc.worker.flight import calls, start_recording
 
 if TYPE_CHECKING:
     from raytrain_hpc.config.schema import Config
-    from raytrain_hpc.plan.blame import Call
+    from raytrain_hpc.elastic.fault_attribution import Call
     from raytrain_hpc.worker.control import Ended, Record
     from raytrain_hpc.worker.loop import Outcome
     from raytrain_hpc.worker.meeting import Rendezvous

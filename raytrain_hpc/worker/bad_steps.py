@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from raytrain_hpc.config.schema import FaultConfig
+from raytrain_hpc.elastic.loss_spikes import WINDOW, highest_usual
 from raytrain_hpc.errors import RunFailed
-from raytrain_hpc.plan.spikes import WINDOW, highest_usual
 from raytrain_hpc.worker.control import Record
 
 Bad = Literal["not finite", "loss spike"]

@@ -21,6 +21,8 @@ from raytrain_hpc.data.delivery import Blocks, DeliveredStream
 from raytrain_hpc.data.evaluation import EvaluationSet
 from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.stream import Stream
+from raytrain_hpc.elastic.loss_spikes import WINDOW
+from raytrain_hpc.elastic.state_partition import parts
 from raytrain_hpc.model.adapters import MARK
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.observe.profiling import StepProfiler
@@ -28,10 +30,8 @@ from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, p
 from raytrain_hpc.parallel.canonical import canonical_shares
 from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
-from raytrain_hpc.plan.layout import first_rank_of
-from raytrain_hpc.plan.parts import parts
-from raytrain_hpc.plan.spikes import WINDOW
-from raytrain_hpc.plan.stages import split_layers
+from raytrain_hpc.planner.layout import first_rank_of
+from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.state.holding import Held, Holding, dtype_name, slice_of
 from raytrain_hpc.state.index import Box, StateIndex, first_held
 from raytrain_hpc.worker.abort import Abort

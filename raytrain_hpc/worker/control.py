@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_hpc.plan.blame import Call
-from raytrain_hpc.plan.watch import Phase
+from raytrain_hpc.elastic.fault_attribution import Call
+from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.worker.heartbeat import Heartbeat
 
 if TYPE_CHECKING:

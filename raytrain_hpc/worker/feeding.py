@@ -21,7 +21,7 @@ from raytrain_hpc.data.prefetch import Prefetcher
 from raytrain_hpc.data.shards import Ints
 from raytrain_hpc.data.stream import Block, Microbatch, Stream
 from raytrain_hpc.errors import DataError
-from raytrain_hpc.plan.layout import Batching
+from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.worker.task import Batch
 
 _PARTS = 4  # of what may be ahead, at least so many are handed over one by one: else nothing is ahead while one is used

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from raytrain_hpc.plan.blame import Call
+from raytrain_hpc.elastic.fault_attribution import Call
 
 _KEPT = 512  # calls that the recorder keeps; a step of a deep model under ZeRO-3 makes hundreds
 

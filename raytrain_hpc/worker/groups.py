@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline import Links
-from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.worker.meeting import DECIDED, FORMED, Rendezvous
 
 

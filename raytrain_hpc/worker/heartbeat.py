@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from raytrain_hpc.plan.watch import Phase, Signs
+from raytrain_hpc.elastic.watchdog import Phase, Signs
 
 BEAT_S = 0.05
 _QUIET_S = 0.01  # after which stacks that have begun to come are all there

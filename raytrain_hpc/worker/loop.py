@@ -15,12 +15,12 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.evaluation import EvaluationSet
+from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.metrics import COMPARED
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.pairwise import pairwise_total
-from raytrain_hpc.plan.layout import Batching
-from raytrain_hpc.plan.watch import Phase
+from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
 from raytrain_hpc.worker.control import Control, Record

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raytrain_hpc.parallel.apply import Parallel, autocast
 from raytrain_hpc.parallel.deferred import Later
 from raytrain_hpc.parallel.pipeline import Pipeline
-from raytrain_hpc.plan.timeline import Span
+from raytrain_hpc.planner.pipeline_timeline import Span
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.passes import Read, note
 from raytrain_hpc.worker.stopwatch import Stopwatch

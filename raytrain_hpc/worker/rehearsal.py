@@ -10,7 +10,7 @@ import torch
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import ParallelConfig
-from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.worker.build import build_trainer
 from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.spec import WorkerSpec

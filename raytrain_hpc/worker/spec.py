@@ -10,7 +10,7 @@ from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.delivery import BlockPlan
 from raytrain_hpc.data.stream import StreamRecipe
-from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.planner.layout import Batching, Layout
 
 if TYPE_CHECKING:
     from raytrain_hpc.worker.task import LossFunction, ModelFactory

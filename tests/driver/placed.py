@@ -19,10 +19,10 @@ from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.actors import Actors
 from raytrain_hpc.driver.inventory import topology
-from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
-from raytrain_hpc.plan.recovery import Candidate, form
-from raytrain_hpc.plan.traffic import by_axis
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.elastic.recovery import Candidate, form
+from raytrain_hpc.planner.comm_volume import by_axis
+from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
+from raytrain_hpc.planner.workload import work_of
 from tests.driver.two_nodes import LEAN_HEAD
 
 

@@ -16,8 +16,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from raytrain_hpc.driver import actors, drains, inventory, listening, watch, workers
 from raytrain_hpc.driver.agent import Seen
-from raytrain_hpc.plan.topology import Topology
-from raytrain_hpc.plan.watch import Signs
+from raytrain_hpc.elastic.watchdog import Signs
+from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.worker.control import Ended
 from raytrain_hpc.worker.spec import WorkerSpec
 

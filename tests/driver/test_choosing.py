@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_hpc.driver.choosing import choose
 from raytrain_hpc.driver.preparation import PreparedRun, prepare_run
-from raytrain_hpc.plan.topology import Node, Topology
+from raytrain_hpc.planner.topology import Node, Topology
 from tests.pool import small
 
 WIDE = ["model.hidden_size=4096", "model.num_layers=32", "model.num_heads=32", "train.seq_len=2048"]

@@ -14,10 +14,10 @@ import pytest
 
 from raytrain_hpc import cli
 from raytrain_hpc.driver import supervisor
+from raytrain_hpc.elastic.recovery import Candidate
+from raytrain_hpc.elastic.state_partition import State
 from raytrain_hpc.errors import ClusterError, WorkerFailed
-from raytrain_hpc.plan.parts import State
-from raytrain_hpc.plan.recovery import Candidate
-from raytrain_hpc.plan.topology import Node, Topology
+from raytrain_hpc.planner.topology import Node, Topology
 from tests.pool import SMALL
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from raytrain_hpc.driver import listening, sparing
 from raytrain_hpc.driver.listening import Listener
-from raytrain_hpc.plan.watch import Signs
+from raytrain_hpc.elastic.watchdog import Signs
 
 WELL = Signs(0, True, False, 0.0, 0.0, "training", 1, 0.1)
 

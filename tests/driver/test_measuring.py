@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_hpc.cli import main
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.measured import known_calibration
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.measured_links import known_calibration
 from tests.pool import SMALL
 
 pytestmark = pytest.mark.timeout(200)

@@ -36,23 +36,24 @@ AT_HOME_IN = {
 MAY_IMPORT = {
     "errors": "",
     "config": "errors",
-    "plan": "errors config",
+    "planner": "errors config",
+    "elastic": "errors config planner",
     "state": "errors config",
     "model": "errors config state",
     "data": "errors config",
     "checkpoint": "errors config state",
     "observe": "errors config",
-    "parallel": "errors config plan state model",
-    "worker": "errors config plan state model data checkpoint observe parallel",
-    "driver": "errors config plan state data checkpoint observe worker",
+    "parallel": "errors config planner elastic state model",
+    "worker": "errors config planner elastic state model data checkpoint observe parallel",
+    "driver": "errors config planner elastic state data checkpoint observe worker",
     "huggingface": "errors config state data checkpoint",
     "report": "errors config driver",
-    "api": "errors config plan state model data checkpoint observe worker driver report",
-    "bench": "errors config plan state model data checkpoint observe parallel worker driver api",
+    "api": "errors config planner elastic state model data checkpoint observe worker driver report",
+    "bench": "errors config planner elastic state model data checkpoint observe parallel worker driver api",
     "cli": "errors config data huggingface report api bench",
     "public": "errors config data driver huggingface report api",
 }
-NEITHER_TORCH_NOR_RAY = {"errors", "config", "plan", "public"}
+NEITHER_TORCH_NOR_RAY = {"errors", "config", "planner", "elastic", "public"}
 
 
 def room_of(module: str) -> str:

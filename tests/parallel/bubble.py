@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.parallel.pipeline import Pipeline
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.pipeline import NAMES, Action, Name, Schedule
-from raytrain_hpc.plan.timeline import Span, idle_share, most_in_flight, simulate
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.pipeline_schedule import NAMES, Action, Name, Schedule
+from raytrain_hpc.planner.pipeline_timeline import Span, idle_share, most_in_flight, simulate
 from raytrain_hpc.worker.groups import join
 from raytrain_hpc.worker.meeting import Rendezvous
 from tests.pool import WarmPool

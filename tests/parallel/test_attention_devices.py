@@ -11,7 +11,7 @@ from torch import Tensor
 from raytrain_hpc.model.decoder import causal_attention
 from raytrain_hpc.parallel.blockwise import Sight, attend, attend_backward, combine
 from raytrain_hpc.parallel.context import ContextAttention, held_positions
-from raytrain_hpc.plan.layout import Layout
+from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.worker.groups import join
 from tests.parallel.staged import staged
 from tests.pool import WarmPool

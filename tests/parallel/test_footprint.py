@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from raytrain_hpc.driver.preparation import prepare_run
-from raytrain_hpc.plan.footprint import MemoryModel
-from raytrain_hpc.plan.work import Choice, work_of
+from raytrain_hpc.planner.memory_model import MemoryModel
+from raytrain_hpc.planner.workload import Choice, work_of
 from raytrain_hpc.worker.build import build_trainer
 from raytrain_hpc.worker.control import Control
 from tests.parallel.numbers import GPT2, LLAMA

@@ -9,8 +9,8 @@ import pytest
 
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.plan.pipeline import NAMES
-from raytrain_hpc.plan.timeline import most_in_flight, simulate
+from raytrain_hpc.planner.pipeline_schedule import NAMES
+from raytrain_hpc.planner.pipeline_timeline import most_in_flight, simulate
 from tests.parallel.bubble import SECONDS, WIDTH, run_schedule, schedule_of
 from tests.pool import WarmPool, small
 

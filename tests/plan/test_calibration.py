@@ -9,13 +9,13 @@ import pytest
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.plan.calibration import Calibration, refit
-from raytrain_hpc.plan.cost import CostModel
-from raytrain_hpc.plan.freedom import free_keys
-from raytrain_hpc.plan.hardware import machine
-from raytrain_hpc.plan.measured import known_calibration, remember_calibration
-from raytrain_hpc.plan.planner import rank
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.planner.calibration import Calibration, refit
+from raytrain_hpc.planner.cost_model import CostModel
+from raytrain_hpc.planner.hardware import machine
+from raytrain_hpc.planner.measured_links import known_calibration, remember_calibration
+from raytrain_hpc.planner.search import rank
+from raytrain_hpc.planner.search_space import free_keys
+from raytrain_hpc.planner.workload import work_of
 
 
 @pytest.mark.parametrize("true", [Calibration(0.3, 5e-4, 0.7, 0.2), Calibration(0.8, 2e-5, 0.1, 0.6)])

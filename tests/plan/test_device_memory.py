@@ -9,7 +9,7 @@ import pytest
 from raytrain_hpc.bench.device import ALWAYS, BF16, FAST, FULL, GPT2, LLAMA, NONE, SELECTIVE, expected
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
-from raytrain_hpc.plan.planner import Estimate
+from raytrain_hpc.planner.search import Estimate
 
 DROPOUT = ("model.dropout=0.1",)
 # Settings, peak GiB that torch's allocator had given out, seconds of a step: torch 2.11, CUDA 13.0, one process.

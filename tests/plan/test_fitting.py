@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.plan.fitting import SENT, Reach, bus_gbs, fit
-from raytrain_hpc.plan.hardware import LINKS, machine
-from raytrain_hpc.plan.measured import links, recall, remember
+from raytrain_hpc.planner.hardware import LINKS, machine
+from raytrain_hpc.planner.link_fit import SENT, Reach, bus_gbs, fit
+from raytrain_hpc.planner.measured_links import links, recall, remember
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 

@@ -6,7 +6,7 @@ from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.presets import PRESETS
 from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.plan.flops import flops_per_token
+from raytrain_hpc.planner.flops import flops_per_token
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raytrain_hpc.plan.goodput import goodput
+from raytrain_hpc.planner.goodput import goodput
 
 
 def test_a_published_fleet() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_hpc.plan.launcher import Task, task_of
+from raytrain_hpc.driver.launcher_env import Task, task_of
 
 SLURM_JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0"}
 SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}

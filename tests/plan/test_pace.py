@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from raytrain_hpc.plan.layout import Batching, Layout
-from raytrain_hpc.plan.pace import UnevenBatching, by_pace
+from raytrain_hpc.elastic.load_balancing import UnevenBatching, by_pace
+from raytrain_hpc.planner.layout import Batching, Layout
 
 
 def ends(counts: tuple[int, ...], pace: tuple[float, ...]) -> float:

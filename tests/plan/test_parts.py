@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.parts import State, buddies, newest_step, parts
-from raytrain_hpc.plan.placement import Site
+from raytrain_hpc.elastic.state_partition import State, buddies, newest_step, parts
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.placement import Site
 
 LAYOUTS = [
     Layout(dp_replicate=3),

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from raytrain_hpc.plan.pipeline import NAMES, Action, Schedule
-from raytrain_hpc.plan.stages import split_layers
-from raytrain_hpc.plan.timeline import bubble_s, draw, idle_share, most_in_flight, simulate
+from raytrain_hpc.planner.pipeline_schedule import NAMES, Action, Schedule
+from raytrain_hpc.planner.pipeline_timeline import bubble_s, draw, idle_share, most_in_flight, simulate
+from raytrain_hpc.planner.stage_split import split_layers
 from tests.shapes import shape_of
 
 SCHEDULES = [

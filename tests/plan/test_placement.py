@@ -9,13 +9,13 @@ import pytest
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.elastic.state_partition import buddies
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.layout import AXES, Batching, Layout
-from raytrain_hpc.plan.parts import buddies
-from raytrain_hpc.plan.placement import Site, arranged, described, node_shares, without_spares
-from raytrain_hpc.plan.topology import Node, Topology
-from raytrain_hpc.plan.traffic import by_axis
-from raytrain_hpc.plan.work import Work, work_of
+from raytrain_hpc.planner.comm_volume import by_axis
+from raytrain_hpc.planner.layout import AXES, Batching, Layout
+from raytrain_hpc.planner.placement import Site, arranged, described, node_shares, without_spares
+from raytrain_hpc.planner.topology import Node, Topology
+from raytrain_hpc.planner.workload import Work, work_of
 
 CLUSTERS = {"2 x 4": [4, 4], "4 x 2": [2, 2, 2, 2], "uneven": [4, 2, 2], "odd": [3, 3, 2]}
 LAYOUTS = [

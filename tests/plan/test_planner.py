@@ -12,11 +12,11 @@ from raytrain_hpc.api import plan
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.errors import ConfigError, LayoutError
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.freedom import free_keys, settled
-from raytrain_hpc.plan.hardware import DEVICES, LINKS, machine
-from raytrain_hpc.plan.layout import resolve_batching, resolve_layout
-from raytrain_hpc.plan.planner import rank
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.hardware import DEVICES, LINKS, machine
+from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
+from raytrain_hpc.planner.search import rank
+from raytrain_hpc.planner.search_space import free_keys, settled
 
 LLAMA = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=256", "train.dtype=bf16"]
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")

@@ -11,12 +11,12 @@ import pytest
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.cost import CostModel
-from raytrain_hpc.plan.freedom import free_keys
-from raytrain_hpc.plan.hardware import machine
-from raytrain_hpc.plan.planner import Estimate, rank
-from raytrain_hpc.plan.work import work_of
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.cost_model import CostModel
+from raytrain_hpc.planner.hardware import machine
+from raytrain_hpc.planner.search import Estimate, rank
+from raytrain_hpc.planner.search_space import free_keys
+from raytrain_hpc.planner.workload import work_of
 
 # Hugging Face 2025, "The Ultra-Scale Playbook": the best of all layouts that were tried on nodes of eight H100, with a
 # million tokens a step in sequences of 4096. Billions of parameters, nodes, model FLOPs utilisation in per cent (full

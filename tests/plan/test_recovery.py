@@ -6,9 +6,9 @@ import pytest
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.layout import Batching
-from raytrain_hpc.plan.parts import State
-from raytrain_hpc.plan.recovery import Candidate, Formation, form, least_workers
+from raytrain_hpc.elastic.recovery import Candidate, Formation, form, least_workers
+from raytrain_hpc.elastic.state_partition import State
+from raytrain_hpc.planner.layout import Batching
 
 BATCH = Batching(12, 2)
 

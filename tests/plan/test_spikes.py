@@ -7,7 +7,7 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from raytrain_hpc.plan.spikes import WINDOW, highest_usual
+from raytrain_hpc.elastic.loss_spikes import WINDOW, highest_usual
 
 
 def test_deviations_above_the_mean_as_numpy_counts_them() -> None:

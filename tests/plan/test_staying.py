@@ -7,10 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.parts import parts
-from raytrain_hpc.plan.placement import Site, arranged, crossing
-from raytrain_hpc.plan.staying import staying
+from raytrain_hpc.elastic.rank_assignment import staying
+from raytrain_hpc.elastic.state_partition import parts
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.placement import Site, arranged, crossing
 
 SENT = {"tp": 100.0, "pp": 3.0, "dp_shard": 10.0}
 

@@ -7,8 +7,18 @@ from dataclasses import replace
 import pytest
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.plan.blame import Call, blame, pending
-from raytrain_hpc.plan.watch import Kind, Limits, Signs, Suspect, deadlocked, limits, lost_nodes, stragglers, suspects
+from raytrain_hpc.elastic.fault_attribution import Call, blame, pending
+from raytrain_hpc.elastic.watchdog import (
+    Kind,
+    Limits,
+    Signs,
+    Suspect,
+    deadlocked,
+    limits,
+    lost_nodes,
+    stragglers,
+    suspects,
+)
 
 WELL = Signs(0, True, False, 0.05, 0.1, "training", 12, 0.2)
 BOUNDS = Limits(0.6, 1.0, 300.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.plan.watch import Signs
+from raytrain_hpc.elastic.watchdog import Signs
 from raytrain_hpc.worker.heartbeat import Pulse
 
 WORKER = """

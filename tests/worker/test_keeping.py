@@ -14,8 +14,8 @@ import torch
 
 from raytrain_hpc.checkpoint.shared import Opening
 from raytrain_hpc.checkpoint.snapshot import Snapshots
-from raytrain_hpc.plan.parts import buddies, parts
-from raytrain_hpc.plan.placement import Site
+from raytrain_hpc.elastic.state_partition import buddies, parts
+from raytrain_hpc.planner.placement import Site
 from raytrain_hpc.state.index import StateIndex
 from raytrain_hpc.worker.buddies import Buddies
 from raytrain_hpc.worker.telling import Told

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc.plan.pace import UnevenBatching
+from raytrain_hpc.elastic.load_balancing import UnevenBatching
 from tests.pool import RankFailed, WarmPool, small, spec_of, steps_of
 
 WORDS = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic"]

@@ -10,14 +10,14 @@ from typing import Any
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.plan.activations import Recompute
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.cost import Cost, CostModel
-from raytrain_hpc.plan.footprint import Footprint, MemoryModel
-from raytrain_hpc.plan.freedom import Free
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.layout import Batching, Layout, check_shape, resolve_batching, resolve_layout
-from raytrain_hpc.plan.work import Choice, Offload, work_of
+from raytrain_hpc.planner.activation_memory import Recompute
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.cost_model import Cost, CostModel
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.layout import Batching, Layout, check_shape, resolve_batching, resolve_layout
+from raytrain_hpc.planner.memory_model import Footprint, MemoryModel
+from raytrain_hpc.planner.search_space import Free
+from raytrain_hpc.planner.workload import Choice, Offload, work_of
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # in the order in which they are tried
 _OFFLOAD: tuple[Offload, ...] = ("none", "cpu")

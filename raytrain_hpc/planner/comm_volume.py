@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.plan.layout import FOLDED, Batching, Layout
-from raytrain_hpc.plan.memory import parameters_of_rank
-from raytrain_hpc.plan.work import Work
+from raytrain_hpc.planner.layout import FOLDED, Batching, Layout
+from raytrain_hpc.planner.model_state_memory import parameters_of_rank
+from raytrain_hpc.planner.workload import Work
 
 TENSOR_EXCHANGES = 4  # a layer and pass: gathered before two products, scattered after two
 EXPERT_EXCHANGES = 4  # a layer: rows go to their experts and come back, in both passes

@@ -8,11 +8,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.elastic.rank_assignment import staying
+from raytrain_hpc.elastic.state_partition import State, newest_step, parts
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.plan.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
-from raytrain_hpc.plan.parts import State, newest_step, parts
-from raytrain_hpc.plan.placement import Site, arranged, without_spares
-from raytrain_hpc.plan.staying import staying
+from raytrain_hpc.planner.layout import Batching, Layout, model_ranks, resolve_batching, resolve_layout
+from raytrain_hpc.planner.placement import Site, arranged, without_spares
 
 
 @dataclass(frozen=True)

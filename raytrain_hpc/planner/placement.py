@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.plan.layout import AXES, Layout
-from raytrain_hpc.plan.topology import Node, Topology
+from raytrain_hpc.planner.layout import AXES, Layout
+from raytrain_hpc.planner.topology import Node, Topology
 
 _MOVABLE = ("pp", "dp_replicate", "dp_shard")  # tp and cp, on whose exchanges every layer waits, stay innermost
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_hpc.config.schema import AUTO, PLANNED, Config
-from raytrain_hpc.plan.work import Choice
+from raytrain_hpc.planner.workload import Choice
 
 # Key, without its section -> values to choose from; None: all that are of use.
 Free = Mapping[str, Sequence[Any] | None]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.planner import Estimate
-from raytrain_hpc.plan.work import Work
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.search import Estimate
+from raytrain_hpc.planner.workload import Work
 
 _WHERE = {
     "compute": "arithmetic and memory",

@@ -7,8 +7,8 @@ from typing import Literal
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.activations import Recompute
-from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.planner.activation_memory import Recompute
+from raytrain_hpc.planner.layout import Batching, Layout
 
 Offload = Literal["none", "cpu", "disk"]
 

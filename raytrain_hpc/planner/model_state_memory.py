@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raytrain_hpc.config.model_spec import ModelShape
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.stages import split_layers
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.stage_split import split_layers
 
 
 @dataclass(frozen=True)

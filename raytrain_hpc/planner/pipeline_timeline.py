@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from raytrain_hpc.plan.pipeline import Action, Order
+from raytrain_hpc.planner.pipeline_schedule import Action, Order
 
 _COLOURS = {"F": "#4c78a8", "B": "#e45756", "I": "#e45756", "W": "#54a24b"}
 _ROW, _WIDTH, _LEFT = 28, 1200, 64

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from raytrain_hpc.plan import traffic
-from raytrain_hpc.plan.activations import Recompute, layer_bytes_per_token
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.flops import flops_per_token
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.memory import RankParameters, most
-from raytrain_hpc.plan.pipeline import Action, Name, Schedule
-from raytrain_hpc.plan.shares import Shares
-from raytrain_hpc.plan.timeline import simulate
-from raytrain_hpc.plan.work import Choice, Work
+from raytrain_hpc.planner import comm_volume
+from raytrain_hpc.planner.activation_memory import Recompute, layer_bytes_per_token
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.flops import flops_per_token
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.model_state_memory import RankParameters, most
+from raytrain_hpc.planner.pipeline_schedule import Action, Name, Schedule
+from raytrain_hpc.planner.pipeline_timeline import simulate
+from raytrain_hpc.planner.stage_cache import Shares
+from raytrain_hpc.planner.workload import Choice, Work
 
 _ATTENTION = 0.7  # of what matrix products reach, by fused attention
 _NARROW = 50.0  # width at which a product reaches half of what large ones do: its tiles do not fill the device
@@ -94,7 +94,7 @@ class CostModel:
         gap = _gap(layout, turns) * sum(part.total for part in parts) / len(parts)
         sent = 0.0
         if layout.pp > 1:
-            size = traffic.of_stage(work, choice.batching.size * work.seq_len / layout.cp, layout.tp)
+            size = comm_volume.of_stage(work, choice.batching.size * work.seq_len / layout.cp, layout.tp)
             one = 2 * layout.pipeline.per_rank * machine.transfer_s(size, across=machine.nodes > 1)
             sent = one * (turns * (1 - self._calibration.exchanges_hidden) + layout.pp - 1)
         added = (own.dense + own.experts) * 2 * work.state_width / (machine.device.memory_gbs * 1e9)
@@ -191,9 +191,9 @@ class CostModel:
 
     def _tensor_s(self, tokens: float, tp: int, *, again: bool) -> float:
         """Exchanges of the residual stream, in both passes and where the forward one is done again."""
-        sent = traffic.of_tensor(self._work, tokens, tp)
+        sent = comm_volume.of_tensor(self._work, tokens, tp)
         one = self._machine.collective_s("gather", sent, tp, min(tp, self._machine.per_node))
-        return traffic.TENSOR_EXCHANGES * (3 if again else 2) * one
+        return comm_volume.TENSOR_EXCHANGES * (3 if again else 2) * one
 
     def _context_s(self, size: int, tp: int, cp: int, ulysses: int) -> float:
         """Ulysses: two exchanges a pass of queries, keys, values and results. Ring: keys and values once around, and in
@@ -201,17 +201,17 @@ class CostModel:
         tokens, ring = size * self._work.seq_len / cp, cp // ulysses
         a_node, seconds = max(1, self._machine.per_node // tp), 0.0
         if ulysses > 1:
-            sent = traffic.of_ulysses(self._work, tokens, tp, ulysses)
+            sent = comm_volume.of_ulysses(self._work, tokens, tp, ulysses)
             seconds += 2 * self._machine.collective_s("gather", sent, ulysses, min(ulysses, a_node))
         if ring > 1:
-            sent = traffic.of_ring(self._work, tokens, tp)
+            sent = comm_volume.of_ring(self._work, tokens, tp)
             seconds += 3 * (ring - 1) * self._machine.transfer_s(sent, across=cp > a_node)
         return seconds
 
     def _experts_s(self, tokens: float, tp: int, ep: int) -> float:
         """Rows go to their experts and come back, in both passes."""
-        sent, a_node = traffic.of_experts(self._work, tokens, tp, ep), max(1, min(ep, self._machine.per_node // tp))
-        return traffic.EXPERT_EXCHANGES * self._machine.collective_s("gather", sent, ep, a_node)
+        sent, a_node = comm_volume.of_experts(self._work, tokens, tp, ep), max(1, min(ep, self._machine.per_node // tp))
+        return comm_volume.EXPERT_EXCHANGES * self._machine.collective_s("gather", sent, ep, a_node)
 
     def _data_parallel(self, choice: Choice, own: RankParameters, part: _Pass) -> float:
         """What gradients and weights of data-parallel ranks take beyond what is hidden."""

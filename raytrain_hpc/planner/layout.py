@@ -9,7 +9,7 @@ from math import prod
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.plan.pipeline import Name, Schedule
+from raytrain_hpc.planner.pipeline_schedule import Name, Schedule
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: the last axis has neighbouring ranks
 FOLDED = ("cp", "dp_shard", "dp_replicate")  # the axes that experts are shared out over, innermost first

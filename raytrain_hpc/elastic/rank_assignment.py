@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from raytrain_hpc.plan.placement import Site
+from raytrain_hpc.planner.placement import Site
 
 
 def staying(

@@ -12,9 +12,9 @@ from typing import Any
 
 from raytrain_hpc.cache_dir import default_cache
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.fitting import Reach, fits
-from raytrain_hpc.plan.hardware import LINKS, Link
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.hardware import LINKS, Link
+from raytrain_hpc.planner.link_fit import Reach, fits
 
 _LINKS, _CALIBRATIONS = "links.json", "calibration.json"  # in the cache
 _LEAST_LATENCY_S = 1e-7  # a fit may come out at none

@@ -7,18 +7,18 @@ from typing import Any
 
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.plan.calibration import Calibration
-from raytrain_hpc.plan.explain import described, remedies, verdict
-from raytrain_hpc.plan.flops import CAUSAL_CONVENTION, flops_per_token
-from raytrain_hpc.plan.freedom import free_keys
-from raytrain_hpc.plan.goodput import COPY_BYTES_PER_S, goodput
-from raytrain_hpc.plan.hardware import Machine
-from raytrain_hpc.plan.memory import parameters_of_rank, state_bytes
-from raytrain_hpc.plan.placement import Site, arranged
-from raytrain_hpc.plan.placement import described as where
-from raytrain_hpc.plan.planner import rank
-from raytrain_hpc.plan.traffic import by_axis
-from raytrain_hpc.plan.work import Choice, Work, work_of
+from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.comm_volume import by_axis
+from raytrain_hpc.planner.explain import described, remedies, verdict
+from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, flops_per_token
+from raytrain_hpc.planner.goodput import COPY_BYTES_PER_S, goodput
+from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
+from raytrain_hpc.planner.placement import Site, arranged
+from raytrain_hpc.planner.placement import described as where
+from raytrain_hpc.planner.search import rank
+from raytrain_hpc.planner.search_space import free_keys
+from raytrain_hpc.planner.workload import Choice, Work, work_of
 
 
 def make_plan(

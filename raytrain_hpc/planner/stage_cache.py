@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.memory import RankParameters, parameters_by_stage
-from raytrain_hpc.plan.pipeline import Name
-from raytrain_hpc.plan.stages import split_layers
-from raytrain_hpc.plan.work import Work
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.model_state_memory import RankParameters, parameters_by_stage
+from raytrain_hpc.planner.pipeline_schedule import Name
+from raytrain_hpc.planner.stage_split import split_layers
+from raytrain_hpc.planner.workload import Work
 
 
 class Shares:

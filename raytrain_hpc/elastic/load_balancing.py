@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_hpc.plan.layout import Batching, Layout
+from raytrain_hpc.planner.layout import Batching, Layout
 
 
 @dataclass(frozen=True)

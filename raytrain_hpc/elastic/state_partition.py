@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from raytrain_hpc.plan.layout import Layout
-from raytrain_hpc.plan.placement import Site
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.placement import Site
 
 
 @dataclass(frozen=True, order=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from raytrain_hpc.config.model_spec import VOCABULARY_TILE
-from raytrain_hpc.plan.activations import Recompute, layer_bytes_per_token
-from raytrain_hpc.plan.hardware import Device
-from raytrain_hpc.plan.memory import RankParameters
-from raytrain_hpc.plan.pipeline import Schedule
-from raytrain_hpc.plan.shares import Shares
-from raytrain_hpc.plan.timeline import most_in_flight
-from raytrain_hpc.plan.work import Choice, Work
+from raytrain_hpc.planner.activation_memory import Recompute, layer_bytes_per_token
+from raytrain_hpc.planner.hardware import Device
+from raytrain_hpc.planner.model_state_memory import RankParameters
+from raytrain_hpc.planner.pipeline_schedule import Schedule
+from raytrain_hpc.planner.pipeline_timeline import most_in_flight
+from raytrain_hpc.planner.stage_cache import Shares
+from raytrain_hpc.planner.workload import Choice, Work
 
 _FRAGMENTATION = 0.12  # of what is allocated, by which a device's caching allocator holds more
 
