@@ -142,9 +142,9 @@ def fingerprint(directory: Path) -> str:
     """
     from raytrain_hpc.checkpoint.shard import read_pieces
     from raytrain_hpc.checkpoint.store import CheckpointStore
-    from raytrain_hpc.state.aside import Aside
-    from raytrain_hpc.state.holding import digest
-    from raytrain_hpc.state.index import Box, StateIndex
+    from raytrain_hpc.state.host_buffer import Aside
+    from raytrain_hpc.state.shard_index import Box, StateIndex
+    from raytrain_hpc.state.sharded_state import digest
 
     last = {line["step"]: line for line in _lines(directory / "metrics.jsonl")}
     curve = [(step, last[step]["train/loss"], last[step]["train/grad_norm"]) for step in sorted(last)]

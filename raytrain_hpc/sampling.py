@@ -16,7 +16,7 @@ from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
-from raytrain_hpc.state.holding import Held, Holding
+from raytrain_hpc.state.sharded_state import Held, Holding
 
 
 def generate(

@@ -21,7 +21,7 @@ TIMEOUT_S = 120
 _IMPORTED = [
     "raytrain_hpc.worker.running",
     "raytrain_hpc.parallel.shard",
-    "raytrain_hpc.state.sharded",
+    "raytrain_hpc.state.dtensor",
     "torch._dynamo",
 ]
 

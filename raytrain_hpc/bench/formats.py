@@ -20,7 +20,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.initial import initialise
-from raytrain_hpc.state.holding import Held, Holding
+from raytrain_hpc.state.sharded_state import Held, Holding
 
 State = dict[str, Any]  # name -> tensor
 Timings = dict[str, tuple[list[float], list[float]]]  # milliseconds of the platform and of the peer, each round

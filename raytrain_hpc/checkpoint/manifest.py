@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
-from raytrain_hpc.state.index import Box, StateIndex, TensorSlices
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
 
 MANIFEST = "manifest.json"
 FORMAT = "raytrain-hpc-1"

@@ -6,8 +6,8 @@ import torch
 
 from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
 from raytrain_hpc.checkpoint.shard import read_pieces
-from raytrain_hpc.state.holding import TORCH_DTYPES, Held, Holding
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import TORCH_DTYPES, Held, Holding
 
 
 def read_merged(checkpoint: Checkpoint, destination: Holding) -> None:

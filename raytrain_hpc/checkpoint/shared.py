@@ -19,9 +19,9 @@ from uuid import uuid4
 import torch
 
 from raytrain_hpc.checkpoint.snapshot import LastSteps, Slot, step_of
-from raytrain_hpc.state.aside import Aside, block_bytes, laid_out
-from raytrain_hpc.state.holding import Holding
-from raytrain_hpc.state.index import StateIndex
+from raytrain_hpc.state.host_buffer import Aside, block_bytes, laid_out
+from raytrain_hpc.state.shard_index import StateIndex
+from raytrain_hpc.state.sharded_state import Holding
 
 _HEAD = mmap.PAGESIZE
 

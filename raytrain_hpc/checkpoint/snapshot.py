@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from raytrain_hpc.state.aside import Aside
-from raytrain_hpc.state.holding import Holding
-from raytrain_hpc.state.index import StateIndex
+from raytrain_hpc.state.host_buffer import Aside
+from raytrain_hpc.state.shard_index import StateIndex
+from raytrain_hpc.state.sharded_state import Holding
 
 _NONE = -1
 

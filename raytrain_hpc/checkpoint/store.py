@@ -30,7 +30,7 @@ from raytrain_hpc.checkpoint.manifest import (
     read_manifest,
 )
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
-from raytrain_hpc.state.index import Box, StateIndex, TensorSlices, missing
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, missing
 
 _PUBLISHED = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"\.replaced-(step-\d+)")

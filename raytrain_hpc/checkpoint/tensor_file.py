@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raytrain_hpc.state.index import ITEM_BYTES
+from raytrain_hpc.state.shard_index import ITEM_BYTES
 
 _FORMAT_DTYPES = {
     "float64": "F64",

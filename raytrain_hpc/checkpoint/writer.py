@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.shard import write_shard
-from raytrain_hpc.state.aside import Aside
-from raytrain_hpc.state.holding import Held
+from raytrain_hpc.state.host_buffer import Aside
+from raytrain_hpc.state.sharded_state import Held
 
 
 class CheckpointWriter:

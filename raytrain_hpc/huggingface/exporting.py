@@ -23,8 +23,8 @@ from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import Family, config_of, family_of
 from raytrain_hpc.huggingface.twins import Twin, twins_of
-from raytrain_hpc.state.holding import TORCH_DTYPES, Held, Holding
-from raytrain_hpc.state.index import ITEM_BYTES
+from raytrain_hpc.state.shard_index import ITEM_BYTES
+from raytrain_hpc.state.sharded_state import TORCH_DTYPES, Held, Holding
 
 SHARD_BYTES = 4 << 30
 DTYPES = ("float32", "bfloat16", "float16", "float64")

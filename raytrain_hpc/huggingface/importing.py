@@ -27,7 +27,7 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import positions_of, shape_of
 from raytrain_hpc.huggingface.twins import IGNORED_ENDS, Twin, twins_of
-from raytrain_hpc.state.index import TensorSlices
+from raytrain_hpc.state.shard_index import TensorSlices
 
 SHARD_BYTES = 1 << 30
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.huggingface.families import family_of
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
 
 # What files also hold: masks and frequencies that old versions stored as buffers.
 IGNORED_ENDS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")

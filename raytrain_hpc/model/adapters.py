@@ -14,7 +14,7 @@ from torch import nn
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.state.cut import Cut
+from raytrain_hpc.state.shard_spec import Cut
 
 TARGETS = ("qkv", "out", "gate", "up", "down")
 MARK = ".lora_"  # in the names of what is trained

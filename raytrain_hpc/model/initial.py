@@ -10,7 +10,7 @@ from torch import Tensor
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.state.rng import seed_for
+from raytrain_hpc.state.keyed_rng import seed_for
 
 _RESIDUAL = ("attention.out.weight", "down.weight", "experts.down")
 _TABLES = ("embedding.weight", "positions.weight", "head.weight")

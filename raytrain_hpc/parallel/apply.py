@@ -30,7 +30,7 @@ from raytrain_hpc.parallel.sums import sum_over_ranks, sum_two_copies
 from raytrain_hpc.parallel.tensor import TensorParallel, head_name, share_out
 from raytrain_hpc.parallel.tiled import tile
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.state.cut import Cut
+from raytrain_hpc.state.shard_spec import Cut
 
 
 @dataclass

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.experts import Experts, MixtureOfExperts
 from raytrain_hpc.parallel.axis import Axis
-from raytrain_hpc.state.cut import Cut, Part
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.shard_spec import Cut, Part
 
 
 class Elsewhere:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.parallel.axis import Axis
-from raytrain_hpc.state.holding import local
+from raytrain_hpc.state.sharded_state import local
 
 
 def sum_over_ranks(parameters: Sequence[nn.Parameter], axis: Axis) -> None:

@@ -22,7 +22,7 @@ from raytrain_hpc.model.decoder import Attention, Decoder
 from raytrain_hpc.model.experts import MixtureOfExperts
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.vocabulary import VocabularyEmbedding
-from raytrain_hpc.state.cut import Cut
+from raytrain_hpc.state.shard_spec import Cut
 
 _SEQUENCE = 1  # the dimension of positions in [b, t, ...]
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Decoder, Head
 from raytrain_hpc.parallel.tensor import HeadsOfRank, RowLinear
-from raytrain_hpc.state.cut import Cut
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.shard_spec import Cut
 
 
 class Tiles(nn.ModuleList):

@@ -32,8 +32,8 @@ from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
 from raytrain_hpc.planner.layout import first_rank_of
 from raytrain_hpc.planner.stage_split import split_layers
-from raytrain_hpc.state.holding import Held, Holding, dtype_name, slice_of
-from raytrain_hpc.state.index import Box, StateIndex, first_held
+from raytrain_hpc.state.shard_index import Box, StateIndex, first_held
+from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name, slice_of
 from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance
@@ -242,7 +242,7 @@ def _discard(said: object) -> None:
 def load(config: Config) -> None:
     """Import what such a run needs beyond this module, for a second or more: a generation is not to wait for it."""
     if config.parallel.zero:
-        for name in ("raytrain_hpc.parallel.shard", "raytrain_hpc.state.sharded", "torch._dynamo"):  # FSDP2 loads it
+        for name in ("raytrain_hpc.parallel.shard", "raytrain_hpc.state.dtensor", "torch._dynamo"):  # FSDP2 loads it
             import_module(name)
 
 

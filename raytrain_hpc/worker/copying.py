@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import torch.distributed as dist
 
 from raytrain_hpc.checkpoint.snapshot import Slot, Snapshots
-from raytrain_hpc.state.index import StateIndex
+from raytrain_hpc.state.shard_index import StateIndex
 
 
 class Copying:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.config.schema import InjectConfig
-from raytrain_hpc.state.holding import Holding
+from raytrain_hpc.state.sharded_state import Holding
 
 
 class HasLoss(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytrain_hpc.checkpoint.snapshot import Kept, LastSteps, Snapshots
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.state.holding import Holding
+from raytrain_hpc.state.sharded_state import Holding
 from raytrain_hpc.worker.copying import Copying
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.state.holding import Held, Holding
+from raytrain_hpc.state.sharded_state import Held, Holding
 
 _PLAIN_BYTES = 1 << 18  # for what is no tensor: numbers of parameter groups, of the scheduler, of each parameter
 _LEFT_OUT = object()

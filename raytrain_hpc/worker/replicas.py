@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.state.holding import Holding, replicas_that_differ
+from raytrain_hpc.state.sharded_state import Holding, replicas_that_differ
 from raytrain_hpc.worker.groups import Place
 
 

@@ -15,9 +15,9 @@ from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.model.adapters import MARK
-from raytrain_hpc.state.exchange import fill
-from raytrain_hpc.state.holding import Holding
-from raytrain_hpc.state.index import StateIndex, compare, merge
+from raytrain_hpc.state.reshard import fill
+from raytrain_hpc.state.shard_index import StateIndex, compare, merge
+from raytrain_hpc.state.sharded_state import Holding
 from raytrain_hpc.worker.groups import Place
 from raytrain_hpc.worker.spec import WorkerSpec
 from raytrain_hpc.worker.telling import Told

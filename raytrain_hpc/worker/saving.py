@@ -10,8 +10,8 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.checkpoint.writer import CheckpointWriter
 from raytrain_hpc.config.schema import CheckpointConfig
 from raytrain_hpc.errors import CheckpointError
-from raytrain_hpc.state.holding import Held, Holding
-from raytrain_hpc.state.index import StateIndex, assign_writers
+from raytrain_hpc.state.shard_index import StateIndex, assign_writers
+from raytrain_hpc.state.sharded_state import Held, Holding
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.groups import Place
 

@@ -24,7 +24,7 @@ from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError, RunFailed
 from raytrain_hpc.parallel.replicate import Replicated
-from raytrain_hpc.state.holding import Holding
+from raytrain_hpc.state.sharded_state import Holding
 from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.control import Control, Record
 from raytrain_hpc.worker.groups import GenerationFallen, Place, join

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.shard import read_pieces, write_shard
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
-from raytrain_hpc.state.holding import Held, Holding, digest
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import Held, Holding, digest
 
 
 def empty_like(state):

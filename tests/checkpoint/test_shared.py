@@ -13,7 +13,7 @@ import torch
 
 from raytrain_hpc.checkpoint.shared import OpenedSteps, Opening, shared_steps
 from raytrain_hpc.checkpoint.snapshot import Snapshots
-from raytrain_hpc.state.holding import Held, Holding
+from raytrain_hpc.state.sharded_state import Held, Holding
 
 # Takes steps 1 to 4, and is half through the block of step 5 when it says so.
 DYING = """

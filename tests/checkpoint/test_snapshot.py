@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raytrain_hpc.checkpoint.snapshot import Snapshots
-from raytrain_hpc.state.aside import Aside
-from raytrain_hpc.state.holding import Held, Holding
+from raytrain_hpc.state.host_buffer import Aside
+from raytrain_hpc.state.sharded_state import Held, Holding
 
 
 def test_the_last_two_steps_are_held_whole() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from raytrain_hpc.checkpoint import writer as writer_module
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.writer import CheckpointWriter
-from raytrain_hpc.state.holding import Held
+from raytrain_hpc.state.sharded_state import Held
 
 
 @pytest.fixture

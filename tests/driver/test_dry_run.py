@@ -18,7 +18,7 @@ from raytrain_hpc.parallel.apply import parallelise
 from raytrain_hpc.planner.layout import Layout, resolve_layout
 from raytrain_hpc.planner.model_state_memory import parameters_by_stage
 from raytrain_hpc.planner.stage_split import split_layers
-from raytrain_hpc.state.holding import local
+from raytrain_hpc.state.sharded_state import local
 from raytrain_hpc.worker.groups import place_among
 from tests.driver.dry_run import A_NODE, dry_run
 from tests.driver.stage import Play

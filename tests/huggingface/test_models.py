@@ -20,7 +20,7 @@ from raytrain_hpc.huggingface.families import config_of, family_of, shape_of
 from raytrain_hpc.huggingface.twins import twins_of
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.sampling import load_model
-from raytrain_hpc.state.index import StateIndex, TensorSlices, missing
+from raytrain_hpc.state.shard_index import StateIndex, TensorSlices, missing
 from tests.huggingface.families import MODELS, logits_there, random_model
 from tests.shapes import shape_of as shape_of_words
 

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum, rotary_tables, rotate
 from raytrain_hpc.parallel.recompute import recompute
-from raytrain_hpc.state.rng import keyed_dropout, sample_keys
+from raytrain_hpc.state.keyed_rng import keyed_dropout, sample_keys
 from tests.model.reference_decoder import reference_logits
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]]

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from raytrain_hpc.state.rng import fold, keyed_dropout, position_keys, sample_keys, seed_for
+from raytrain_hpc.state.keyed_rng import fold, keyed_dropout, position_keys, sample_keys, seed_for
 
 MASK = (1 << 64) - 1
 

@@ -9,8 +9,8 @@ import torch
 from raytrain_hpc.checkpoint.manifest import read_manifest
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.state.holding import Held, Holding
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import Held, Holding
 from tests.pool import WarmPool, small, steps_of
 
 GPT2 = ["model.norm=layernorm", "model.activation=gelu", "model.positions=learned", "model.bias=true"]

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.errors import StateLost
-from raytrain_hpc.state import exchange
-from raytrain_hpc.state.exchange import fill
-from raytrain_hpc.state.holding import Held, Holding, dtype_name
-from raytrain_hpc.state.index import Box, StateIndex, TensorSlices, route
+from raytrain_hpc.state import reshard
+from raytrain_hpc.state.reshard import fill
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, route
+from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name
 from raytrain_hpc.worker.groups import leave
 from raytrain_hpc.worker.meeting import Rendezvous
 
@@ -89,7 +89,7 @@ def joined(rank: int, meeting: Rendezvous) -> None:
 def moved(rank: int, meeting: Rendezvous, name: str, round_bytes: int) -> tuple[bool, int]:
     offers, wanted = CASES[name]
     joined(rank, meeting)
-    exchange.ROUND_BYTES = round_bytes
+    reshard.ROUND_BYTES = round_bytes
     try:
         got = holding(wanted[rank], empty=True)
         received = fill(got, holding(offers[rank]), dist.group.WORLD, torch.device("cpu"))

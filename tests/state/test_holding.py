@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from raytrain_hpc.state.holding import Held, Holding, copy_pieces, digest, fingerprint, slice_of
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import Held, Holding, copy_pieces, digest, fingerprint, slice_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from raytrain_hpc.state.holding import Held, Holding, broadcast, digest, replicas_that_differ, slice_of
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import Held, Holding, broadcast, digest, replicas_that_differ, slice_of
 from tests.pool import forked
 
 RANKS = 4

@@ -7,7 +7,16 @@ import json
 import numpy as np
 import pytest
 
-from raytrain_hpc.state.index import Box, StateIndex, TensorSlices, assign_writers, compare, intersect, merge, missing
+from raytrain_hpc.state.shard_index import (
+    Box,
+    StateIndex,
+    TensorSlices,
+    assign_writers,
+    compare,
+    intersect,
+    merge,
+    missing,
+)
 
 
 def random_shape(rng, ndim):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from raytrain_hpc.driver.agent import Agent
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.state.index import StateIndex
+from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.groups import join, leave
 from raytrain_hpc.worker.telling import tell

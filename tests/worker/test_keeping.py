@@ -16,7 +16,7 @@ from raytrain_hpc.checkpoint.shared import Opening
 from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.elastic.state_partition import buddies, parts
 from raytrain_hpc.planner.placement import Site
-from raytrain_hpc.state.index import StateIndex
+from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.worker.buddies import Buddies
 from raytrain_hpc.worker.telling import Told
 from tests.pool import WarmPool, small, spec_of, steps_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.state.holding import copy_pieces
+from raytrain_hpc.state.sharded_state import copy_pieces
 from raytrain_hpc.worker.owned import Owned
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.state.index import ITEM_BYTES, Box, StateIndex, TensorSlices, intersect
+from raytrain_hpc.state.shard_index import ITEM_BYTES, Box, StateIndex, TensorSlices, intersect
 
 BUCKET_BYTES = 25 * 2**20
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -112,7 +112,7 @@ def slice_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
     shape = tuple(tensor.shape)
     if not hasattr(tensor, "placements"):
         return shape, Box.whole(shape), tensor.detach()
-    from raytrain_hpc.state.sharded import slice_of_dtensor  # 40 MiB that a rank without shards does not pay
+    from raytrain_hpc.state.dtensor import slice_of_dtensor  # 40 MiB that a rank without shards does not pay
 
     return slice_of_dtensor(tensor)
 

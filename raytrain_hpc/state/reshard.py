@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.errors import StateLost
-from raytrain_hpc.state.holding import Holding
-from raytrain_hpc.state.index import ITEM_BYTES, Piece, StateIndex, route
+from raytrain_hpc.state.shard_index import ITEM_BYTES, Piece, StateIndex, route
+from raytrain_hpc.state.sharded_state import Holding
 
 ROUND_BYTES = 256 << 20  # that all ranks together move in one exchange: bounds the copies that are made for it
 

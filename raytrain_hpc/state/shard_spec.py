@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
 
 
 @dataclass(frozen=True, slots=True)

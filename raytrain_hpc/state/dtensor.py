@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from raytrain_hpc.state.index import Box
+from raytrain_hpc.state.shard_index import Box
 
 
 def slice_of_dtensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from raytrain_hpc.state.holding import TORCH_DTYPES, Held, Holding
-from raytrain_hpc.state.index import ITEM_BYTES, Box, StateIndex, TensorSlices
+from raytrain_hpc.state.shard_index import ITEM_BYTES, Box, StateIndex, TensorSlices
+from raytrain_hpc.state.sharded_state import TORCH_DTYPES, Held, Holding
 
 _ALIGNED = 64  # bytes: where any dtype may begin
 
