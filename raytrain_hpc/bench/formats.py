@@ -19,7 +19,7 @@ from raytrain_hpc.checkpoint.shard import read_pieces, write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.initial import initialise
+from raytrain_hpc.model.param_init import initialise
 from raytrain_hpc.state.sharded_state import Held, Holding
 
 State = dict[str, Any]  # name -> tensor

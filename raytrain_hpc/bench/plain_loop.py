@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.initial import initialise
+from raytrain_hpc.model.param_init import initialise
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.config.model_spec import VOCABULARY_TILE, ModelShape
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.model.experts import MixtureOfExperts
+from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.state.keyed_rng import fold, keyed_dropout
 
 IGNORED = -100  # a target that is no part of the loss

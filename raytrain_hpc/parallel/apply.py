@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.model.adapters import Adapters, adapt
 from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.model.lora import Adapters, adapt
 from raytrain_hpc.parallel.axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.blocks import blocks_of
 from raytrain_hpc.parallel.canonical import Canonical, CanonicalReplicas

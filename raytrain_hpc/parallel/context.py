@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention, same_document
-from raytrain_hpc.model.experts import Router
+from raytrain_hpc.model.moe import Router
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.blockwise import Sight, attend, attend_backward, combine
 from raytrain_hpc.parallel.collectives import wait

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.model.experts import Experts, grouped_linear
+from raytrain_hpc.model.moe import Experts, grouped_linear
 
 Later = Callable[[], None]
 

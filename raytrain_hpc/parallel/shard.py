@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config.schema import ParallelConfig
-from raytrain_hpc.model.experts import Experts
+from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.canonical import Canonical, CanonicalReduceScatter, Turn
 from raytrain_hpc.parallel.quantised import QuantisedAllGather, QuantisedReduceScatter, Sent
 from raytrain_hpc.parallel.tiled import Tiles

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.model.decoder import Attention, Decoder
-from raytrain_hpc.model.experts import MixtureOfExperts
+from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.parallel.axis import Axis
 from raytrain_hpc.parallel.vocabulary import VocabularyEmbedding
 from raytrain_hpc.state.shard_spec import Cut

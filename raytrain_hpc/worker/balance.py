@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raytrain_hpc.model.experts import Router
+from raytrain_hpc.model.moe import Router
 
 
 class Balance:

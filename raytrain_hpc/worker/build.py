@@ -23,8 +23,8 @@ from raytrain_hpc.data.packing import packing_of
 from raytrain_hpc.data.stream import Stream
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import parts
-from raytrain_hpc.model.adapters import MARK
 from raytrain_hpc.model.decoder import loss_sum
+from raytrain_hpc.model.lora import MARK
 from raytrain_hpc.observe.profiling import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
 from raytrain_hpc.parallel.canonical import canonical_shares

@@ -14,7 +14,7 @@ from raytrain_hpc.checkpoint.merged import read_merged
 from raytrain_hpc.checkpoint.shard import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, RunFailed
-from raytrain_hpc.model.adapters import MARK
+from raytrain_hpc.model.lora import MARK
 from raytrain_hpc.state.reshard import fill
 from raytrain_hpc.state.shard_index import StateIndex, compare, merge
 from raytrain_hpc.state.sharded_state import Holding

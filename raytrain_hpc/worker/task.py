@@ -14,7 +14,7 @@ from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.model.initial import initial_tensor
+from raytrain_hpc.model.param_init import initial_tensor
 from raytrain_hpc.state.keyed_rng import position_keys, sample_keys, seed_for
 
 ModelFactory = Callable[[Config], nn.Module]

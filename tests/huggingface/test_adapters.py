@@ -13,7 +13,7 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import ConfigError, MissingDependency
-from raytrain_hpc.model.initial import initial_tensor
+from raytrain_hpc.model.param_init import initial_tensor
 from raytrain_hpc.sampling import load_model
 from tests.huggingface.families import logits_there, random_model
 from tests.parallel.numbers import whole_state

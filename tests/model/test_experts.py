@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.decoder import Block, loss_sum
-from raytrain_hpc.model.experts import MixtureOfExperts
+from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.worker.balance import Balance
 
 KEYS = {"num_experts": 5, "experts_per_token": 2, "balance_weight": 0.3}

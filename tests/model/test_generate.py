@@ -4,7 +4,7 @@ import torch
 from raytrain_hpc.errors import ConfigError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate
-from raytrain_hpc.model.initial import initialise
+from raytrain_hpc.model.param_init import initialise
 
 
 class Fixed:

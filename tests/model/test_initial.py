@@ -5,7 +5,7 @@ import torch
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.initial import initial_tensor, initialise
+from raytrain_hpc.model.param_init import initial_tensor, initialise
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.model.initial import initialise
+from raytrain_hpc.model.param_init import initialise
 from tests.parallel.numbers import LLAMA
 from tests.pool import WarmPool, small
 

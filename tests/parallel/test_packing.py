@@ -12,7 +12,7 @@ from raytrain_hpc.data.sources import open_dataset
 from raytrain_hpc.data.stream import open_stream
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.model.initial import initialise
+from raytrain_hpc.model.param_init import initialise
 from tests.data.written import write_dataset
 from tests.parallel.numbers import GPT2, LLAMA, run
 from tests.pool import WarmPool, small, steps_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from raytrain_hpc.model.experts import Router
+from raytrain_hpc.model.moe import Router
 from raytrain_hpc.parallel.pipeline import Links
 from tests.parallel.collectives import Collectives
 from tests.pool import WarmPool, small
