@@ -140,7 +140,7 @@ def fingerprint(directory: Path) -> str:
 
     Raises CheckpointError where there is no valid one.
     """
-    from raytrain_hpc.checkpoint.shard import read_pieces
+    from raytrain_hpc.checkpoint.shard_io import read_pieces
     from raytrain_hpc.checkpoint.store import CheckpointStore
     from raytrain_hpc.state.host_buffer import Aside
     from raytrain_hpc.state.shard_index import Box, StateIndex

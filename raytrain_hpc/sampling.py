@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from raytrain_hpc.checkpoint.merged import read_merged
+from raytrain_hpc.checkpoint.merge_lora import read_merged
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from raytrain_hpc.bench.arms import scratch
 from raytrain_hpc.bench.cases import MEDIUM, settings
 from raytrain_hpc.checkpoint.manifest import read_manifest, shard_name
-from raytrain_hpc.checkpoint.shard import read_pieces, write_shard
+from raytrain_hpc.checkpoint.shard_io import read_pieces, write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.model.decoder import Decoder

@@ -11,9 +11,9 @@ import torch
 from raytrain_hpc.bench.cases import COMMON
 from raytrain_hpc.bench.in_process import one_worker, the_gpu
 from raytrain_hpc.bench.table import Table
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.worker.keeping import Keeper
 from raytrain_hpc.worker.loop import Trainer
 

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint
-from raytrain_hpc.checkpoint.merged import read_merged
+from raytrain_hpc.checkpoint.merge_lora import read_merged
+from raytrain_hpc.checkpoint.safetensors_writer import Entry, write_tensors
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.checkpoint.tensor_file import Entry, write_tensors
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.data.tokenizer import tokenizer_from_json
 from raytrain_hpc.data.tokenizer_files import tokenizer_files

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raytrain_hpc.checkpoint.manifest import shard_name
-from raytrain_hpc.checkpoint.shard import write_slices
+from raytrain_hpc.checkpoint.shard_io import write_slices
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.loader import Setting, build_config, config_text
 from raytrain_hpc.config.model_spec import ModelShape, settings_of

@@ -40,7 +40,7 @@ class WorkerActor:
         import torch
 
         import raytrain_hpc.worker.running  # noqa: F401  here, where no rank waits for another
-        from raytrain_hpc.checkpoint.snapshot import Snapshots
+        from raytrain_hpc.snapshot.memory_store import Snapshots
         from raytrain_hpc.worker.control import Control
         from raytrain_hpc.worker.heartbeat import Heartbeat
 

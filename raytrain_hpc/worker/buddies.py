@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from raytrain_hpc.checkpoint.shared import OpenedSteps, Opening, shared_steps
-from raytrain_hpc.checkpoint.snapshot import Kept, LastSteps, Snapshots
+from raytrain_hpc.snapshot.memory_store import Kept, LastSteps, Snapshots
+from raytrain_hpc.snapshot.shared_memory import OpenedSteps, Opening, shared_steps
 from raytrain_hpc.worker.copying import Copying
 from raytrain_hpc.worker.groups import host_group
 from raytrain_hpc.worker.keeping import keeps_snapshots

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.delivery import Blocks, DeliveredStream
@@ -32,6 +31,7 @@ from raytrain_hpc.parallel.pipeline import Pipeline
 from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
 from raytrain_hpc.planner.layout import first_rank_of
 from raytrain_hpc.planner.stage_split import split_layers
+from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.shard_index import Box, StateIndex, first_held
 from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name, slice_of
 from raytrain_hpc.worker.abort import Abort

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-from raytrain_hpc.checkpoint.snapshot import Slot, Snapshots
+from raytrain_hpc.snapshot.memory_store import Slot, Snapshots
 from raytrain_hpc.state.shard_index import StateIndex
 
 

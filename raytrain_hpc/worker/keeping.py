@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raytrain_hpc.checkpoint.snapshot import Kept, LastSteps, Snapshots
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.snapshot.memory_store import Kept, LastSteps, Snapshots
 from raytrain_hpc.state.sharded_state import Holding
 from raytrain_hpc.worker.copying import Copying
 

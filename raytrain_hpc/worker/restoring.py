@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
-from raytrain_hpc.checkpoint.merged import read_merged
-from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.merge_lora import read_merged
+from raytrain_hpc.checkpoint.shard_io import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.model.lora import MARK

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.data.delivery import Blocks
+from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.worker.build import build_trainer, set_kernels
 from raytrain_hpc.worker.control import Control
 from raytrain_hpc.worker.loop import Outcome

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from raytrain_hpc.checkpoint.async_writer import CheckpointWriter
 from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.checkpoint.writer import CheckpointWriter
 from raytrain_hpc.config.schema import CheckpointConfig
 from raytrain_hpc.errors import CheckpointError
 from raytrain_hpc.state.shard_index import StateIndex, assign_writers

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError, RunFailed
 from raytrain_hpc.parallel.replicate import Replicated
+from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.sharded_state import Holding
 from raytrain_hpc.worker.abort import Abort
 from raytrain_hpc.worker.control import Control, Record

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from raytrain_hpc.checkpoint.shared import Opening
+from raytrain_hpc.snapshot.shared_memory import Opening
 from raytrain_hpc.state.reshard import read_indexes
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.worker.abort import Connection, between_ranks, connections

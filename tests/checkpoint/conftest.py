@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raytrain_hpc.checkpoint.manifest import shard_name
-from raytrain_hpc.checkpoint.shard import write_shard
+from raytrain_hpc.checkpoint.shard_io import write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.state.shard_index import Box, assign_writers
 from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name

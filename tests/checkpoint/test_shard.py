@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from raytrain_hpc.checkpoint.manifest import shard_name
-from raytrain_hpc.checkpoint.shard import read_pieces, write_shard
+from raytrain_hpc.checkpoint.shard_io import read_pieces, write_shard
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import Held, Holding, digest

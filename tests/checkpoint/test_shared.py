@@ -11,16 +11,16 @@ import sys
 import pytest
 import torch
 
-from raytrain_hpc.checkpoint.shared import OpenedSteps, Opening, shared_steps
-from raytrain_hpc.checkpoint.snapshot import Snapshots
+from raytrain_hpc.snapshot.memory_store import Snapshots
+from raytrain_hpc.snapshot.shared_memory import OpenedSteps, Opening, shared_steps
 from raytrain_hpc.state.sharded_state import Held, Holding
 
 # Takes steps 1 to 4, and is half through the block of step 5 when it says so.
 DYING = """
 import json, sys, time
 import torch
-from raytrain_hpc.checkpoint.shared import shared_steps
-from raytrain_hpc.checkpoint.snapshot import Snapshots
+from raytrain_hpc.snapshot.shared_memory import shared_steps
+from raytrain_hpc.snapshot.memory_store import Snapshots
 from tests.checkpoint.test_shared import state
 
 own, openings = shared_steps()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raytrain_hpc.checkpoint.snapshot import Snapshots
+from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.host_buffer import Aside
 from raytrain_hpc.state.sharded_state import Held, Holding
 

@@ -18,7 +18,7 @@ import torch
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
-from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.shard_io import read_pieces
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError, LeaseLost
 
 

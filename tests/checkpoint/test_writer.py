@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raytrain_hpc.checkpoint import writer as writer_module
+from raytrain_hpc.checkpoint import async_writer as writer_module
+from raytrain_hpc.checkpoint.async_writer import CheckpointWriter
 from raytrain_hpc.checkpoint.manifest import ShardReport
-from raytrain_hpc.checkpoint.writer import CheckpointWriter
 from raytrain_hpc.state.sharded_state import Held
 
 

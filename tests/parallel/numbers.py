@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from raytrain_hpc.checkpoint.manifest import read_manifest
-from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.shard_io import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import Held, Holding

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_hpc.checkpoint.shared import Opening
-from raytrain_hpc.checkpoint.snapshot import Snapshots
 from raytrain_hpc.elastic.state_partition import buddies, parts
 from raytrain_hpc.planner.placement import Site
+from raytrain_hpc.snapshot.memory_store import Snapshots
+from raytrain_hpc.snapshot.shared_memory import Opening
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.worker.buddies import Buddies
 from raytrain_hpc.worker.telling import Told
@@ -29,7 +29,7 @@ def life(number: int, meeting: Any, specs: Sequence[Any], ranks: Sequence[int], 
     """Process `number` as rank ranks[number]; a newcomer holds nothing. Returns (rank, steps, copies, records)."""
     import torch
 
-    from raytrain_hpc.checkpoint.snapshot import Snapshots
+    from raytrain_hpc.snapshot.memory_store import Snapshots
     from raytrain_hpc.worker.build import build_trainer
     from raytrain_hpc.worker.control import Control
 

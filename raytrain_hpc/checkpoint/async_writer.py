@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.checkpoint.shard import write_shard
+from raytrain_hpc.checkpoint.shard_io import write_shard
 from raytrain_hpc.state.host_buffer import Aside
 from raytrain_hpc.state.sharded_state import Held
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
-from raytrain_hpc.checkpoint.shard import read_pieces
+from raytrain_hpc.checkpoint.shard_io import read_pieces
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, Held, Holding
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint, Part, ShardEntry, ShardReport
-from raytrain_hpc.checkpoint.tensor_file import Entry, write_tensors
+from raytrain_hpc.checkpoint.safetensors_writer import Entry, write_tensors
 from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
 from raytrain_hpc.state.shard_index import Piece, TensorSlices, compare, intersect, missing
 from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name

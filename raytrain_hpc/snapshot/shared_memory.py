@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import torch
 
-from raytrain_hpc.checkpoint.snapshot import LastSteps, Slot, step_of
+from raytrain_hpc.snapshot.memory_store import LastSteps, Slot, step_of
 from raytrain_hpc.state.host_buffer import Aside, block_bytes, laid_out
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import Holding

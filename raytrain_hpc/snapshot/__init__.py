@@ -1,0 +1,1 @@
+"""In-memory snapshots of training state: stores of the last steps, shared memory, and replication to peers."""
