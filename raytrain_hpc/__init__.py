@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.api import Run, run_script, start, train
     from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.config.schema import Config
-    from raytrain_hpc.data.prepare import prepare
+    from raytrain_hpc.data.preprocess.prepare import prepare
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.errors import RaytrainError
     from raytrain_hpc.huggingface.exporting import export_model
@@ -28,7 +28,7 @@ _HOMES = {
     "generate": "sampling",
     "import_model": "huggingface.importing",
     "load_config": "config.loader",
-    "prepare": "data.prepare",
+    "prepare": "data.preprocess.prepare",
     "run_script": "api",
     "start": "api",
     "train": "api",

@@ -159,8 +159,8 @@ def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
     """Turn text, JSONL and Parquet (.gz, .zst too) in files, folders and patterns into token shards."""
     from rich.progress import Progress
 
-    from raytrain_hpc.data.inspection import closing_lines
-    from raytrain_hpc.data.prepare import prepare as write_dataset
+    from raytrain_hpc.data.dataset.inspect import closing_lines
+    from raytrain_hpc.data.preprocess.prepare import prepare as write_dataset
 
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("preparing", total=None)
@@ -180,7 +180,7 @@ def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
 @_one_line_errors
 def inspect(directory: str) -> None:
     """Show what a dataset holds: counts, tokenizer, checksums, a decoded sample."""
-    from raytrain_hpc.data.inspection import describe
+    from raytrain_hpc.data.dataset.inspect import describe
 
     click.echo(describe(directory))
 

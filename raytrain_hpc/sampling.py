@@ -11,7 +11,7 @@ import torch
 from raytrain_hpc.checkpoint.merge_lora import read_merged
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelShape
-from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder

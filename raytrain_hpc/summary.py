@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.sources import STDLIB
+from raytrain_hpc.data.dataset.sources import STDLIB
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result

@@ -10,8 +10,8 @@ from raytrain_hpc.bench.plain_loop import Job
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.sources import open_dataset
-from raytrain_hpc.data.stream import open_stream
+from raytrain_hpc.data.dataset.sources import open_dataset
+from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 
 # The end of a run (evaluation, sample) is never part of a figure; a constant rate lets both arms take the same steps.

@@ -16,10 +16,10 @@ from raytrain_hpc.bench.ray_idle import idle_ray
 from raytrain_hpc.bench.readers import Case, bare_gather, loader_rate, local_rate
 from raytrain_hpc.bench.table import Table
 from raytrain_hpc.config.schema import DataConfig
-from raytrain_hpc.data.delivery import BlockPlan
-from raytrain_hpc.data.manifest import MANIFEST, Manifest
-from raytrain_hpc.data.shards import ShardWriter
-from raytrain_hpc.data.stream import StreamRecipe
+from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.dataset.token_shards import ShardWriter
+from raytrain_hpc.data.loader.block_stream import BlockPlan
+from raytrain_hpc.data.loader.stream import StreamRecipe
 
 TOKENS, SHARD_TOKENS, VOCAB = 128 << 20, 32 << 20, 50_257
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 2048, 64, 16

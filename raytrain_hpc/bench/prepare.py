@@ -19,9 +19,9 @@ from raytrain_hpc.bench.arms import say, scratch
 from raytrain_hpc.bench.corpus import write_corpus
 from raytrain_hpc.bench.memory import peak_of
 from raytrain_hpc.bench.table import Table
-from raytrain_hpc.data.executors import cpus
-from raytrain_hpc.data.manifest import Manifest
-from raytrain_hpc.data.prepare import prepare
+from raytrain_hpc.data.dataset.manifest import Manifest
+from raytrain_hpc.data.preprocess.executors import cpus
+from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.ray_address import auth_notice_hidden
 
 SPEED_BYTES, MEMORY_BYTES = 200 << 20, 2 << 30

@@ -9,9 +9,9 @@ from typing import Any
 import ray
 
 from raytrain_hpc.bench.readers import Case
-from raytrain_hpc.data.delivery import BlockPlan, DeliveredStream
-from raytrain_hpc.data.ray_feed import RayBlocks, start_feeder
-from raytrain_hpc.data.stream import StreamRecipe
+from raytrain_hpc.data.loader.block_stream import BlockPlan, DeliveredStream
+from raytrain_hpc.data.loader.ray_loader import RayBlocks, start_feeder
+from raytrain_hpc.data.loader.stream import StreamRecipe
 from raytrain_hpc.errors import RunFailed
 
 _TIMEOUT_S = 120.0

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from raytrain_hpc.data.prefetch import Prefetcher
-from raytrain_hpc.data.stream import Block, LocalStream, StreamRecipe
+from raytrain_hpc.data.loader.prefetch import Prefetcher
+from raytrain_hpc.data.loader.stream import Block, LocalStream, StreamRecipe
 
 WORKERS = 2
 _AHEAD = 32

@@ -15,10 +15,10 @@ from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.data.packing import Padded, packing_of
-from raytrain_hpc.data.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
-from raytrain_hpc.data.storage import is_remote
-from raytrain_hpc.data.stream import DataState, LocalStream, open_stream
+from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
+from raytrain_hpc.data.dataset.storage import is_remote
+from raytrain_hpc.data.loader.packing import Padded, packing_of
+from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.errors import (
     CheckpointError,

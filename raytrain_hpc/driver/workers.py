@@ -207,7 +207,7 @@ class RayWorkers:
         meeting = self._store.meeting(spec.generation)
         self._end_feeder()
         if self._readers and spec.blocks.groups:
-            from raytrain_hpc.data.ray_feed import start_feeder  # not every run needs it
+            from raytrain_hpc.data.loader.ray_loader import start_feeder  # not every run needs it
 
             self._feeder = start_feeder(spec.recipe, spec.blocks)
         sent = ray.put(spec)  # once for all, however many they are

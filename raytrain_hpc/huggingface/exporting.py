@@ -17,8 +17,8 @@ from raytrain_hpc.checkpoint.merge_lora import read_merged
 from raytrain_hpc.checkpoint.safetensors_writer import Entry, write_tensors
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelShape
-from raytrain_hpc.data.tokenizer import tokenizer_from_json
-from raytrain_hpc.data.tokenizer_files import tokenizer_files
+from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
+from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
 from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import Family, config_of, family_of

@@ -21,8 +21,8 @@ from raytrain_hpc.checkpoint.shard_io import write_slices
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.loader import Setting, build_config, config_text
 from raytrain_hpc.config.model_spec import ModelShape, settings_of
-from raytrain_hpc.data.bpe import load_tokenizer
-from raytrain_hpc.data.tokenizer import TokenizerSpec
+from raytrain_hpc.data.tokenizer.base import TokenizerSpec
+from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
 from raytrain_hpc.huggingface.families import positions_of, shape_of

@@ -148,7 +148,7 @@ class WorkerActor:
 
         blocks = None
         if feeder is not None:
-            from raytrain_hpc.data.ray_feed import RayBlocks
+            from raytrain_hpc.data.loader.ray_loader import RayBlocks
 
             blocks = RayBlocks(feeder, spec.blocks, rank)
         runner = runner_of(spec, rank, self._device, meeting, self._control, blocks, self._memory)

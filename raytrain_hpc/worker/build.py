@@ -16,10 +16,10 @@ from torch import nn
 
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.delivery import Blocks, DeliveredStream
-from raytrain_hpc.data.evaluation import EvaluationSet
-from raytrain_hpc.data.packing import packing_of
-from raytrain_hpc.data.stream import Stream
+from raytrain_hpc.data.loader.block_stream import Blocks, DeliveredStream
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
+from raytrain_hpc.data.loader.packing import packing_of
+from raytrain_hpc.data.loader.stream import Stream
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import parts
 from raytrain_hpc.model.decoder import loss_sum

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.config.schema import DataConfig
-from raytrain_hpc.data.packing import IGNORED
-from raytrain_hpc.data.prefetch import Prefetcher
-from raytrain_hpc.data.shards import Ints
-from raytrain_hpc.data.stream import Block, Microbatch, Stream
+from raytrain_hpc.data.dataset.token_shards import Ints
+from raytrain_hpc.data.loader.packing import IGNORED
+from raytrain_hpc.data.loader.prefetch import Prefetcher
+from raytrain_hpc.data.loader.stream import Block, Microbatch, Stream
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.worker.task import Batch

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.evaluation import EvaluationSet
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observe.metrics import COMPARED

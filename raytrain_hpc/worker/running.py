@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from raytrain_hpc.data.delivery import Blocks
+from raytrain_hpc.data.loader.block_stream import Blocks
 from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.worker.build import build_trainer, set_kernels
 from raytrain_hpc.worker.control import Control

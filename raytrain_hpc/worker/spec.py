@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.delivery import BlockPlan
-from raytrain_hpc.data.stream import StreamRecipe
+from raytrain_hpc.data.loader.block_stream import BlockPlan
+from raytrain_hpc.data.loader.stream import StreamRecipe
 from raytrain_hpc.planner.layout import Batching, Layout
 
 if TYPE_CHECKING:

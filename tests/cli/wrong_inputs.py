@@ -203,7 +203,7 @@ class Answer:
 def build_workshop(root: Path) -> None:
     """Everything that the commands trip over."""
     from raytrain_hpc.checkpoint.lease import Lease
-    from raytrain_hpc.data.prepare import prepare
+    from raytrain_hpc.data.preprocess.prepare import prepare
 
     text = "the quick brown fox jumps over the lazy dog. " * 40
     (root / "text.txt").write_text(text)

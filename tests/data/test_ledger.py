@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.delivery import BlockPlan, DeliveredStream
-from raytrain_hpc.data.prefetch import Prefetcher
-from raytrain_hpc.data.shards import TokenArray
-from raytrain_hpc.data.stream import LocalStream, Microbatch, StreamRecipe
+from raytrain_hpc.data.dataset.token_shards import TokenArray
+from raytrain_hpc.data.loader.block_stream import BlockPlan, DeliveredStream
+from raytrain_hpc.data.loader.prefetch import Prefetcher
+from raytrain_hpc.data.loader.stream import LocalStream, Microbatch, StreamRecipe
 from tests.data.tokens import VOCAB, write
 
 T, BATCH, MICRO = 4, 120, 10
@@ -126,7 +126,7 @@ def until(condition, seconds: float = 60) -> None:
 def test_readers_on_ray_give_the_same_bytes_and_may_be_killed(ray_cluster, recipe, stream, single) -> None:
     import ray
 
-    from raytrain_hpc.data.ray_feed import Feeder, RayBlocks
+    from raytrain_hpc.data.loader.ray_loader import Feeder, RayBlocks
 
     # Two generations: the first one's readers are up and killed, those of the last one come up in the middle.
     plans = [BlockPlan(s.start, STEPS, 4, shares(world), tuple(range(world))) for world, s in SEGMENTS]
@@ -159,7 +159,7 @@ def test_readers_on_ray_give_the_same_bytes_and_may_be_killed(ray_cluster, recip
 def test_seeking_is_free(stream: LocalStream, monkeypatch: pytest.MonkeyPatch) -> None:
     """A microbatch of step 10**9 takes the reads, and calls of the order, of one of step 1."""
     counts: dict[int, list[int]] = {}
-    from raytrain_hpc.data.order import Permutation
+    from raytrain_hpc.data.loader.sampler import Permutation
 
     read, permute = TokenArray.read, Permutation._network
     calls = []

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from raytrain_hpc.data.inspection import describe
-from raytrain_hpc.data.manifest import load_manifest, verify
-from raytrain_hpc.data.prepare import prepare
+from raytrain_hpc.data.dataset.inspect import describe
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify
+from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
 

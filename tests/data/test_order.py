@@ -4,7 +4,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from raytrain_hpc.data.order import (
+from raytrain_hpc.data.loader.sampler import (
     BLOCK,
     Mixture,
     Order,

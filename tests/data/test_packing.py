@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, StageConfig
-from raytrain_hpc.data.evaluation import EvaluationSet
-from raytrain_hpc.data.manifest import Manifest
-from raytrain_hpc.data.packing import IGNORED, packing_of
-from raytrain_hpc.data.shards import ShardWriter, TokenArray
-from raytrain_hpc.data.sources import Dataset
-from raytrain_hpc.data.stream import open_stream
+from raytrain_hpc.data.dataset.manifest import Manifest
+from raytrain_hpc.data.dataset.sources import Dataset
+from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
+from raytrain_hpc.data.loader.packing import IGNORED, packing_of
+from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.errors import DataError
 
 SIZES = [5, 1, 40, 17, 16, 3, 90, 2, 31]  # of documents: shorter and longer than a sample, and across shards

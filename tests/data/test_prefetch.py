@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from raytrain_hpc.data.prefetch import Prefetcher
+from raytrain_hpc.data.loader.prefetch import Prefetcher
 from raytrain_hpc.errors import DataError
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import raytrain_hpc.data.chunks as chunks_module
-import raytrain_hpc.data.pieces as pieces_module
-from raytrain_hpc.data.assembly import split_sizes
-from raytrain_hpc.data.inspection import describe, summary
-from raytrain_hpc.data.manifest import load_manifest, verify
-from raytrain_hpc.data.prepare import prepare
-from raytrain_hpc.data.shards import ShardWriter, TokenArray
-from raytrain_hpc.data.tokenizer import tokenizer_from_json
+import raytrain_hpc.data.preprocess.chunks as chunks_module
+import raytrain_hpc.data.preprocess.partition as pieces_module
+from raytrain_hpc.data.dataset.inspect import describe, summary
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify
+from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray
+from raytrain_hpc.data.preprocess.assemble import split_sizes
+from raytrain_hpc.data.preprocess.prepare import prepare
+from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
 TEXT = "Ein Fluß, 中文 und 😀.\r\nNeue Zeile\n" * 40

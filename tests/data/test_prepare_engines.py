@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-import raytrain_hpc.data.chunks as chunks_module
-import raytrain_hpc.data.pieces as pieces_module
-from raytrain_hpc.data.executors import ProcessPool, ThisProcess, WorkersLost
-from raytrain_hpc.data.manifest import load_manifest, verify
-from raytrain_hpc.data.prepare import prepare
-from raytrain_hpc.data.tokenizer import tokenizer_from_json
+import raytrain_hpc.data.preprocess.chunks as chunks_module
+import raytrain_hpc.data.preprocess.partition as pieces_module
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify
+from raytrain_hpc.data.preprocess.executors import ProcessPool, ThisProcess, WorkersLost
+from raytrain_hpc.data.preprocess.prepare import prepare
+from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 from raytrain_hpc.errors import ClusterError, DataError
 from tests.data.texts import contents, plain_loop, write_mixed
 
@@ -60,7 +60,7 @@ OWN_RAY = """
 import sys
 from pathlib import Path
 import psutil
-from raytrain_hpc.data.prepare import prepare
+from raytrain_hpc.data.preprocess.prepare import prepare
 
 def look(done, total):
     if done:
@@ -99,9 +99,9 @@ def test_an_address_where_nothing_answers(tmp_path, monkeypatch):
 
 SLOWLY = """
 import sys, time
-import raytrain_hpc.data.chunks as chunks
-import raytrain_hpc.data.pieces as pieces
-from raytrain_hpc.data.prepare import prepare
+import raytrain_hpc.data.preprocess.chunks as chunks
+import raytrain_hpc.data.preprocess.partition as pieces
+from raytrain_hpc.data.preprocess.prepare import prepare
 pieces.PIECE_BYTES = 1500
 write = chunks.write_chunk
 def slowly(*given):
@@ -134,7 +134,7 @@ def test_killed_and_gone_on_with(tmp_path, many_pieces, monkeypatch):
 
 
 def pieces_of(folder: Path) -> list[pieces_module.Piece]:
-    from raytrain_hpc.data.inputs import find_files
+    from raytrain_hpc.data.preprocess.input_files import find_files
 
     return pieces_module.plan_pieces(find_files([folder]))
 

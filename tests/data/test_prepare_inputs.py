@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import raytrain_hpc.data.pieces as pieces_module
-import raytrain_hpc.data.reading as reading_module
-from raytrain_hpc.data.bpe import load_tokenizer
-from raytrain_hpc.data.inspection import closing_lines, describe
-from raytrain_hpc.data.prepare import prepare
-from raytrain_hpc.data.tokenizer import ByteTokenizer, parse_spec, tokenizer_from_json
+import raytrain_hpc.data.preprocess.partition as pieces_module
+import raytrain_hpc.data.preprocess.readers as reading_module
+from raytrain_hpc.data.dataset.inspect import closing_lines, describe
+from raytrain_hpc.data.preprocess.prepare import prepare
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, parse_spec, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
 from raytrain_hpc.errors import DataError
 from tests.data.texts import contents, document, plain_loop, rank_file, write_mixed, write_pairs
 

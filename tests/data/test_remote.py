@@ -18,10 +18,10 @@ import pyarrow.fs
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.manifest import MANIFEST, load_manifest, verify
-from raytrain_hpc.data.preload import preload
-from raytrain_hpc.data.sources import open_dataset
-from raytrain_hpc.data.stream import StreamRecipe
+from raytrain_hpc.data.dataset.local_cache import preload
+from raytrain_hpc.data.dataset.manifest import MANIFEST, load_manifest, verify
+from raytrain_hpc.data.dataset.sources import open_dataset
+from raytrain_hpc.data.loader.stream import StreamRecipe
 from raytrain_hpc.errors import DataError
 from tests.data.tokens import VOCAB, write
 

@@ -5,8 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raytrain_hpc.data.manifest import Manifest
-from raytrain_hpc.data.shards import ShardWriter, TokenArray, token_dtype
+from raytrain_hpc.data.dataset.manifest import Manifest
+from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray, token_dtype
 from raytrain_hpc.errors import DataError
 
 DESCRIPTORS = Path("/proc/self/fd")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.builtin import SyntheticTokens, default_cache, stdlib_dataset
-from raytrain_hpc.data.manifest import load_manifest
-from raytrain_hpc.data.prepare import prepare
-from raytrain_hpc.data.sources import open_dataset
+from raytrain_hpc.data.dataset.builtin import SyntheticTokens, default_cache, stdlib_dataset
+from raytrain_hpc.data.dataset.manifest import load_manifest
+from raytrain_hpc.data.dataset.sources import open_dataset
+from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
 
@@ -118,7 +118,7 @@ def test_the_standard_library_is_prepared_once(stdlib):
 
 
 def test_processes_may_ask_for_the_standard_library_at_once(tmp_path):
-    program = "from raytrain_hpc.data.builtin import stdlib_dataset; print(stdlib_dataset())"
+    program = "from raytrain_hpc.data.dataset.builtin import stdlib_dataset; print(stdlib_dataset())"
     environment = {**os.environ, "RAYTRAIN_CACHE": str(tmp_path)}
     processes = [
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)

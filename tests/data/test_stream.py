@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.evaluation import EvaluationSet
-from raytrain_hpc.data.packing import packing_of
-from raytrain_hpc.data.prepare import prepare
-from raytrain_hpc.data.sources import Dataset, open_dataset
-from raytrain_hpc.data.stream import DataState, open_stream
+from raytrain_hpc.data.dataset.sources import Dataset, open_dataset
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
+from raytrain_hpc.data.loader.packing import packing_of
+from raytrain_hpc.data.loader.stream import DataState, open_stream
+from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
 

@@ -4,14 +4,14 @@ import pickle
 import numpy as np
 import pytest
 
-from raytrain_hpc.data.bpe import load_tokenizer, train_tokenizer
-from raytrain_hpc.data.tokenizer import (
+from raytrain_hpc.data.tokenizer.base import (
     ByteTokenizer,
     CharTokenizer,
     characters_of,
     parse_spec,
     tokenizer_from_json,
 )
+from raytrain_hpc.data.tokenizer.bpe import load_tokenizer, train_tokenizer
 from raytrain_hpc.errors import DataError
 from tests.data.texts import rank_file
 

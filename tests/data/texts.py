@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_hpc.data.manifest import load_manifest
-from raytrain_hpc.data.shards import ShardFile, map_shard
+from raytrain_hpc.data.dataset.manifest import load_manifest
+from raytrain_hpc.data.dataset.token_shards import ShardFile, map_shard
 
 # With every kind of space, and some of them in a row.
 WORDS = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.data.manifest import MANIFEST, Manifest
-from raytrain_hpc.data.shards import ShardWriter
+from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.dataset.token_shards import ShardWriter
 
 VOCAB = 1 << 28  # stored as uint32
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.manifest import MANIFEST, Manifest
-from raytrain_hpc.data.shards import ShardWriter
+from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.dataset.token_shards import ShardWriter
 
 
 def write_dataset(

@@ -75,7 +75,7 @@ def signal_in_evaluation(batch: int) -> str:
     """A patch: SIGTERM comes before this batch of all that the life evaluates."""
     return f"""
 import itertools, os, signal
-from raytrain_hpc.data.evaluation import EvaluationSet
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
 real, calls = EvaluationSet.batch, itertools.count(1)
 def batch(self, index):
     if next(calls) == {batch}:

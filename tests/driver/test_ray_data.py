@@ -13,7 +13,7 @@ import pytest
 
 import raytrain_hpc as rt
 from raytrain_hpc.config.schema import DataConfig
-from raytrain_hpc.data.delivery import Lost
+from raytrain_hpc.data.loader.block_stream import Lost
 from tests.conftest import OBJECT_STORE
 from tests.data.test_ledger import readers, until
 from tests.driver.lives import count, curve, joined
@@ -81,9 +81,9 @@ def test_no_cpu_for_readers_is_said(ray_cluster: None) -> None:
     """The ranks are told, and then read for themselves: `tests/data/test_ledger.py`."""
     import ray
 
-    from raytrain_hpc.data.delivery import BlockPlan
-    from raytrain_hpc.data.ray_feed import Feeder, RayBlocks
-    from raytrain_hpc.data.stream import StreamRecipe
+    from raytrain_hpc.data.loader.block_stream import BlockPlan
+    from raytrain_hpc.data.loader.ray_loader import Feeder, RayBlocks
+    from raytrain_hpc.data.loader.stream import StreamRecipe
 
     @ray.remote(num_cpus=8)
     class Hog:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from raytrain_hpc import export_model, import_model
-from raytrain_hpc.data.bpe import train_tokenizer
-from raytrain_hpc.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
-from raytrain_hpc.data.tokenizer_files import tokenizer_files
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer
+from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
+from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
 from raytrain_hpc.huggingface.directory import PASSED_ON
 from tests.huggingface.families import random_model
 

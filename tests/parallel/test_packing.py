@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_hpc.data.sources import open_dataset
-from raytrain_hpc.data.stream import open_stream
+from raytrain_hpc.data.dataset.sources import open_dataset
+from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.param_init import initialise

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
-from raytrain_hpc.data.pieces import Piece
+from raytrain_hpc.data.preprocess.partition import Piece
 
 Task = Callable[[Piece], Any]  # picklable, and so is what it returns: small, and JSON values
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_hpc.data.packing import Rows
-from raytrain_hpc.data.stream import Block, LocalStream, Stream
+from raytrain_hpc.data.loader.packing import Rows
+from raytrain_hpc.data.loader.stream import Block, LocalStream, Stream
 from raytrain_hpc.errors import DataError
 
 BLOCK_BYTES = 4 << 20  # about; below, handing blocks over begins to cost, and far above, so does their memory

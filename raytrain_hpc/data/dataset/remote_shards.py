@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_hpc.data.storage import RemoteFile
+from raytrain_hpc.data.dataset.storage import RemoteFile
 from raytrain_hpc.errors import DataError
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_hpc.cache_dir import default_cache
-from raytrain_hpc.data.manifest import MANIFEST, VERSION
-from raytrain_hpc.data.order import Permutation, derive_key, random_words
-from raytrain_hpc.data.prepare import prepare
+from raytrain_hpc.data.dataset.manifest import MANIFEST, VERSION
+from raytrain_hpc.data.loader.sampler import Permutation, derive_key, random_words
+from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}

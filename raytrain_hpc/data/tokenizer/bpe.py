@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.tokenizer import Ids, Tokenizer, TokenizerSpec, checked_ids, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import Ids, Tokenizer, TokenizerSpec, checked_ids, tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"

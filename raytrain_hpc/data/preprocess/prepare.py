@@ -15,17 +15,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.assembly import Assembly, split_sizes
-from raytrain_hpc.data.bpe import load_tokenizer, train_tokenizer
-from raytrain_hpc.data.chunks import CharactersTask, EncodeTask, publish_json, read_reports, report_from_json
-from raytrain_hpc.data.executors import Executor, ProcessPool, ThisProcess, WorkersLost, cpus
-from raytrain_hpc.data.inputs import Fields, InputFile, check_fields, find_files, parse_fields
-from raytrain_hpc.data.manifest import MANIFEST, VERSION, Input, Manifest, load_manifest, verify
-from raytrain_hpc.data.pieces import Piece, checksum, file_checksums, plan_pieces
-from raytrain_hpc.data.reading import PartReader
-from raytrain_hpc.data.shards import token_dtype
-from raytrain_hpc.data.staging import Staging
-from raytrain_hpc.data.tokenizer import (
+from raytrain_hpc.data.dataset.manifest import MANIFEST, VERSION, Input, Manifest, load_manifest, verify
+from raytrain_hpc.data.dataset.token_shards import token_dtype
+from raytrain_hpc.data.preprocess.assemble import Assembly, split_sizes
+from raytrain_hpc.data.preprocess.chunks import CharactersTask, EncodeTask, publish_json, read_reports, report_from_json
+from raytrain_hpc.data.preprocess.executors import Executor, ProcessPool, ThisProcess, WorkersLost, cpus
+from raytrain_hpc.data.preprocess.input_files import Fields, InputFile, check_fields, find_files, parse_fields
+from raytrain_hpc.data.preprocess.partition import Piece, checksum, file_checksums, plan_pieces
+from raytrain_hpc.data.preprocess.readers import PartReader
+from raytrain_hpc.data.preprocess.staging import Staging
+from raytrain_hpc.data.tokenizer.base import (
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
@@ -33,6 +32,7 @@ from raytrain_hpc.data.tokenizer import (
     parse_spec,
     tokenizer_from_json,
 )
+from raytrain_hpc.data.tokenizer.bpe import load_tokenizer, train_tokenizer
 from raytrain_hpc.errors import DataError
 
 ENGINES = ("auto", "local", "ray")
@@ -241,7 +241,7 @@ def _choose_executor(engine: str, workers: int | None, address: str | None, job:
     total = sum(file.bytes for file in job.files)
     address = address or os.environ.get("RAY_ADDRESS")
     if engine == "ray" or (engine == "auto" and (address or total > RAY_FROM_BYTES)):
-        from raytrain_hpc.data.ray_prepare import RayData  # Ray takes a second to import
+        from raytrain_hpc.data.preprocess.ray_executor import RayData  # Ray takes a second to import
 
         return RayData(address, workers)
     if workers is None:

@@ -18,8 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_hpc.config.schema import AUTO
-from raytrain_hpc.data.delivery import BlockPlan, Lost, block_of, table_of
-from raytrain_hpc.data.stream import Block, LocalStream, StreamRecipe
+from raytrain_hpc.data.loader.block_stream import BlockPlan, Lost, block_of, table_of
+from raytrain_hpc.data.loader.stream import Block, LocalStream, StreamRecipe
 
 SECTION = 512  # blocks a Ray Data execution, which plans them all at once. Between two, ranks read for themselves
 _WINDOW = 64  # groups kept beyond the slowest rank, at most

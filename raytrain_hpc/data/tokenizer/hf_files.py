@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raytrain_hpc.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer
 
 
 def tokenizer_files(tokenizer: Tokenizer, positions: int) -> dict[str, str]:

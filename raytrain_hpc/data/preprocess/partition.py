@@ -21,7 +21,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_hpc.data.inputs import JSONL, PARQUET, InputFile, check_unchanged
+from raytrain_hpc.data.preprocess.input_files import JSONL, PARQUET, InputFile, check_unchanged
 from raytrain_hpc.errors import DataError
 
 PIECE_BYTES = 4 << 20

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.storage import Location, RemoteFile, location, size_of
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile, location, size_of
 from raytrain_hpc.errors import DataError
 
 MANIFEST = "manifest.json"

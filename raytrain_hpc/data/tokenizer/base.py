@@ -159,7 +159,7 @@ def tokenizer_from_json(data: Mapping[str, Any]) -> Tokenizer:
         return ByteTokenizer()
     if name == "char" and isinstance(data.get("chars"), str):
         return CharTokenizer(data["chars"])
-    from raytrain_hpc.data.bpe import HfTokenizer, TiktokenTokenizer  # which imports this module
+    from raytrain_hpc.data.tokenizer.bpe import HfTokenizer, TiktokenTokenizer  # which imports this module
 
     if name == "tiktoken" and isinstance(data.get("ranks"), str):
         return TiktokenTokenizer(data["ranks"])

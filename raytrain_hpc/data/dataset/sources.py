@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.builtin import SyntheticTokens, stdlib_dataset
-from raytrain_hpc.data.manifest import Manifest, load_manifest, verify
-from raytrain_hpc.data.preload import preload
-from raytrain_hpc.data.shards import TokenArray, TokenSource
-from raytrain_hpc.data.storage import Location, location
-from raytrain_hpc.data.tokenizer import Tokenizer, tokenizer_from_json
+from raytrain_hpc.data.dataset.builtin import SyntheticTokens, stdlib_dataset
+from raytrain_hpc.data.dataset.local_cache import preload
+from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify
+from raytrain_hpc.data.dataset.storage import Location, location
+from raytrain_hpc.data.dataset.token_shards import TokenArray, TokenSource
+from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
 STDLIB, SYNTHETIC = "stdlib", "synthetic"

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from raytrain_hpc.config.schema import DataConfig
-from raytrain_hpc.data.order import BLOCK, Mixture, Order
-from raytrain_hpc.data.packing import IGNORED, Packing, Rows, check_source, interleave, packing_of
-from raytrain_hpc.data.shards import Ints
-from raytrain_hpc.data.sources import Dataset, open_dataset
+from raytrain_hpc.data.dataset.sources import Dataset, open_dataset
+from raytrain_hpc.data.dataset.token_shards import Ints
+from raytrain_hpc.data.loader.packing import IGNORED, Packing, Rows, check_source, interleave, packing_of
+from raytrain_hpc.data.loader.sampler import BLOCK, Mixture, Order
 from raytrain_hpc.errors import DataError
 
 LOCATED = 4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_hpc.data.manifest import Manifest, Shard, Split, file_sha256
-from raytrain_hpc.data.ranged import RangedShard
-from raytrain_hpc.data.storage import Location, RemoteFile, location
+from raytrain_hpc.data.dataset.manifest import Manifest, Shard, Split, file_sha256
+from raytrain_hpc.data.dataset.remote_shards import RangedShard
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile, location
 from raytrain_hpc.errors import DataError
 
 DTYPES = ("uint16", "uint32")

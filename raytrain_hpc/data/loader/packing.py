@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.shards import Bools, Ints, TokenSource
+from raytrain_hpc.data.dataset.token_shards import Bools, Ints, TokenSource
 from raytrain_hpc.errors import DataError
 
 IGNORED = -100  # target of a position that counts for no loss

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.data.executors import Task, WorkersLost, cpus
-from raytrain_hpc.data.pieces import Piece
+from raytrain_hpc.data.preprocess.executors import Task, WorkersLost, cpus
+from raytrain_hpc.data.preprocess.partition import Piece
 from raytrain_hpc.errors import ClusterError, DataError
 from raytrain_hpc.ray_address import LOCAL, answers, auth_notice_hidden
 

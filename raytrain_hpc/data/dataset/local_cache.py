@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.manifest import MANIFEST, Manifest, Shard
-from raytrain_hpc.data.storage import Location, RemoteFile
+from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest, Shard
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile
 from raytrain_hpc.errors import DataError
 
 _PIECE = 8 << 20

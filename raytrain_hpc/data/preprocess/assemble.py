@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from raytrain_hpc.data.chunks import Columns, Report, chunk_path, read_chunk
-from raytrain_hpc.data.manifest import Shard, Split
-from raytrain_hpc.data.shards import ShardWriter
-from raytrain_hpc.data.staging import Staging
+from raytrain_hpc.data.dataset.manifest import Shard, Split
+from raytrain_hpc.data.dataset.token_shards import ShardWriter
+from raytrain_hpc.data.preprocess.chunks import Columns, Report, chunk_path, read_chunk
+from raytrain_hpc.data.preprocess.staging import Staging
 from raytrain_hpc.errors import DataError
 
 

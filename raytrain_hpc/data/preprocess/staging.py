@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.chunks import publish_json
-from raytrain_hpc.data.manifest import MANIFEST, Manifest, Shard
+from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest, Shard
+from raytrain_hpc.data.preprocess.chunks import publish_json
 
 
 class Staging:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.data.manifest import Manifest, load_manifest, verify
-from raytrain_hpc.data.shards import ShardFile, TokenArray, map_shard
-from raytrain_hpc.data.tokenizer import tokenizer_from_json
+from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify
+from raytrain_hpc.data.dataset.token_shards import ShardFile, TokenArray, map_shard
+from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 
 SAMPLE_TOKENS = 200
 

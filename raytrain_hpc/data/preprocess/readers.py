@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_hpc.data.inputs import JSONL, TEXT, Fields, InputFile, check_unchanged
-from raytrain_hpc.data.pieces import BLOCK_BYTES, Part, read_blocks, word_end
+from raytrain_hpc.data.preprocess.input_files import JSONL, TEXT, Fields, InputFile, check_unchanged
+from raytrain_hpc.data.preprocess.partition import BLOCK_BYTES, Part, read_blocks, word_end
 from raytrain_hpc.errors import DataError
 
 STRETCH = 1 << 16  # characters; a longer text is cut where that changes no token (see pieces.py)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from raytrain_hpc.data.packing import Packing
-from raytrain_hpc.data.shards import TokenSource
-from raytrain_hpc.data.stream import Microbatch
+from raytrain_hpc.data.dataset.token_shards import TokenSource
+from raytrain_hpc.data.loader.packing import Packing
+from raytrain_hpc.data.loader.stream import Microbatch
 from raytrain_hpc.errors import DataError
 
 

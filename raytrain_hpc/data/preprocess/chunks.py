@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_hpc.data.inputs import Fields
-from raytrain_hpc.data.pieces import Piece, checksum
-from raytrain_hpc.data.reading import PartReader, Stretch
-from raytrain_hpc.data.shards import Ints
-from raytrain_hpc.data.tokenizer import ByteTokenizer, Tokenizer, characters_of, tokenizer_from_json
+from raytrain_hpc.data.dataset.token_shards import Ints
+from raytrain_hpc.data.preprocess.input_files import Fields
+from raytrain_hpc.data.preprocess.partition import Piece, checksum
+from raytrain_hpc.data.preprocess.readers import PartReader, Stretch
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, Tokenizer, characters_of, tokenizer_from_json
 
 _BATCH_TOKENS = 1 << 20
 _BATCH_CHARS = 1 << 16

@@ -1,0 +1,1 @@
+"""Tokenizers as plain data: byte, char, BPE, tiktoken and Hugging Face files."""
