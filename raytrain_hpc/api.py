@@ -46,7 +46,7 @@ def run_script(config: Config, script: str | Path, arguments: Sequence[str] = ()
     Every worker runs the script from its beginning, and again after a fault; see `attach`. Raises as `train`.
     """
     from raytrain_hpc.driver.supervisor import Supervisor
-    from raytrain_hpc.observe.console import Console
+    from raytrain_hpc.observability.console import Console
     from raytrain_hpc.worker.spec import Script
 
     path = Path(script).expanduser().absolute()
@@ -205,7 +205,7 @@ def _supervisor(
     config: Config, model: ModelFactory | None, loss: LossFunction | None, quiet: bool, stop: threading.Event
 ) -> Supervisor:
     from raytrain_hpc.driver.supervisor import Supervisor
-    from raytrain_hpc.observe.console import Console
+    from raytrain_hpc.observability.console import Console
     from raytrain_hpc.worker.spec import CustomModel
 
     if (model is None) != (loss is None):

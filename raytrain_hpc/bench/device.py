@@ -16,8 +16,8 @@ from raytrain_hpc.bench.table import Table, Value
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.observe.devices import peak_tflops
-from raytrain_hpc.observe.metrics import mfu
+from raytrain_hpc.observability.metrics import mfu
+from raytrain_hpc.observability.peak_flops import peak_tflops
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.flops import flops_per_token
 from raytrain_hpc.planner.hardware import device_called, machine

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from raytrain_hpc.driver.choosing import expected
 from raytrain_hpc.driver.preparation import PreparedRun
-from raytrain_hpc.observe.console import short_count
+from raytrain_hpc.observability.console import short_count
 from raytrain_hpc.planner.explain import described, expectation
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, flops_per_token
 from raytrain_hpc.planner.hardware import Machine

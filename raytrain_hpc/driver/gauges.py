@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from raytrain_hpc.observe.metrics import KEYS
+from raytrain_hpc.observability.metrics import KEYS
 
 
 class Gauges:

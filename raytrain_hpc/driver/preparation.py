@@ -28,8 +28,8 @@ from raytrain_hpc.errors import (
     MissingDependency,
     RunDirectoryError,
 )
-from raytrain_hpc.observe.profiling import check_profiler
-from raytrain_hpc.observe.trackers import check_trackers
+from raytrain_hpc.observability.experiment_trackers import check_trackers
+from raytrain_hpc.observability.profiler import check_profiler
 from raytrain_hpc.planner.comm_volume import by_axis
 from raytrain_hpc.planner.layout import (
     Batching,

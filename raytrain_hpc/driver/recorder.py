@@ -16,10 +16,10 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.rundir import RunDirectory
 from raytrain_hpc.driver.timelines import Timelines
 from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
-from raytrain_hpc.observe.console import Console, step_line
-from raytrain_hpc.observe.metrics import mfu
-from raytrain_hpc.observe.sinks import JsonlSink, TensorBoardSink
-from raytrain_hpc.observe.trackers import Tracker
+from raytrain_hpc.observability.console import Console, step_line
+from raytrain_hpc.observability.experiment_trackers import Tracker
+from raytrain_hpc.observability.metric_writers import JsonlSink, TensorBoardSink
+from raytrain_hpc.observability.metrics import mfu
 
 Record = dict[str, Any]
 

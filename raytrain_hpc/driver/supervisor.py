@@ -24,9 +24,9 @@ from raytrain_hpc.elastic.load_balancing import by_pace
 from raytrain_hpc.elastic.recovery import Candidate, Formation, form, least_workers
 from raytrain_hpc.elastic.state_partition import buddies, newest_step, parts
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailed, WorkerFailed
-from raytrain_hpc.observe.console import Console
-from raytrain_hpc.observe.devices import peak_tflops
-from raytrain_hpc.observe.trackers import Behind, trackers_of
+from raytrain_hpc.observability.console import Console
+from raytrain_hpc.observability.experiment_trackers import Behind, trackers_of
+from raytrain_hpc.observability.peak_flops import peak_tflops
 from raytrain_hpc.planner.flops import flops_per_token
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.placement import Site, described

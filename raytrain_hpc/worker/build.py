@@ -24,7 +24,7 @@ from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import parts
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import MARK
-from raytrain_hpc.observe.profiling import StepProfiler
+from raytrain_hpc.observability.profiler import StepProfiler
 from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
 from raytrain_hpc.parallel.canonical import canonical_shares
 from raytrain_hpc.parallel.pipeline import Pipeline

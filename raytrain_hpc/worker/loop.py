@@ -17,8 +17,8 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.errors import RunFailed
-from raytrain_hpc.observe.metrics import COMPARED
-from raytrain_hpc.observe.profiling import StepProfiler
+from raytrain_hpc.observability.metrics import COMPARED
+from raytrain_hpc.observability.profiler import StepProfiler
 from raytrain_hpc.parallel.pairwise import pairwise_total
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.worker.bad_steps import BadSteps

@@ -27,7 +27,7 @@ from raytrain_hpc.driver import supervisor
 from raytrain_hpc.driver.actors import Actors
 from raytrain_hpc.driver.supervisor import Supervisor
 from raytrain_hpc.driver.workers import RayWorkers
-from raytrain_hpc.observe.console import Console
+from raytrain_hpc.observability.console import Console
 from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.worker.meeting import Rendezvous
 from tests.driver.stage import Play, Stage

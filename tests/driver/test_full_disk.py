@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raytrain_hpc.observe.sinks import JsonlSink, TensorBoardSink
+from raytrain_hpc.observability.metric_writers import JsonlSink, TensorBoardSink
 from tests.driver.lives import WORDS, Lives, joined, signal_after
 
 # The disk is full from step 6 on and, where `freed` is a step, has room again after that one.

@@ -43,14 +43,14 @@ MAY_IMPORT = {
     "snapshot": "errors config state",
     "data": "errors config",
     "checkpoint": "errors config state snapshot",
-    "observe": "errors config",
+    "observability": "errors config",
     "parallel": "errors config planner elastic state model",
-    "worker": "errors config planner elastic state model snapshot data checkpoint observe parallel",
-    "driver": "errors config planner elastic state snapshot data checkpoint observe worker",
+    "worker": "errors config planner elastic state model snapshot data checkpoint observability parallel",
+    "driver": "errors config planner elastic state snapshot data checkpoint observability worker",
     "huggingface": "errors config state snapshot data checkpoint",
     "report": "errors config driver",
-    "api": "errors config planner elastic state model snapshot data checkpoint observe worker driver report",
-    "bench": "errors config planner elastic state model snapshot data checkpoint observe parallel worker driver api",
+    "api": "errors config planner elastic state model snapshot data checkpoint observability worker driver report",
+    "bench": "errors config planner elastic state model snapshot data checkpoint observability parallel worker driver api",
     "cli": "errors config data huggingface report api bench",
     "public": "errors config data driver huggingface report api",
 }
@@ -80,7 +80,11 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def may_import_ray(module: str) -> bool:
-    return room_of(module) in ("driver", "bench") or module == "worker.actor" or module in ("data.loader.ray_loader", "data.preprocess.ray_executor")
+    return (
+        room_of(module) in ("driver", "bench")
+        or module == "worker.actor"
+        or module in ("data.loader.ray_loader", "data.preprocess.ray_executor")
+    )
 
 
 def test_every_file_has_a_room() -> None:
@@ -104,7 +108,9 @@ def test_imports_run_one_way(path: Path) -> None:
             if other != room and other not in MAY_IMPORT[room].split():
                 wrong.append(f"line {line}: {room} may not import {name}")
         if top == "ray" and not may_import_ray(module):
-            wrong.append(f"line {line}: ray is imported in driver/, worker/actor.py, bench/ and the Ray backends of data/ alone")
+            wrong.append(
+                f"line {line}: ray is imported in driver/, worker/actor.py, bench/ and the Ray backends of data/ alone"
+            )
         if top in ("ray", "torch") and room in NEITHER_TORCH_NOR_RAY:
             wrong.append(f"line {line}: {room} must load without {top}")
     assert not wrong, f"{path}: {wrong}"

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain_hpc import Result, load_config, train
-from raytrain_hpc.observe.metrics import KEYS
+from raytrain_hpc.observability.metrics import KEYS
 from tests.pool import small
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from raytrain_hpc.observe.devices import peak_tflops
+from raytrain_hpc.observability.peak_flops import peak_tflops
 
 
 @pytest.mark.parametrize(

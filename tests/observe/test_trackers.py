@@ -16,8 +16,8 @@ import pytest
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import MissingDependency
-from raytrain_hpc.observe import trackers
-from raytrain_hpc.observe.trackers import Behind, check_trackers, trackers_of
+from raytrain_hpc.observability import experiment_trackers
+from raytrain_hpc.observability.experiment_trackers import Behind, check_trackers, trackers_of
 from tests.report.runs import line
 
 STEPS = [line(1), line(2), line(2, **{"train/loss": 3.5}), line(3, **{"val/loss": 2.5})]  # the second is run again
@@ -104,7 +104,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_alarm() -> None:
 
 def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(trackers, "_END_S", 0.2)
+    monkeypatch.setattr(experiment_trackers, "_END_S", 0.2)
 
     class Slow:
         def write(self, metrics: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_what_is_missing_is_said_before_anything_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda package: None)
+    monkeypatch.setattr(experiment_trackers, "find_spec", lambda package: None)
     check_trackers(load_config(None, []).observe)
     with pytest.raises(MissingDependency, match=f"run `pip install {name}`"):
         check_trackers(load_config(None, [f"observe.{name}=there"]).observe)
@@ -134,7 +134,7 @@ def test_what_is_missing_is_said_before_anything_starts(name: str, monkeypatch: 
 def test_nothing_is_imported_that_nobody_asked_for() -> None:
     code = (
         "import sys; from raytrain_hpc.driver import supervisor; from raytrain_hpc.config.loader import load_config; "
-        "from raytrain_hpc.observe.trackers import trackers_of; assert not trackers_of(load_config(None, []), print); "
+        "from raytrain_hpc.observability.experiment_trackers import trackers_of; assert not trackers_of(load_config(None, []), print); "
         "found = {'wandb', 'mlflow', 'transformers', 'peft', 'ray'} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
