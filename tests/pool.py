@@ -20,7 +20,7 @@ from raytrain_hpc.config.schema import Config
 TIMEOUT_S = 120
 _IMPORTED = [
     "raytrain_hpc.worker.running",
-    "raytrain_hpc.parallel.shard",
+    "raytrain_hpc.parallel.fsdp",
     "raytrain_hpc.state.dtensor",
     "torch._dynamo",
 ]

@@ -25,10 +25,10 @@ from raytrain_hpc.elastic.state_partition import parts
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import MARK
 from raytrain_hpc.observability.profiler import StepProfiler
-from raytrain_hpc.parallel.apply import Parallel, compute_type, own_positions, parallelise, stream_type
-from raytrain_hpc.parallel.canonical import canonical_shares
-from raytrain_hpc.parallel.pipeline import Pipeline
-from raytrain_hpc.parallel.vocabulary import vocabulary_loss_sum
+from raytrain_hpc.parallel.deterministic_reduce import canonical_shares
+from raytrain_hpc.parallel.parallelize import Parallel, compute_type, own_positions, parallelise, stream_type
+from raytrain_hpc.parallel.pipeline_parallel import Pipeline
+from raytrain_hpc.parallel.vocab_parallel import vocabulary_loss_sum
 from raytrain_hpc.planner.layout import first_rank_of
 from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.snapshot.memory_store import Snapshots
@@ -242,7 +242,7 @@ def _discard(said: object) -> None:
 def load(config: Config) -> None:
     """Import what such a run needs beyond this module, for a second or more: a generation is not to wait for it."""
     if config.parallel.zero:
-        for name in ("raytrain_hpc.parallel.shard", "raytrain_hpc.state.dtensor", "torch._dynamo"):  # FSDP2 loads it
+        for name in ("raytrain_hpc.parallel.fsdp", "raytrain_hpc.state.dtensor", "torch._dynamo"):  # FSDP2 loads it
             import_module(name)
 
 

@@ -26,7 +26,11 @@ PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluat
 _BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING, _URGENT = range(9)
 _BYTES = 8 * 9
 # Where a loop waits for other ranks, on a CPU: in torch's collectives, in FSDP's, and in our own transfers.
-_WAITS = ("torch/distributed/distributed_c10d.py", "_fsdp_collectives.py", "raytrain_hpc/parallel/collectives.py")
+_WAITS = (
+    "torch/distributed/distributed_c10d.py",
+    "_fsdp_collectives.py",
+    "raytrain_hpc/parallel/blocking_collectives.py",
+)
 _NAME = "raytrain-heartbeat"
 
 

@@ -19,7 +19,7 @@ from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observability.metrics import COMPARED
 from raytrain_hpc.observability.profiler import StepProfiler
-from raytrain_hpc.parallel.pairwise import pairwise_total
+from raytrain_hpc.parallel.pairwise_sum import pairwise_total
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.worker.bad_steps import BadSteps
 from raytrain_hpc.worker.balance import Balance

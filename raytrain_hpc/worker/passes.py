@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raytrain_hpc.parallel.apply import Parallel, autocast
+from raytrain_hpc.parallel.parallelize import Parallel, autocast
 from raytrain_hpc.worker.stopwatch import Stopwatch
 from raytrain_hpc.worker.task import Batch, Task
 

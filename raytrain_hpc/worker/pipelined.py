@@ -10,9 +10,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.parallel.apply import Parallel, autocast
-from raytrain_hpc.parallel.deferred import Later
-from raytrain_hpc.parallel.pipeline import Pipeline
+from raytrain_hpc.parallel.deferred_wgrad import Later
+from raytrain_hpc.parallel.parallelize import Parallel, autocast
+from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.pipeline_timeline import Span
 from raytrain_hpc.worker.control import Record
 from raytrain_hpc.worker.passes import Read, note

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError, RunFailed
-from raytrain_hpc.parallel.replicate import Replicated
+from raytrain_hpc.parallel.ddp import Replicated
 from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.sharded_state import Holding
 from raytrain_hpc.worker.abort import Abort

@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum, rotary_tables, rotate
-from raytrain_hpc.parallel.recompute import recompute
+from raytrain_hpc.parallel.activation_checkpoint import recompute
 from raytrain_hpc.state.keyed_rng import keyed_dropout, sample_keys
 from tests.model.reference_decoder import reference_logits
 

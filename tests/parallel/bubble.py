@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.parallel.pipeline import Pipeline
+from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.pipeline_schedule import NAMES, Action, Name, Schedule
 from raytrain_hpc.planner.pipeline_timeline import Span, idle_share, most_in_flight, simulate

@@ -15,7 +15,7 @@ from examples import custom_module
 from raytrain_hpc import Config
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.parallel.replicate import Replicated
+from raytrain_hpc.parallel.ddp import Replicated
 from raytrain_hpc.worker.spec import CustomModel
 from tests.pool import WarmPool, small, steps_of
 

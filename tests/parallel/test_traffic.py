@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from raytrain_hpc.model.moe import Router
-from raytrain_hpc.parallel.pipeline import Links
+from raytrain_hpc.parallel.pipeline_parallel import Links
 from tests.parallel.collectives import Collectives
 from tests.pool import WarmPool, small
 

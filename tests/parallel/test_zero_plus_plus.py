@@ -10,7 +10,7 @@ import torch
 
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.parallel.quantised import BLOCK, dequantise, message_bytes, quantise
+from raytrain_hpc.parallel.quantized_collectives import BLOCK, dequantise, message_bytes, quantise
 from tests.parallel.collectives import Collectives
 from tests.pool import WarmPool, small, steps_of
 

@@ -15,7 +15,7 @@ SCRIPT = f"""
 import sys
 import torch.distributed as dist
 import raytrain_hpc as rt
-from raytrain_hpc.parallel.replicate import Replicated
+from raytrain_hpc.parallel.ddp import Replicated
 from torch import nn
 rt.train(rt.load_config(None, sys.argv[1:]), quiet=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention, same_document
 from raytrain_hpc.model.moe import Router
-from raytrain_hpc.parallel.axis import Axis
-from raytrain_hpc.parallel.blockwise import Sight, attend, attend_backward, combine
-from raytrain_hpc.parallel.collectives import wait
+from raytrain_hpc.parallel.blocking_collectives import wait
+from raytrain_hpc.parallel.blockwise_attention import Sight, attend, attend_backward, combine
+from raytrain_hpc.parallel.mesh_axis import Axis
 
 
 def chunk_positions(total: int, ring: int, member: int) -> list[range]:

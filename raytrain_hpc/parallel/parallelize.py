@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.lora import Adapters, adapt
-from raytrain_hpc.parallel.axis import Axis, ExpertMesh
-from raytrain_hpc.parallel.blocks import blocks_of
-from raytrain_hpc.parallel.canonical import Canonical, CanonicalReplicas
-from raytrain_hpc.parallel.context import held_positions, spread
-from raytrain_hpc.parallel.data import Alone, DataParallel, Several
-from raytrain_hpc.parallel.deferred import Deferral
-from raytrain_hpc.parallel.experts import expert_parameters, place_experts
-from raytrain_hpc.parallel.recompute import recompute
-from raytrain_hpc.parallel.replicate import Replicated
-from raytrain_hpc.parallel.sums import sum_over_ranks, sum_two_copies
-from raytrain_hpc.parallel.tensor import TensorParallel, head_name, share_out
-from raytrain_hpc.parallel.tiled import tile
+from raytrain_hpc.parallel.activation_checkpoint import recompute
+from raytrain_hpc.parallel.block_discovery import blocks_of
+from raytrain_hpc.parallel.context_parallel import held_positions, spread
+from raytrain_hpc.parallel.ddp import Replicated
+from raytrain_hpc.parallel.deferred_wgrad import Deferral
+from raytrain_hpc.parallel.deterministic_reduce import Canonical, CanonicalReplicas
+from raytrain_hpc.parallel.expert_parallel import expert_parameters, place_experts
+from raytrain_hpc.parallel.gradient_sync import Alone, DataParallel, Several
+from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
+from raytrain_hpc.parallel.tensor_parallel import TensorParallel, head_name, share_out
+from raytrain_hpc.parallel.tied_gradients import sum_over_ranks, sum_two_copies
+from raytrain_hpc.parallel.tiled_linear import tile
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_spec import Cut
 
@@ -143,7 +143,7 @@ def _data_parallel(
     apart = {} if experts is None else expert_parameters(modules.values())
     parts: list[DataParallel] = []
     if mesh is not None and layout.dp_shard > 1:
-        from raytrain_hpc.parallel.shard import Sharded  # 40 MiB of FSDP2 that other layouts do not pay
+        from raytrain_hpc.parallel.fsdp import Sharded  # 40 MiB of FSDP2 that other layouts do not pay
 
         axes = ("copies", "dp_shard") if layout.copies > 1 else ("dp_shard",)
         of_experts = None if experts is None else experts.mesh

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.parallel.collectives import gather_flat
-from raytrain_hpc.parallel.pairwise import Node, PairwiseSum, open_nodes
-from raytrain_hpc.parallel.replicate import partition
+from raytrain_hpc.parallel.blocking_collectives import gather_flat
+from raytrain_hpc.parallel.ddp import partition
+from raytrain_hpc.parallel.pairwise_sum import Node, PairwiseSum, open_nodes
 from raytrain_hpc.planner.layout import Batching, Layout
 
 

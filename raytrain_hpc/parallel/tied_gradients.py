@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.state.sharded_state import local
 
 

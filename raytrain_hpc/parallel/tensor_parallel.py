@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.model.decoder import Attention, Decoder
 from raytrain_hpc.model.moe import MixtureOfExperts
-from raytrain_hpc.parallel.axis import Axis
-from raytrain_hpc.parallel.vocabulary import VocabularyEmbedding
+from raytrain_hpc.parallel.mesh_axis import Axis
+from raytrain_hpc.parallel.vocab_parallel import VocabularyEmbedding
 from raytrain_hpc.state.shard_spec import Cut
 
 _SEQUENCE = 1  # the dimension of positions in [b, t, ...]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Decoder, Head
-from raytrain_hpc.parallel.tensor import HeadsOfRank, RowLinear
+from raytrain_hpc.parallel.tensor_parallel import HeadsOfRank, RowLinear
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import Cut
 

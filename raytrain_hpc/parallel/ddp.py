@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.parallel.collectives import wait
+from raytrain_hpc.parallel.blocking_collectives import wait
 
 
 class Replicated:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.moe import Experts, MixtureOfExperts
-from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import Cut, Part
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import IGNORED
-from raytrain_hpc.parallel.axis import Axis
+from raytrain_hpc.parallel.mesh_axis import Axis
 
 
 class VocabularyEmbedding(nn.Module):

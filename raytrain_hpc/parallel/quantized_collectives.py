@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.parallel.collectives import gather_flat
+from raytrain_hpc.parallel.blocking_collectives import gather_flat
 
 BLOCK = 256
 WEIGHT_BITS, GRADIENT_BITS = 8, 4

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.model.moe import Experts
-from raytrain_hpc.parallel.canonical import Canonical, CanonicalReduceScatter, Turn
-from raytrain_hpc.parallel.quantised import QuantisedAllGather, QuantisedReduceScatter, Sent
-from raytrain_hpc.parallel.tiled import Tiles
+from raytrain_hpc.parallel.deterministic_reduce import Canonical, CanonicalReduceScatter, Turn
+from raytrain_hpc.parallel.quantized_collectives import QuantisedAllGather, QuantisedReduceScatter, Sent
+from raytrain_hpc.parallel.tiled_linear import Tiles
 
 
 class Sharded:

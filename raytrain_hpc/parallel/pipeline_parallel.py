@@ -11,8 +11,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.parallel.axis import Traffic
-from raytrain_hpc.parallel.collectives import wait
+from raytrain_hpc.parallel.blocking_collectives import wait
+from raytrain_hpc.parallel.mesh_axis import Traffic
 from raytrain_hpc.planner.pipeline_schedule import Action, Order, Schedule
 from raytrain_hpc.planner.pipeline_timeline import Span
 
