@@ -18,7 +18,7 @@ from raytrain_hpc.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.driver.supervisor import Supervisor
-    from raytrain_hpc.worker.task import LossFunction, ModelFactory
+    from raytrain_hpc.runtime.worker_spec import LossFunction, ModelFactory
 
 
 def train(
@@ -47,7 +47,7 @@ def run_script(config: Config, script: str | Path, arguments: Sequence[str] = ()
     """
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observability.console import Console
-    from raytrain_hpc.worker.spec import Script
+    from raytrain_hpc.runtime.worker_spec import Script
 
     path = Path(script).expanduser().absolute()
     if not path.is_file():
@@ -206,7 +206,7 @@ def _supervisor(
 ) -> Supervisor:
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observability.console import Console
-    from raytrain_hpc.worker.spec import CustomModel
+    from raytrain_hpc.runtime.worker_spec import CustomModel
 
     if (model is None) != (loss is None):
         raise ModelError("model and loss go together: give both, or neither for the platform's decoder")

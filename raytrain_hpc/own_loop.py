@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from raytrain_hpc.worker.scripted import ScriptTrainer
+    from raytrain_hpc.training.script_trainer import ScriptTrainer
 
 Batch = TypeVar("Batch")
 
@@ -83,7 +83,7 @@ def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Att
 
     In a run that goes on they are given its state. `scheduler`: of the learning rate; its state is plain numbers.
     """
-    scripted = sys.modules.get("raytrain_hpc.worker.scripted")
+    scripted = sys.modules.get("raytrain_hpc.training.script_trainer")
     rank = None if scripted is None else scripted.CURRENT.get()
     if rank is not None:
         rank.attach(model, optimizer, scheduler)

@@ -19,7 +19,7 @@ from raytrain_hpc.config.schema import Config
 
 TIMEOUT_S = 120
 _IMPORTED = [
-    "raytrain_hpc.worker.running",
+    "raytrain_hpc.training.factory",
     "raytrain_hpc.parallel.fsdp",
     "raytrain_hpc.state.dtensor",
     "torch._dynamo",
@@ -84,7 +84,7 @@ class WarmPool:
         return self._everywhere(function, world, *arguments)
 
     def _everywhere(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-        from raytrain_hpc.worker.meeting import Rendezvous
+        from raytrain_hpc.distributed.rendezvous import Rendezvous
 
         meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
         return self._call([partial(function, rank, meeting, *arguments) for rank in range(world)])
@@ -139,7 +139,7 @@ def _serve(connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
-    from raytrain_hpc.worker.groups import leave
+    from raytrain_hpc.distributed.process_groups import leave
 
     torch.set_num_threads(1)  # it has been imported where OMP_NUM_THREADS was another
     gc.freeze()
@@ -164,7 +164,7 @@ def spec_of(config: Config, world: int, *, steps_to: int) -> Any:
 
 
 def _spec(prepared: Any, world: int, generation: int, resume_step: int | None, steps_to: int | None) -> Any:
-    from raytrain_hpc.worker.spec import WorkerSpec
+    from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
     layout, batching = prepared.layout(world)
     return WorkerSpec(
@@ -183,8 +183,8 @@ def _spec(prepared: Any, world: int, generation: int, resume_step: int | None, s
 def _look(rank: int, meeting: Any, spec: Any, function: Callable[..., Any]) -> Any:
     import torch
 
-    from raytrain_hpc.worker.build import build_trainer
-    from raytrain_hpc.worker.control import Control
+    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.training.builder import build_trainer
 
     return function(build_trainer(spec, rank, torch.device("cpu"), meeting, Control()))
 
@@ -192,8 +192,8 @@ def _look(rank: int, meeting: Any, spec: Any, function: Callable[..., Any]) -> A
 def _train(rank: int, meeting: Any, spec: Any) -> list[dict[str, Any]]:
     import torch
 
-    from raytrain_hpc.worker.build import build_trainer
-    from raytrain_hpc.worker.control import Control
+    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.training.builder import build_trainer
 
     control = Control()
     trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control)

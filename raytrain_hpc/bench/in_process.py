@@ -11,10 +11,10 @@ import torch
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.worker.build import build_trainer
-from raytrain_hpc.worker.control import Control
-from raytrain_hpc.worker.loop import Trainer
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.training.builder import build_trainer
+from raytrain_hpc.training.trainer import Trainer
 
 
 def the_gpu(bench: str) -> torch.device:

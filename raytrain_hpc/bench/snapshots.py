@@ -14,8 +14,8 @@ from raytrain_hpc.bench.table import Table
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.snapshot.memory_store import Snapshots
-from raytrain_hpc.worker.keeping import Keeper
-from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.training.snapshot_manager import Keeper
+from raytrain_hpc.training.trainer import Trainer
 
 WORDS = (
     *COMMON,

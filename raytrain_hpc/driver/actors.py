@@ -18,8 +18,8 @@ from raytrain_hpc.elastic.state_partition import State
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.placement import node_shares
 from raytrain_hpc.planner.topology import Topology
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.worker.actor import WorkerActor
-from raytrain_hpc.worker.spec import WorkerSpec
 
 _log = logging.getLogger(__name__)
 _TRIES = 3  # to start one in the place of another, in a row

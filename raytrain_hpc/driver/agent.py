@@ -18,7 +18,7 @@ from pathlib import Path
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.watchdog import Signs, Suspect, limits, suspects
-from raytrain_hpc.worker.heartbeat import Pulse, show_thread_name
+from raytrain_hpc.runtime.heartbeat import Pulse, show_thread_name
 
 _LOOK_S = 0.05
 _LATE_S = 0.25  # between two looks: then nobody is accused for as long again

@@ -12,7 +12,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_address import check_address
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 Wish = Literal["pause", "save", None]  # to form another generation: from memory, or from a checkpoint as well
 

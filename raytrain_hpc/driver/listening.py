@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from raytrain_hpc.driver.sparing import Sparing
 from raytrain_hpc.elastic.watchdog import Signs
-from raytrain_hpc.worker.control import Record
+from raytrain_hpc.runtime.control_channel import Record
 
 _EVERY_S = 1.0  # often enough to read along, seldom enough to cost nothing
 _A_SECOND = 500  # questions at most: the first rank has the steps to tell, the others little

@@ -17,9 +17,9 @@ from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware import device_called
 from raytrain_hpc.planner.topology import Node, Topology
-from raytrain_hpc.worker.control import Control
-from raytrain_hpc.worker.running import runner_of
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.training.factory import runner_of
 
 
 class LocalWorker:

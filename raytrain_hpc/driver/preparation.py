@@ -41,7 +41,7 @@ from raytrain_hpc.planner.layout import (
     resolve_layout,
 )
 from raytrain_hpc.planner.workload import work_of
-from raytrain_hpc.worker.spec import CustomModel, Script
+from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 
 # Of a model's shape, what may be another one than in the run that its first weights are from.
 _FREE = {"dropout", "init_std", "balance", "balance_weight", "balance_rate"}

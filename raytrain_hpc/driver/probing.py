@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.driver.actors import Actors, Worker
 from raytrain_hpc.driver.choosing import machine_of
 from raytrain_hpc.driver.cluster import connected
@@ -18,7 +19,6 @@ from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import fixed_world
 from raytrain_hpc.planner.link_fit import Reach
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.worker.meeting import Rendezvous
 
 _PATIENCE_S = 300.0
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.worker.meeting import DECIDED, FALLEN, Rendezvous
+from raytrain_hpc.distributed.rendezvous import DECIDED, FALLEN, Rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -27,11 +27,11 @@ from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, Ru
 from raytrain_hpc.observability.console import Console
 from raytrain_hpc.observability.experiment_trackers import Behind, trackers_of
 from raytrain_hpc.observability.peak_flops import peak_tflops
+from raytrain_hpc.optim.lr_scheduler import evaluates
 from raytrain_hpc.planner.flops import flops_per_token
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.placement import Site, described
-from raytrain_hpc.worker.schedule import evaluates
-from raytrain_hpc.worker.spec import CustomModel, Script, WorkerSpec
+from raytrain_hpc.runtime.worker_spec import CustomModel, Script, WorkerSpec
 
 
 @dataclass(frozen=True)

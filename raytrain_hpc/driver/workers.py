@@ -33,8 +33,8 @@ from raytrain_hpc.errors import RaytrainError, WorkerFailed
 from raytrain_hpc.planner.layout import fixed_world, model_ranks
 from raytrain_hpc.planner.placement import node_shares
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.worker.control import Ended, Record
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.runtime.control_channel import Ended, Record
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _LOOK_S = 0.05  # between two looks at signs of life and requests; the end of a worker is heard at once
 _ANSWER_S = 10.0

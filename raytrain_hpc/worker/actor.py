@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytrain_hpc.distributed.flight_recorder import calls, start_recording
 from raytrain_hpc.elastic.fault_attribution import peer_gone
 from raytrain_hpc.errors import RaytrainError, StateLost
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.worker.allocator import share_one_arena
-from raytrain_hpc.worker.flight import calls, start_recording
+from raytrain_hpc.worker.malloc import share_one_arena
 
 if TYPE_CHECKING:
     from raytrain_hpc.config.schema import Config
+    from raytrain_hpc.distributed.rendezvous import Rendezvous
     from raytrain_hpc.elastic.fault_attribution import Call
-    from raytrain_hpc.worker.control import Ended, Record
-    from raytrain_hpc.worker.loop import Outcome
-    from raytrain_hpc.worker.meeting import Rendezvous
-    from raytrain_hpc.worker.spec import WorkerSpec
+    from raytrain_hpc.runtime.control_channel import Ended, Record
+    from raytrain_hpc.runtime.worker_spec import WorkerSpec
+    from raytrain_hpc.training.trainer import Outcome
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]
@@ -39,10 +39,10 @@ class WorkerActor:
         start_recording()
         import torch
 
-        import raytrain_hpc.worker.running  # noqa: F401  here, where no rank waits for another
+        import raytrain_hpc.training.factory  # noqa: F401  here, where no rank waits for another
+        from raytrain_hpc.runtime.control_channel import Control
+        from raytrain_hpc.runtime.heartbeat import Heartbeat
         from raytrain_hpc.snapshot.memory_store import Snapshots
-        from raytrain_hpc.worker.control import Control
-        from raytrain_hpc.worker.heartbeat import Heartbeat
 
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self._heartbeat = Heartbeat()
@@ -57,9 +57,9 @@ class WorkerActor:
         """
         import torch
 
-        from raytrain_hpc.worker.build import set_kernels
-        from raytrain_hpc.worker.groups import use_interface
-        from raytrain_hpc.worker.network import interface_of
+        from raytrain_hpc.distributed.network_interface import interface_of
+        from raytrain_hpc.distributed.process_groups import use_interface
+        from raytrain_hpc.training.builder import set_kernels
 
         set_kernels(config, self._device)  # loads for seconds, which others would wait for later
         interface = config.cluster.interface
@@ -88,21 +88,21 @@ class WorkerActor:
     def rehearse(self, spec: WorkerSpec) -> None:
         """A step of a tiny model of this kind, once, behind what runs."""
         if not self._rehearsed:
-            from raytrain_hpc.worker.rehearsal import rehearse
+            from raytrain_hpc.training.warmup import rehearse
 
             rehearse(spec, self._device)
             self._rehearsed = True
 
     def facts(self, path: str, mark: str) -> dict[str, Any]:
         """What this process finds on its machine; see worker.facts."""
-        from raytrain_hpc.worker.facts import facts
+        from raytrain_hpc.worker.host_info import facts
 
         return facts(self._device, path, mark)
 
     def collectives(self, rank: int, ranks: int, meeting: Rendezvous, sizes: list[int]) -> dict[str, dict[int, float]]:
         """Join a group of so many, and measure; see worker.collectives."""
-        from raytrain_hpc.worker.collectives import measure
-        from raytrain_hpc.worker.groups import join, leave
+        from raytrain_hpc.distributed.collective_bench import measure
+        from raytrain_hpc.distributed.process_groups import join, leave
 
         join(meeting, rank, Layout(dp_replicate=ranks), self._device)
         try:
@@ -115,9 +115,9 @@ class WorkerActor:
 
         Raises what a user should see.
         """
-        from raytrain_hpc.worker.control import Ended
-        from raytrain_hpc.worker.groups import leave
-        from raytrain_hpc.worker.replicas import ReplicasDiffer
+        from raytrain_hpc.distributed.process_groups import leave
+        from raytrain_hpc.distributed.replica_check import ReplicasDiffer
+        from raytrain_hpc.runtime.control_channel import Ended
 
         self._run_began_ns = time.time_ns()
         self._control.begin()
@@ -144,7 +144,7 @@ class WorkerActor:
         return replace(ended, steps=memory.steps, copies=memory.copies, taken_in=memory.generation)
 
     def _train(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any) -> Outcome:
-        from raytrain_hpc.worker.running import runner_of
+        from raytrain_hpc.training.factory import runner_of
 
         blocks = None
         if feeder is not None:

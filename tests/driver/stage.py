@@ -18,8 +18,8 @@ from raytrain_hpc.driver import actors, drains, inventory, listening, watch, wor
 from raytrain_hpc.driver.agent import Seen
 from raytrain_hpc.elastic.watchdog import Signs
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.worker.control import Ended
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.runtime.control_channel import Ended
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _DOZE_S = 0.001
 

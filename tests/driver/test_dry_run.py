@@ -13,13 +13,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.distributed.process_groups import place_among
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.parallelize import parallelise
 from raytrain_hpc.planner.layout import Layout, resolve_layout
 from raytrain_hpc.planner.model_state_memory import parameters_by_stage
 from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.state.sharded_state import local
-from raytrain_hpc.worker.groups import place_among
 from tests.driver.dry_run import A_NODE, dry_run
 from tests.driver.stage import Play
 

@@ -19,7 +19,7 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, LayoutError, ModelError
 from raytrain_hpc.own_loop import Attached
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.worker.scripted import ScriptTrainer
+from raytrain_hpc.training.script_trainer import ScriptTrainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAIN, ATTACHED = EXAMPLES / "plain_loop.py", EXAMPLES / "attached_loop.py"

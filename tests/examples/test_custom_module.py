@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from examples import custom_module
 from raytrain_hpc import Config, train
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.worker.spec import CustomModel
+from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.pool import WarmPool, small, steps_of
 
 STEPS = 20

@@ -8,7 +8,7 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.decoder import Block, loss_sum
 from raytrain_hpc.model.moe import MixtureOfExperts
-from raytrain_hpc.worker.balance import Balance
+from raytrain_hpc.training.expert_bias import Balance
 
 KEYS = {"num_experts": 5, "experts_per_token": 2, "balance_weight": 0.3}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]])

@@ -134,7 +134,8 @@ def test_what_is_missing_is_said_before_anything_starts(name: str, monkeypatch: 
 def test_nothing_is_imported_that_nobody_asked_for() -> None:
     code = (
         "import sys; from raytrain_hpc.driver import supervisor; from raytrain_hpc.config.loader import load_config; "
-        "from raytrain_hpc.observability.experiment_trackers import trackers_of; assert not trackers_of(load_config(None, []), print); "
+        "from raytrain_hpc.observability.experiment_trackers import trackers_of; "
+        "assert not trackers_of(load_config(None, []), print); "
         "found = {'wandb', 'mlflow', 'transformers', 'peft', 'ray'} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

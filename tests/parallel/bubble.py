@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_hpc.distributed.process_groups import join
+from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.pipeline_schedule import NAMES, Action, Name, Schedule
 from raytrain_hpc.planner.pipeline_timeline import Span, idle_share, most_in_flight, simulate
-from raytrain_hpc.worker.groups import join
-from raytrain_hpc.worker.meeting import Rendezvous
 from tests.pool import WarmPool
 
 SECONDS = {"F": 0.08, "I": 0.10, "W": 0.06, "B": 0.16}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from raytrain_hpc.distributed.process_groups import join
 from raytrain_hpc.model.decoder import causal_attention
 from raytrain_hpc.parallel.blockwise_attention import Sight, attend, attend_backward, combine
 from raytrain_hpc.parallel.context_parallel import ContextAttention, held_positions
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.worker.groups import join
 from tests.parallel.staged import staged
 from tests.pool import WarmPool
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.planner.memory_model import MemoryModel
 from raytrain_hpc.planner.workload import Choice, work_of
-from raytrain_hpc.worker.build import build_trainer
-from raytrain_hpc.worker.control import Control
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.training.builder import build_trainer
 from tests.parallel.numbers import GPT2, LLAMA
 from tests.parallel.test_memory import Made
 from tests.pool import WarmPool, small

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from raytrain_hpc.driver.preparation import prepare_run
 from raytrain_hpc.planner.activation_memory import layer_bytes_per_token
 from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
-from raytrain_hpc.worker.build import build_trainer
-from raytrain_hpc.worker.control import Control
-from raytrain_hpc.worker.passes import Batch
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.training.builder import build_trainer
+from raytrain_hpc.training.forward_backward import Batch
 from tests.parallel.numbers import GPT2, LLAMA
 from tests.pool import WarmPool, small
 

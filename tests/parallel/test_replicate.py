@@ -16,7 +16,7 @@ from raytrain_hpc import Config
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.parallel.ddp import Replicated
-from raytrain_hpc.worker.spec import CustomModel
+from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.pool import WarmPool, small, steps_of
 
 WIDTH = 4096  # in fp64 every table is a bucket of its own at 1 MiB

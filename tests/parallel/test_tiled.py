@@ -79,9 +79,9 @@ def test_one_tile_is_gathered_at_a_time(pool: WarmPool, tmp_path: Path, policy: 
 
 def watched_step(rank: int, meeting: Any, config: Any) -> dict[str, int]:
     """What a step with one microbatch had gathered at most."""
-    from raytrain_hpc.worker.build import build_trainer
-    from raytrain_hpc.worker.control import Control
-    from raytrain_hpc.worker.spec import WorkerSpec
+    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.runtime.worker_spec import WorkerSpec
+    from raytrain_hpc.training.builder import build_trainer
 
     prepared = prepare_run(config, None, lambda line: None)
     layout, batching = prepared.layout(2)

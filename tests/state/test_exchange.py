@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raytrain_hpc.distributed.process_groups import leave
+from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.errors import StateLost
 from raytrain_hpc.state import reshard
 from raytrain_hpc.state.reshard import fill
 from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, route
 from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name
-from raytrain_hpc.worker.groups import leave
-from raytrain_hpc.worker.meeting import Rendezvous
 
 RANKS = 4
 SHAPES = {"a": (7, 5), "b": (13,), "c": (), "d": (4, 6, 3), "e": (0, 3), "f": (40,)}

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raytrain_hpc.distributed.abort import Abort
+from raytrain_hpc.distributed.handshake import tell
+from raytrain_hpc.distributed.process_groups import join, leave
 from raytrain_hpc.driver.agent import Agent
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_index import StateIndex
-from raytrain_hpc.worker.abort import Abort
-from raytrain_hpc.worker.groups import join, leave
-from raytrain_hpc.worker.telling import tell
 from tests.pool import WarmPool, small
 
 AWAY_S = 4.0
@@ -67,7 +67,7 @@ def test_a_rank_that_stays_away(pool: WarmPool) -> None:
 
 def test_an_agent_that_nobody_asks_ends_its_workers() -> None:
     """Its node is cut off: the others go on without it."""
-    worker = "from raytrain_hpc.worker.heartbeat import Heartbeat as H; h = H(); h.mark('training')"
+    worker = "from raytrain_hpc.runtime.heartbeat import Heartbeat as H; h = H(); h.mark('training')"
     worker += "; print(h.path, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", worker], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None

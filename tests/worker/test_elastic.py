@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from raytrain_hpc.errors import ConfigError, LayoutError
+from raytrain_hpc.optim.grad_norm import ExactNorm
 from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, open_nodes, pairwise_total
 from raytrain_hpc.planner.layout import check_axes
-from raytrain_hpc.worker.norm import ExactNorm
 from tests.parallel.numbers import GPT2, LLAMA, whole_state
 from tests.pool import WarmPool, small, steps_of
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from raytrain_hpc.elastic.watchdog import Signs
-from raytrain_hpc.worker.heartbeat import Pulse
+from raytrain_hpc.runtime.heartbeat import Pulse
 
 WORKER = """
 import ctypes, os, sys, threading, time
-from raytrain_hpc.worker.control import Control
-from raytrain_hpc.worker.heartbeat import Heartbeat
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.heartbeat import Heartbeat
 
 def spin():
     while True:

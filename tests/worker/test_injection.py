@@ -12,7 +12,7 @@ NODE = """
 import subprocess, sys
 open("/proc/self/comm", "w").write("raylet")
 wait = [sys.executable, "-c", "import time; time.sleep(60)"]
-lose = [sys.executable, "-c", "from raytrain_hpc.worker.injection import _lose_node; input(); _lose_node()"]
+lose = [sys.executable, "-c", "from raytrain_hpc.runtime.fault_injection import _lose_node; input(); _lose_node()"]
 print(subprocess.Popen(wait, stdin=subprocess.DEVNULL).pid, subprocess.Popen(lose).pid, flush=True)
 subprocess.run(wait)
 """

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from raytrain_hpc.distributed.handshake import Told
 from raytrain_hpc.elastic.state_partition import buddies, parts
 from raytrain_hpc.planner.placement import Site
 from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.snapshot.shared_memory import Opening
 from raytrain_hpc.state.shard_index import StateIndex
-from raytrain_hpc.worker.buddies import Buddies
-from raytrain_hpc.worker.telling import Told
+from raytrain_hpc.training.snapshot_peers import Buddies
 from tests.pool import WarmPool, small, spec_of, steps_of
 
 WORDS = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic", "model.dropout=0.1"]
@@ -29,9 +29,9 @@ def life(number: int, meeting: Any, specs: Sequence[Any], ranks: Sequence[int], 
     """Process `number` as rank ranks[number]; a newcomer holds nothing. Returns (rank, steps, copies, records)."""
     import torch
 
+    from raytrain_hpc.runtime.control_channel import Control
     from raytrain_hpc.snapshot.memory_store import Snapshots
-    from raytrain_hpc.worker.build import build_trainer
-    from raytrain_hpc.worker.control import Control
+    from raytrain_hpc.training.builder import build_trainer
 
     kept = sys.modules.setdefault("kept_from_life_to_life", types.ModuleType("kept"))
     if number in newcomers:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import raytrain_hpc as rt
-from raytrain_hpc.worker import stopwatch
-from raytrain_hpc.worker.loop import Trainer
-from raytrain_hpc.worker.replicas import Replicas
-from raytrain_hpc.worker.saving import Saver
-from raytrain_hpc.worker.stopwatch import Laps
+from raytrain_hpc.distributed.replica_check import Replicas
+from raytrain_hpc.training import timers
+from raytrain_hpc.training.checkpointer import Saver
+from raytrain_hpc.training.timers import Laps
+from raytrain_hpc.training.trainer import Trainer
 from tests.pool import small
 
 TAKES = {(Trainer, "train_step"): 1.0, (Replicas, "compare"): 10.0, (Saver, "save"): 100.0, (Trainer, "evaluate"): 1e3}
@@ -25,7 +25,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
-        monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def passes(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:
         """From now on that method takes so long."""

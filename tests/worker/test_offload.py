@@ -18,8 +18,8 @@ from raytrain_hpc.api import plan
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.errors import ConfigError, ModelError, OffloadError
-from raytrain_hpc.worker.offload import Home, InFiles, InHostMemory, Part, WithWeights, home_of
-from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
+from raytrain_hpc.optim.offload import Home, InFiles, InHostMemory, Part, WithWeights, home_of
+from raytrain_hpc.optim.optimizer import MOMENTS, Optimizer, slices_of
 from tests.pool import SMALL, WarmPool, small, steps_of
 
 KINDS = MOMENTS["adamw"]
@@ -113,8 +113,8 @@ import json, sys
 import torch
 from torch import nn
 from raytrain_hpc.config.schema import TrainConfig
-from raytrain_hpc.worker.offload import InFiles
-from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
+from raytrain_hpc.optim.offload import InFiles
+from raytrain_hpc.optim.optimizer import MOMENTS, Optimizer, slices_of
 directory, count, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 weight = nn.Parameter(torch.ones(count))
 gradient = torch.ones(count)
@@ -166,7 +166,7 @@ def test_what_is_resident_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> N
 TRAINED = """
 import gc, os, signal, sys
 import raytrain_hpc as rt
-from raytrain_hpc.worker.loop import Trainer
+from raytrain_hpc.training.trainer import Trainer
 real = Trainer.train_step
 def step(self, number):
     if number == 3 and sys.argv[1] == "kill":

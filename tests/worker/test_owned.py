@@ -12,7 +12,7 @@ from torch import nn
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.state.sharded_state import copy_pieces
-from raytrain_hpc.worker.owned import Owned
+from raytrain_hpc.training.script_state import Owned
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Any]
 

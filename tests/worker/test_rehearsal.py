@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_hpc.worker.rehearsal import rehearse
+from raytrain_hpc.training.warmup import rehearse
 from tests.parallel.numbers import GPT2, LLAMA
 from tests.pool import WarmPool, small, spec_of
 

@@ -40,8 +40,8 @@ def test_a_save_is_of_what_replicas_agree_on(pool: WarmPool, tmp_path: Path) -> 
 def losses(number: int, meeting: Any, spec: Any) -> list[float]:
     import torch
 
-    from raytrain_hpc.worker.build import build_trainer
-    from raytrain_hpc.worker.control import Control
+    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.training.builder import build_trainer
 
     control = Control()
     build_trainer(spec, number, torch.device("cpu"), meeting, control).run(0, spec.steps_to)

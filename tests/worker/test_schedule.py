@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from raytrain_hpc.config.schema import TrainConfig
-from raytrain_hpc.worker.schedule import learning_rate, peak_rate
+from raytrain_hpc.optim.lr_scheduler import learning_rate, peak_rate
 
 
 def train(**keys: object) -> TrainConfig:

@@ -1,1 +1,1 @@
-"""From input files to a dataset: partition the input, tokenize it in parallel, assemble shards. Offline; see prepare.py."""
+"""From input files to a dataset: partition the input, tokenize it in parallel, assemble shards. Used offline."""

@@ -15,27 +15,27 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
+from raytrain_hpc.distributed.process_groups import GenerationFallen, Place
+from raytrain_hpc.distributed.replica_check import Replicas
 from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.errors import RunFailed
 from raytrain_hpc.observability.metrics import COMPARED
 from raytrain_hpc.observability.profiler import StepProfiler
+from raytrain_hpc.optim.grad_norm import GradientNorm
+from raytrain_hpc.optim.lr_scheduler import evaluates, learning_rate
+from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.parallel.pairwise_sum import pairwise_total
 from raytrain_hpc.planner.layout import Batching
-from raytrain_hpc.worker.bad_steps import BadSteps
-from raytrain_hpc.worker.balance import Balance
-from raytrain_hpc.worker.control import Control, Record
-from raytrain_hpc.worker.feeding import Feed, on_device
-from raytrain_hpc.worker.groups import GenerationFallen, Place
-from raytrain_hpc.worker.injection import Injector
-from raytrain_hpc.worker.keeping import Keeper
-from raytrain_hpc.worker.norm import GradientNorm
-from raytrain_hpc.worker.optim import Optimizer
-from raytrain_hpc.worker.passes import Passes
-from raytrain_hpc.worker.replicas import Replicas
-from raytrain_hpc.worker.saving import Saver
-from raytrain_hpc.worker.schedule import evaluates, learning_rate
-from raytrain_hpc.worker.stopwatch import Laps, Stopwatch, over_ranks
-from raytrain_hpc.worker.task import Batch
+from raytrain_hpc.runtime.control_channel import Control, Record
+from raytrain_hpc.runtime.fault_injection import Injector
+from raytrain_hpc.training.checkpointer import Saver
+from raytrain_hpc.training.device_loader import Feed, on_device
+from raytrain_hpc.training.expert_bias import Balance
+from raytrain_hpc.training.forward_backward import Passes
+from raytrain_hpc.training.snapshot_manager import Keeper
+from raytrain_hpc.training.step_guard import BadSteps
+from raytrain_hpc.training.timers import Laps, Stopwatch, over_ranks
+from raytrain_hpc.training.train_module import Batch
 
 Outcome = Literal["done", "stopped", "paused"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError, OffloadError
-from raytrain_hpc.worker.scratch import PAGE, Scratch, free_bytes, padded
+from raytrain_hpc.optim.mmap_buffer import PAGE, Scratch, free_bytes, padded
 
 CHUNK_BYTES = 32 * 2**20  # of moments that a step works on at a time
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from raytrain_hpc.distributed.abort import Connection, between_ranks, connections
+from raytrain_hpc.distributed.process_groups import Place
 from raytrain_hpc.snapshot.shared_memory import Opening
 from raytrain_hpc.state.reshard import read_indexes
 from raytrain_hpc.state.shard_index import StateIndex
-from raytrain_hpc.worker.abort import Connection, between_ranks, connections
-from raytrain_hpc.worker.groups import Place
 
 
 @dataclass(frozen=True)

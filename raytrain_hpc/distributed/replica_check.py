@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from raytrain_hpc.distributed.process_groups import Place
 from raytrain_hpc.state.sharded_state import Holding, replicas_that_differ
-from raytrain_hpc.worker.groups import Place
 
 
 class ReplicasDiffer(Exception):

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from raytrain_hpc.distributed.rendezvous import DECIDED, FORMED, Rendezvous
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline_parallel import Links
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.worker.meeting import DECIDED, FORMED, Rendezvous
 
 
 class GenerationFallen(Exception):

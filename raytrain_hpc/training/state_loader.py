@@ -13,14 +13,14 @@ from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.merge_lora import read_merged
 from raytrain_hpc.checkpoint.shard_io import read_pieces
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.distributed.handshake import Told
+from raytrain_hpc.distributed.process_groups import Place
 from raytrain_hpc.errors import CheckpointError, RunFailed
 from raytrain_hpc.model.lora import MARK
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.state.reshard import fill
 from raytrain_hpc.state.shard_index import StateIndex, compare, merge
 from raytrain_hpc.state.sharded_state import Holding
-from raytrain_hpc.worker.groups import Place
-from raytrain_hpc.worker.spec import WorkerSpec
-from raytrain_hpc.worker.telling import Told
 
 LOSSES = "losses"  # the recent ones: state only where spikes are looked for
 _BALANCE = ".router.bias"  # of experts, where that is how they are balanced

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.parallel.parallelize import Parallel, autocast
-from raytrain_hpc.worker.stopwatch import Stopwatch
-from raytrain_hpc.worker.task import Batch, Task
+from raytrain_hpc.training.timers import Stopwatch
+from raytrain_hpc.training.train_module import Batch, Task
 
 Read = Callable[[int], Batch]  # the n-th microbatch of this rank
 

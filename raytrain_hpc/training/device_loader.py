@@ -22,7 +22,7 @@ from raytrain_hpc.data.loader.prefetch import Prefetcher
 from raytrain_hpc.data.loader.stream import Block, Microbatch, Stream
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.planner.layout import Batching
-from raytrain_hpc.worker.task import Batch
+from raytrain_hpc.training.train_module import Batch
 
 _PARTS = 4  # of what may be ahead, at least so many are handed over one by one: else nothing is ahead while one is used
 

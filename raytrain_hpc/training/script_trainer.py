@@ -21,24 +21,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.distributed.abort import Abort
+from raytrain_hpc.distributed.handshake import tell
+from raytrain_hpc.distributed.process_groups import GenerationFallen, Place, join
+from raytrain_hpc.distributed.rendezvous import Rendezvous
+from raytrain_hpc.distributed.replica_check import Replicas
 from raytrain_hpc.errors import ModelError, RunFailed
 from raytrain_hpc.parallel.ddp import Replicated
+from raytrain_hpc.runtime.control_channel import Control, Record
+from raytrain_hpc.runtime.fault_injection import Injector
+from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.sharded_state import Holding
-from raytrain_hpc.worker.abort import Abort
-from raytrain_hpc.worker.control import Control, Record
-from raytrain_hpc.worker.groups import GenerationFallen, Place, join
-from raytrain_hpc.worker.injection import Injector
-from raytrain_hpc.worker.keeping import Keeper
-from raytrain_hpc.worker.loop import Outcome, peak_gib
-from raytrain_hpc.worker.meeting import Rendezvous
-from raytrain_hpc.worker.owned import Owned
-from raytrain_hpc.worker.replicas import Replicas
-from raytrain_hpc.worker.restoring import restore
-from raytrain_hpc.worker.saving import Saver
-from raytrain_hpc.worker.spec import Script, WorkerSpec
-from raytrain_hpc.worker.stopwatch import Laps
-from raytrain_hpc.worker.telling import tell
+from raytrain_hpc.training.checkpointer import Saver
+from raytrain_hpc.training.script_state import Owned
+from raytrain_hpc.training.snapshot_manager import Keeper
+from raytrain_hpc.training.state_loader import restore
+from raytrain_hpc.training.timers import Laps
+from raytrain_hpc.training.trainer import Outcome, peak_gib
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -9,11 +9,11 @@ from raytrain_hpc.checkpoint.async_writer import CheckpointWriter
 from raytrain_hpc.checkpoint.manifest import shard_name
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import CheckpointConfig
+from raytrain_hpc.distributed.process_groups import Place
 from raytrain_hpc.errors import CheckpointError
+from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.state.shard_index import StateIndex, assign_writers
 from raytrain_hpc.state.sharded_state import Held, Holding
-from raytrain_hpc.worker.control import Record
-from raytrain_hpc.worker.groups import Place
 
 
 class Saver:

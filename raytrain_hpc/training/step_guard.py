@@ -12,7 +12,7 @@ from torch import Tensor
 from raytrain_hpc.config.schema import FaultConfig
 from raytrain_hpc.elastic.loss_spikes import WINDOW, highest_usual
 from raytrain_hpc.errors import RunFailed
-from raytrain_hpc.worker.control import Record
+from raytrain_hpc.runtime.control_channel import Record
 
 Bad = Literal["not finite", "loss spike"]
 

@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 
 from raytrain_hpc.data.loader.block_stream import Blocks
+from raytrain_hpc.distributed.rendezvous import Rendezvous
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import Snapshots
-from raytrain_hpc.worker.build import build_trainer, set_kernels
-from raytrain_hpc.worker.control import Control
-from raytrain_hpc.worker.loop import Outcome
-from raytrain_hpc.worker.meeting import Rendezvous
-from raytrain_hpc.worker.scripted import ScriptTrainer
-from raytrain_hpc.worker.spec import Script, WorkerSpec
+from raytrain_hpc.training.builder import build_trainer, set_kernels
+from raytrain_hpc.training.script_trainer import ScriptTrainer
+from raytrain_hpc.training.trainer import Outcome
 
 
 class Runner(Protocol):

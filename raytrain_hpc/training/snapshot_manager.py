@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.snapshot.memory_store import Kept, LastSteps, Snapshots
+from raytrain_hpc.snapshot.replicator import Copying
 from raytrain_hpc.state.sharded_state import Holding
-from raytrain_hpc.worker.copying import Copying
 
 
 def keeps_snapshots(config: Config) -> bool:

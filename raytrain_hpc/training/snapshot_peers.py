@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from raytrain_hpc.distributed.handshake import Told
+from raytrain_hpc.distributed.process_groups import host_group
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.memory_store import Kept, LastSteps, Snapshots
+from raytrain_hpc.snapshot.replicator import Copying
 from raytrain_hpc.snapshot.shared_memory import OpenedSteps, Opening, shared_steps
-from raytrain_hpc.worker.copying import Copying
-from raytrain_hpc.worker.groups import host_group
-from raytrain_hpc.worker.keeping import keeps_snapshots
-from raytrain_hpc.worker.spec import WorkerSpec
-from raytrain_hpc.worker.telling import Told
+from raytrain_hpc.training.snapshot_manager import keeps_snapshots
 
 
 class Buddies:

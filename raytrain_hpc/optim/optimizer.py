@@ -10,8 +10,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from raytrain_hpc.config.schema import TrainConfig
+from raytrain_hpc.optim.offload import Home, Part
 from raytrain_hpc.state.sharded_state import local
-from raytrain_hpc.worker.offload import Home, Part
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_hpc.elastic.fault_attribution import Call
 from raytrain_hpc.elastic.watchdog import Phase
-from raytrain_hpc.worker.heartbeat import Heartbeat
+from raytrain_hpc.runtime.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
-    from raytrain_hpc.worker.abort import Abort
+    from raytrain_hpc.distributed.abort import Abort
 
 Record = dict[str, Any]
 

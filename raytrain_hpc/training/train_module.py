@@ -15,10 +15,8 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.param_init import initial_tensor
+from raytrain_hpc.runtime.worker_spec import LossFunction, ModelFactory
 from raytrain_hpc.state.keyed_rng import position_keys, sample_keys, seed_for
-
-ModelFactory = Callable[[Config], nn.Module]
-LossFunction = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

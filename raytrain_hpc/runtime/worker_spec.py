@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import Config
@@ -13,7 +14,10 @@ from raytrain_hpc.data.loader.stream import StreamRecipe
 from raytrain_hpc.planner.layout import Batching, Layout
 
 if TYPE_CHECKING:
-    from raytrain_hpc.worker.task import LossFunction, ModelFactory
+    from torch import Tensor, nn
+
+ModelFactory: TypeAlias = "Callable[[Config], nn.Module]"
+LossFunction: TypeAlias = "Callable[[Any, Tensor], Tensor]"
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from raytrain_hpc.parallel.deferred_wgrad import Later
 from raytrain_hpc.parallel.parallelize import Parallel, autocast
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.pipeline_timeline import Span
-from raytrain_hpc.worker.control import Record
-from raytrain_hpc.worker.passes import Read, note
-from raytrain_hpc.worker.stopwatch import Stopwatch
-from raytrain_hpc.worker.task import Batch, Task
+from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.training.forward_backward import Read, note
+from raytrain_hpc.training.timers import Stopwatch
+from raytrain_hpc.training.train_module import Batch, Task
 
 
 @dataclass(frozen=True)

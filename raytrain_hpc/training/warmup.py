@@ -11,9 +11,9 @@ import torch
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.planner.layout import Batching, Layout
-from raytrain_hpc.worker.build import build_trainer
-from raytrain_hpc.worker.control import Control
-from raytrain_hpc.worker.spec import WorkerSpec
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.training.builder import build_trainer
 
 _POSITIONS = 128  # of the sample: a large vocabulary's logits are to be small
 

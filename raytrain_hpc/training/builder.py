@@ -20,43 +20,43 @@ from raytrain_hpc.data.loader.block_stream import Blocks, DeliveredStream
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.data.loader.packing import packing_of
 from raytrain_hpc.data.loader.stream import Stream
+from raytrain_hpc.distributed.abort import Abort
+from raytrain_hpc.distributed.handshake import tell
+from raytrain_hpc.distributed.process_groups import Place, join
+from raytrain_hpc.distributed.rendezvous import Rendezvous
+from raytrain_hpc.distributed.replica_check import Replicas
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import parts
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import MARK
 from raytrain_hpc.observability.profiler import StepProfiler
+from raytrain_hpc.optim.grad_norm import ExactNorm, GradientNorm, Region
+from raytrain_hpc.optim.offload import home_of
+from raytrain_hpc.optim.optimizer import MOMENTS, Optimizer, slices_of
 from raytrain_hpc.parallel.deterministic_reduce import canonical_shares
 from raytrain_hpc.parallel.parallelize import Parallel, compute_type, own_positions, parallelise, stream_type
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.parallel.vocab_parallel import vocabulary_loss_sum
 from raytrain_hpc.planner.layout import first_rank_of
 from raytrain_hpc.planner.stage_split import split_layers
+from raytrain_hpc.runtime.control_channel import Control, Record
+from raytrain_hpc.runtime.fault_injection import Injector
+from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.shard_index import Box, StateIndex, first_held
 from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name, slice_of
-from raytrain_hpc.worker.abort import Abort
-from raytrain_hpc.worker.bad_steps import BadSteps
-from raytrain_hpc.worker.balance import Balance
-from raytrain_hpc.worker.buddies import Buddies
-from raytrain_hpc.worker.control import Control, Record
-from raytrain_hpc.worker.feeding import Feed
-from raytrain_hpc.worker.groups import Place, join
-from raytrain_hpc.worker.injection import Injector
-from raytrain_hpc.worker.keeping import Keeper
-from raytrain_hpc.worker.loop import Trainer
-from raytrain_hpc.worker.meeting import Rendezvous
-from raytrain_hpc.worker.norm import ExactNorm, GradientNorm, Region
-from raytrain_hpc.worker.offload import home_of
-from raytrain_hpc.worker.optim import MOMENTS, Optimizer, slices_of
-from raytrain_hpc.worker.passes import Passes, WholeModel
-from raytrain_hpc.worker.pipelined import Pipelined, Timeline
-from raytrain_hpc.worker.replicas import Replicas
-from raytrain_hpc.worker.restoring import LOSSES, GoingBack, restore
-from raytrain_hpc.worker.saving import Saver
-from raytrain_hpc.worker.spec import CustomModel, WorkerSpec
-from raytrain_hpc.worker.stopwatch import Stopwatch
-from raytrain_hpc.worker.task import CustomTask, DecoderTask, Task
-from raytrain_hpc.worker.telling import tell
+from raytrain_hpc.training.checkpointer import Saver
+from raytrain_hpc.training.device_loader import Feed
+from raytrain_hpc.training.expert_bias import Balance
+from raytrain_hpc.training.forward_backward import Passes, WholeModel
+from raytrain_hpc.training.pipeline_forward_backward import Pipelined, Timeline
+from raytrain_hpc.training.snapshot_manager import Keeper
+from raytrain_hpc.training.snapshot_peers import Buddies
+from raytrain_hpc.training.state_loader import LOSSES, GoingBack, restore
+from raytrain_hpc.training.step_guard import BadSteps
+from raytrain_hpc.training.timers import Stopwatch
+from raytrain_hpc.training.train_module import CustomTask, DecoderTask, Task
+from raytrain_hpc.training.trainer import Trainer
 
 
 def build_trainer(

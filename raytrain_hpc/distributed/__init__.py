@@ -1,0 +1,1 @@
+"""Process groups: rendezvous, handshake, abort, flight records, replica checks."""

@@ -1,0 +1,1 @@
+"""Between a worker process and its driver: control channel, heartbeat, worker spec, fault injection."""
