@@ -91,7 +91,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The committed steps so far, one dict each with the keys of metrics.jsonl, in step order."""
-        from raytrain_hpc.driver.rundir import RunDirectory
+        from raytrain_hpc.driver.run_directory import RunDirectory
 
         lines = RunDirectory(Path(self._config.run.dir)).committed_metrics()
         last = {line["step"]: line for line in lines}
@@ -183,7 +183,7 @@ def plan(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
     )
     if running:
-        from raytrain_hpc.driver.probing import running_machine
+        from raytrain_hpc.driver.cluster_probe import running_machine
 
         there = running_machine(config)
         return calibrated(there, known_calibration(there.device.name))

@@ -72,7 +72,7 @@ def doctor(config: Config) -> Report:
 
     Raises ClusterError where they do not come up.
     """
-    from raytrain_hpc.driver.probing import probes
+    from raytrain_hpc.driver.cluster_probe import probes
 
     directory = Path(config.run.dir).expanduser().absolute() if config.run.dir else Path.cwd() / "runs"
     with probes(config) as there, _marked(directory) as (path, mark):

@@ -87,7 +87,7 @@ def measure(config: Config, count: int, steps: int, say: Callable[[str], None]) 
     The calibration that fits what was measured is kept for plans of such devices. Raises LayoutError where no legal
     layout fits, and ClusterError.
     """
-    from raytrain_hpc.driver.probing import running_machine
+    from raytrain_hpc.driver.cluster_probe import running_machine
 
     machine, config = running_machine(config), _alone(config)
     shape = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len)

@@ -12,7 +12,7 @@ from raytrain_hpc.checkpoint.merge_lora import read_merged
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens

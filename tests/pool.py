@@ -54,7 +54,7 @@ class WarmPool:
 
     def train(self, config: Config, *, custom: Any = None, resume_step: int | None = None, steps_to: int | None = None):
         """Run `config` on cluster.workers ranks. Returns each rank's records; publishes the checkpoints they write."""
-        from raytrain_hpc.driver.preparation import prepare_run
+        from raytrain_hpc.driver.run_setup import prepare_run
 
         world = int(config.cluster.workers)
         self._ensure(world)
@@ -71,7 +71,7 @@ class WarmPool:
 
         Without `build`, what `function(rank, meeting, spec)` gave.
         """
-        from raytrain_hpc.driver.preparation import prepare_run
+        from raytrain_hpc.driver.run_setup import prepare_run
 
         world = int(config.cluster.workers)
         spec = _spec(prepare_run(config, None, lambda line: None), world, self._generation + 1, None, None)
@@ -158,7 +158,7 @@ def _serve(connection: Connection) -> None:
 
 def spec_of(config: Config, world: int, *, steps_to: int) -> Any:
     """What the driver would hand to the ranks of a first generation that trains to `steps_to`."""
-    from raytrain_hpc.driver.preparation import prepare_run
+    from raytrain_hpc.driver.run_setup import prepare_run
 
     return _spec(prepare_run(config, None, lambda line: None), world, 1, None, steps_to)
 

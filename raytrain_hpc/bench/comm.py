@@ -7,7 +7,7 @@ from statistics import median
 
 from raytrain_hpc.bench.table import Table
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.driver.probing import probes
+from raytrain_hpc.driver.cluster_probe import probes
 from raytrain_hpc.planner.link_fit import Reach, bus_gbs, fit
 from raytrain_hpc.planner.measured_links import links, remember
 

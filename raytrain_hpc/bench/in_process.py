@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.runtime.control_channel import Control
 from raytrain_hpc.runtime.worker_spec import WorkerSpec

@@ -12,14 +12,14 @@ from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.announcement import announce
-from raytrain_hpc.driver.choosing import choose, machine_of
-from raytrain_hpc.driver.fleet import Crew, Fleet, Wish, open_fleet
-from raytrain_hpc.driver.incidents import IncidentLog
-from raytrain_hpc.driver.preparation import PreparedRun, located, newest_checkpoint, prepare_run
-from raytrain_hpc.driver.recorder import DeviceFacts, RunRecorder
+from raytrain_hpc.driver.auto_layout import choose, machine_of
+from raytrain_hpc.driver.backend import Crew, Fleet, Wish, open_fleet
+from raytrain_hpc.driver.checkpoint_sampler import Sampler
+from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.result import Result
-from raytrain_hpc.driver.samples import Sampler
+from raytrain_hpc.driver.run_banner import announce
+from raytrain_hpc.driver.run_recorder import DeviceFacts, RunRecorder
+from raytrain_hpc.driver.run_setup import PreparedRun, located, newest_checkpoint, prepare_run
 from raytrain_hpc.elastic.load_balancing import by_pace
 from raytrain_hpc.elastic.recovery import Candidate, Formation, form, least_workers
 from raytrain_hpc.elastic.state_partition import buddies, newest_step, parts
@@ -85,7 +85,7 @@ class Supervisor:
     def _trackers(self, fleet: Fleet) -> list[Behind]:
         found = trackers_of(self._config, self._alarm)
         if fleet.lasting and self._config.observe.ray_metrics:
-            from raytrain_hpc.driver.gauges import Gauges  # Ray is there, then
+            from raytrain_hpc.driver.ray_metrics import Gauges  # Ray is there, then
 
             found.append(Behind("ray_metrics", partial(Gauges, self._config.run.name), self._alarm))
         return found

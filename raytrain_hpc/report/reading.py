@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import RunDirectoryError
 
 Json = dict[str, Any]

@@ -25,9 +25,9 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.driver import supervisor
-from raytrain_hpc.driver.actors import Actors
+from raytrain_hpc.driver.ray_backend import RayWorkers
 from raytrain_hpc.driver.supervisor import Supervisor
-from raytrain_hpc.driver.workers import RayWorkers
+from raytrain_hpc.driver.worker_group import Actors
 from raytrain_hpc.observability.console import Console
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.driver.stage import Play, Stage

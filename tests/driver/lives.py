@@ -28,7 +28,7 @@ WORDS = [
 PARENT = """
 import json, os, sys
 import numpy, torch, torch._inductor  # all that a life would import
-import raytrain_hpc.driver.local, raytrain_hpc.driver.supervisor, raytrain_hpc.summary
+import raytrain_hpc.driver.local_backend, raytrain_hpc.driver.supervisor, raytrain_hpc.summary
 from raytrain_hpc.cli import main
 
 def live(argv, out, patch):
@@ -144,7 +144,7 @@ def signal_after(step: int, number: signal.Signals, delay_s: float = 0.0) -> str
     """A patch: the process is sent a signal this long after a step is committed."""
     return f"""
 import os, threading
-from raytrain_hpc.driver.recorder import RunRecorder
+from raytrain_hpc.driver.run_recorder import RunRecorder
 real = RunRecorder._take_step
 def take(self, metrics):
     real(self, metrics)

@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.actors import Actors
-from raytrain_hpc.driver.inventory import topology
+from raytrain_hpc.driver.ray_topology import topology
+from raytrain_hpc.driver.worker_group import Actors
 from raytrain_hpc.elastic.recovery import Candidate, form
 from raytrain_hpc.planner.comm_volume import by_axis
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout

@@ -14,8 +14,8 @@ from unittest import mock
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from raytrain_hpc.driver import actors, drains, inventory, listening, watch, workers
-from raytrain_hpc.driver.agent import Seen
+from raytrain_hpc.driver import health_monitor, node_drain, ray_backend, ray_topology, record_poller, worker_group
+from raytrain_hpc.driver.node_agent import Seen
 from raytrain_hpc.elastic.watchdog import Signs
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.control_channel import Ended
@@ -132,7 +132,7 @@ class Stage:
         ray.get_runtime_context = lambda: context
         state = SimpleNamespace(state=SimpleNamespace(get_draining_nodes=dict))
         ray._private = SimpleNamespace(state=state)
-        for room in (actors, drains, inventory, listening, watch, workers):
+        for room in (worker_group, node_drain, ray_topology, record_poller, health_monitor, ray_backend):
             self._patches.enter_context(mock.patch.object(room, "ray", ray))
         replaced = {
             "placement_group": self._group,
@@ -140,10 +140,10 @@ class Stage:
             "remove_placement_group": lambda group: None,
             "PlacementGroupSchedulingStrategy": SimpleNamespace,
         }
-        self._patches.enter_context(mock.patch.multiple(actors, **replaced))
+        self._patches.enter_context(mock.patch.multiple(worker_group, **replaced))
         agents = SimpleNamespace(options=lambda **named: SimpleNamespace(remote=lambda *_: Actor(self, Watcher(self))))
-        self._patches.enter_context(mock.patch.object(watch, "AgentActor", agents))
-        self._patches.enter_context(mock.patch.object(watch, "NodeAffinitySchedulingStrategy", mock.Mock()))
+        self._patches.enter_context(mock.patch.object(health_monitor, "AgentActor", agents))
+        self._patches.enter_context(mock.patch.object(health_monitor, "NodeAffinitySchedulingStrategy", mock.Mock()))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc.driver.choosing import choose
-from raytrain_hpc.driver.preparation import PreparedRun, prepare_run
+from raytrain_hpc.driver.auto_layout import choose
+from raytrain_hpc.driver.run_setup import PreparedRun, prepare_run
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.pool import small
 

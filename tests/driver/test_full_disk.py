@@ -19,7 +19,7 @@ from tests.driver.lives import WORDS, Lives, joined, signal_after
 # The disk is full from step 6 on and, where `freed` is a step, has room again after that one.
 BALLAST = """
 import os, pathlib
-from raytrain_hpc.driver.recorder import RunRecorder
+from raytrain_hpc.driver.run_recorder import RunRecorder
 ballast, freed = pathlib.Path({ballast!r}), {freed}
 real = RunRecorder._take_step
 def fill():

@@ -7,7 +7,7 @@ import urllib.request
 
 import ray
 
-from raytrain_hpc.driver.gauges import Gauges
+from raytrain_hpc.driver.ray_metrics import Gauges
 from tests.report.runs import line
 
 

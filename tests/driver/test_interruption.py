@@ -39,7 +39,7 @@ CheckpointStore._rename = rename
 
 STOP_REQUESTED_AFTER_9 = """
 import os, signal
-from raytrain_hpc.driver.recorder import RunRecorder
+from raytrain_hpc.driver.run_recorder import RunRecorder
 real = RunRecorder._take_step
 def take(self, metrics):
     real(self, metrics)

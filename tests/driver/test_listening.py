@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc.driver import listening, sparing
-from raytrain_hpc.driver.listening import Listener
+from raytrain_hpc.driver import record_poller, throttle
+from raytrain_hpc.driver.record_poller import Listener
 from raytrain_hpc.elastic.watchdog import Signs
 
 WELL = Signs(0, True, False, 0.0, 0.0, "training", 1, 0.1)
@@ -53,9 +53,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         wait=lambda asked, num_returns, timeout: (asked, []),
         get=lambda answer: answer.records,
     )
-    monkeypatch.setattr(listening, "ray", played)
-    monkeypatch.setattr(listening, "time", clock)
-    monkeypatch.setattr(sparing, "time", clock)
+    monkeypatch.setattr(record_poller, "ray", played)
+    monkeypatch.setattr(record_poller, "time", clock)
+    monkeypatch.setattr(throttle, "time", clock)
     return clock
 
 

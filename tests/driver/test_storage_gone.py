@@ -14,7 +14,7 @@ WORDS = [*WORDS, "observe.tensorboard=true", "checkpoint.async=false"]
 # What is done to it after step 6 and after step 18: in the driver, so that it comes between the same steps every time.
 PATCH = """
 from pathlib import Path
-from raytrain_hpc.driver.recorder import RunRecorder
+from raytrain_hpc.driver.run_recorder import RunRecorder
 from tests.driver.disks import Disk
 disk = Disk(Path({path!r}), Path({image!r}))
 strike, mend = {{

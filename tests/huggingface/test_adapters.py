@@ -10,8 +10,8 @@ import torch
 
 from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.driver.preparation import prepare_run
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import ConfigError, MissingDependency
 from raytrain_hpc.model.param_init import initial_tensor
 from raytrain_hpc.sampling import load_model
@@ -157,6 +157,6 @@ def test_what_adapters_cannot_do(word: str, reason: str) -> None:
 
 
 def test_peft_is_asked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_hpc.driver.preparation.find_spec", lambda name: None)
+    monkeypatch.setattr("raytrain_hpc.driver.run_setup.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match="run `pip install peft`"):
         prepare_run(load_config(None, [*WORDS, f"run.dir={tmp_path}"]), None, lambda line: None)

@@ -13,7 +13,7 @@ from raytrain_hpc import import_model, prepare
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
 from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import CheckpointError, ConfigError, DataError
 from tests.huggingface.families import random_model
 from tests.pool import steps_of

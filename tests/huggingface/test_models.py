@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.families import config_of, family_of, shape_of
 from raytrain_hpc.huggingface.twins import twins_of

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.param_init import initialise
 from tests.parallel.numbers import LLAMA

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.planner.memory_model import MemoryModel
 from raytrain_hpc.planner.workload import Choice, work_of
 from raytrain_hpc.runtime.control_channel import Control

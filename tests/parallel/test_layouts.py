@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytrain_hpc.driver.preparation import prepare_run
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.sampling import load_model
 from tests.parallel.numbers import BASE, MODELS, STEPS, run, whole_state

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.planner.activation_memory import layer_bytes_per_token
 from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
 from raytrain_hpc.runtime.control_channel import Control

@@ -10,7 +10,7 @@ import torch
 
 from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import open_stream
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.param_init import initialise
 from tests.data.written import write_dataset

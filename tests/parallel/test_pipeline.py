@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.planner.pipeline_schedule import NAMES
 from raytrain_hpc.planner.pipeline_timeline import most_in_flight, simulate

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from tests.parallel.numbers import BASE, MODELS, run
 from tests.pool import WarmPool, small, steps_of

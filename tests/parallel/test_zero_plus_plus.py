@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_hpc.driver.preparation import prepare_run
+from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.parallel.quantized_collectives import BLOCK, dequantise, message_bytes, quantise
 from tests.parallel.collectives import Collectives

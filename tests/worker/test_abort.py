@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raytrain_hpc.distributed.abort import Abort
 from raytrain_hpc.distributed.handshake import tell
 from raytrain_hpc.distributed.process_groups import join, leave
-from raytrain_hpc.driver.agent import Agent
+from raytrain_hpc.driver.node_agent import Agent
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_index import StateIndex
 from tests.pool import WarmPool, small

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from raytrain_hpc.driver.choosing import expected
-from raytrain_hpc.driver.preparation import PreparedRun
+from raytrain_hpc.driver.auto_layout import expected
+from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.observability.console import short_count
 from raytrain_hpc.planner.explain import described, expectation
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, flops_per_token

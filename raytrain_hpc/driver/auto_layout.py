@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from math import gcd
 
-from raytrain_hpc.driver.preparation import PreparedRun
+from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.planner.explain import remedies, verdict, why
 from raytrain_hpc.planner.hardware import Machine, machine
 from raytrain_hpc.planner.layout import Batching, Layout

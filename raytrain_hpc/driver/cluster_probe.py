@@ -10,11 +10,11 @@ import ray
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.rendezvous import Rendezvous
-from raytrain_hpc.driver.actors import Actors, Worker
-from raytrain_hpc.driver.choosing import machine_of
-from raytrain_hpc.driver.cluster import connected
-from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
-from raytrain_hpc.driver.workers import open_ray_fleet
+from raytrain_hpc.driver.auto_layout import machine_of
+from raytrain_hpc.driver.ray_backend import open_ray_fleet
+from raytrain_hpc.driver.ray_cluster import connected
+from raytrain_hpc.driver.ray_topology import CPU_WORKERS_BY_DEFAULT, topology, world_size
+from raytrain_hpc.driver.worker_group import Actors, Worker
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import fixed_world
 from raytrain_hpc.planner.link_fit import Reach

@@ -73,13 +73,13 @@ class Fleet(Protocol):
 def open_fleet(config: Config) -> Iterator[Fleet]:
     """This process where cluster.workers=0, else a Ray cluster."""
     if config.cluster.workers == 0:
-        from raytrain_hpc.driver.local import LocalFleet
+        from raytrain_hpc.driver.local_backend import LocalFleet
 
         yield LocalFleet(config)
     else:
         if not _connected():
             check_address(config)
-        from raytrain_hpc.driver.workers import open_ray_fleet  # a machine without Ray never comes here
+        from raytrain_hpc.driver.ray_backend import open_ray_fleet  # a machine without Ray never comes here
 
         with open_ray_fleet(config) as fleet:
             yield fleet

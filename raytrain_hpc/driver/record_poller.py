@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.driver.sparing import Sparing
+from raytrain_hpc.driver.throttle import Sparing
 from raytrain_hpc.elastic.watchdog import Signs
 from raytrain_hpc.runtime.control_channel import Record
 

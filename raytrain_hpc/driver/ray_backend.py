@@ -14,17 +14,17 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.driver.actors import Actors, Worker, last_line
-from raytrain_hpc.driver.cluster import connected
-from raytrain_hpc.driver.drains import Drains
-from raytrain_hpc.driver.fleet import Wish
-from raytrain_hpc.driver.guilt import PEER_GONE, innocence
-from raytrain_hpc.driver.inventory import CPU_WORKERS_BY_DEFAULT, topology, world_size
-from raytrain_hpc.driver.listening import Listener
-from raytrain_hpc.driver.pace import Pace
-from raytrain_hpc.driver.rendezvous import RendezvousStore
-from raytrain_hpc.driver.sparing import Sparing
-from raytrain_hpc.driver.watch import Watch
+from raytrain_hpc.driver.backend import Wish
+from raytrain_hpc.driver.health_monitor import Watch
+from raytrain_hpc.driver.node_drain import Drains
+from raytrain_hpc.driver.ray_cluster import connected
+from raytrain_hpc.driver.ray_topology import CPU_WORKERS_BY_DEFAULT, topology, world_size
+from raytrain_hpc.driver.record_poller import Listener
+from raytrain_hpc.driver.rendezvous_store import RendezvousStore
+from raytrain_hpc.driver.root_cause import PEER_GONE, innocence
+from raytrain_hpc.driver.straggler_detector import Pace
+from raytrain_hpc.driver.throttle import Sparing
+from raytrain_hpc.driver.worker_group import Actors, Worker, last_line
 from raytrain_hpc.elastic.fault_attribution import Call, blame, pending
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import State, parts

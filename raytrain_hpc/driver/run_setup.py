@@ -19,7 +19,7 @@ from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_d
 from raytrain_hpc.data.dataset.storage import is_remote
 from raytrain_hpc.data.loader.packing import Padded, packing_of
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import (
     CheckpointError,
     ConfigError,

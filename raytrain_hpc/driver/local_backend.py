@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.fleet import Wish
+from raytrain_hpc.driver.backend import Wish
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware import device_called

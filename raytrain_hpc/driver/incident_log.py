@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from raytrain_hpc.driver.rundir import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import WorkerFailed
 
 

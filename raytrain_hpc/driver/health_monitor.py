@@ -12,8 +12,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.agent import Agent, Pulses, Seen
-from raytrain_hpc.driver.inventory import doors
+from raytrain_hpc.driver.node_agent import Agent, Pulses, Seen
+from raytrain_hpc.driver.ray_topology import doors
 from raytrain_hpc.elastic.watchdog import Signs, Suspect, lost_nodes
 
 _EVERY_S = 0.1  # between an answer of an agent elsewhere and the next question

@@ -13,8 +13,8 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.rundir import RunDirectory
-from raytrain_hpc.driver.timelines import Timelines
+from raytrain_hpc.driver.pipeline_timelines import Timelines
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
 from raytrain_hpc.observability.console import Console, step_line
 from raytrain_hpc.observability.experiment_trackers import Tracker
