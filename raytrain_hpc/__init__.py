@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from raytrain_hpc.data.preprocess.prepare import prepare
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.errors import RaytrainError
-    from raytrain_hpc.huggingface.exporting import export_model
-    from raytrain_hpc.huggingface.importing import import_model
+    from raytrain_hpc.huggingface.exporter import export_model
+    from raytrain_hpc.huggingface.importer import import_model
     from raytrain_hpc.own_loop import attach
     from raytrain_hpc.report.writing import write_report
     from raytrain_hpc.sampling import generate
@@ -24,9 +24,9 @@ _HOMES = {
     "Result": "driver.result",
     "Run": "api",
     "attach": "own_loop",
-    "export_model": "huggingface.exporting",
+    "export_model": "huggingface.exporter",
     "generate": "sampling",
-    "import_model": "huggingface.importing",
+    "import_model": "huggingface.importer",
     "load_config": "config.loader",
     "prepare": "data.preprocess.prepare",
     "run_script": "api",

@@ -260,7 +260,7 @@ def report(run_dirs: tuple[str, ...], out: str | None) -> None:
 @_one_line_errors
 def export(run_dir: str, out: str, step: int | None, dtype: str | None, shard_gib: float) -> None:
     """Write a run's model for Hugging Face: safetensors, config.json, tokenizer files."""
-    from raytrain_hpc.huggingface.exporting import export_model
+    from raytrain_hpc.huggingface.exporter import export_model
 
     made = export_model(run_dir, out, step=step, dtype=dtype, shard_bytes=int(shard_gib * 2**30))
     tokenizer = "with its tokenizer" if made.tokenizer else "without a tokenizer: the run's has no such form"
@@ -274,7 +274,7 @@ def export(run_dir: str, out: str, step: int | None, dtype: str | None, shard_gi
 @_one_line_errors
 def import_hf(directory: str, out: str) -> None:
     """Take in a Hugging Face model (Llama, Qwen3, Mixtral, GPT-2) as a run of zero steps."""
-    from raytrain_hpc.huggingface.importing import import_model
+    from raytrain_hpc.huggingface.importer import import_model
 
     made = import_model(directory, out)
     click.echo(f"{made.shape.num_parameters():,} parameters, tokenizer: {made.tokenizer or 'none'}")

@@ -16,8 +16,8 @@ from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, ModelError
-from raytrain_hpc.huggingface.families import config_of, family_of, shape_of
-from raytrain_hpc.huggingface.twins import twins_of
+from raytrain_hpc.huggingface.model_configs import config_of, family_of, shape_of
+from raytrain_hpc.huggingface.weight_mapping import twins_of
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.sampling import load_model
 from raytrain_hpc.state.shard_index import StateIndex, TensorSlices, missing

@@ -12,7 +12,7 @@ from raytrain_hpc import export_model, import_model
 from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer
 from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
 from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
-from raytrain_hpc.huggingface.directory import PASSED_ON
+from raytrain_hpc.huggingface.atomic_dir import PASSED_ON
 from tests.huggingface.families import random_model
 
 transformers = pytest.importorskip("transformers")

@@ -20,9 +20,9 @@ from raytrain_hpc.config.model_spec import ModelShape
 from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
 from raytrain_hpc.errors import CheckpointError, ModelError
-from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
-from raytrain_hpc.huggingface.families import Family, config_of, family_of
-from raytrain_hpc.huggingface.twins import Twin, twins_of
+from raytrain_hpc.huggingface.atomic_dir import END_IDS, GENERATION, PASSED_ON, filled, json_of
+from raytrain_hpc.huggingface.model_configs import Family, config_of, family_of
+from raytrain_hpc.huggingface.weight_mapping import Twin, twins_of
 from raytrain_hpc.state.shard_index import ITEM_BYTES
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, Held, Holding
 

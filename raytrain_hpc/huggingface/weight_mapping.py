@@ -9,7 +9,7 @@ from math import prod
 from torch import Tensor
 
 from raytrain_hpc.config.model_spec import ModelShape
-from raytrain_hpc.huggingface.families import family_of
+from raytrain_hpc.huggingface.model_configs import family_of
 from raytrain_hpc.state.shard_index import Box
 
 # What files also hold: masks and frequencies that old versions stored as buffers.

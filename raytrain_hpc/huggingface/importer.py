@@ -24,9 +24,9 @@ from raytrain_hpc.config.model_spec import ModelShape, settings_of
 from raytrain_hpc.data.tokenizer.base import TokenizerSpec
 from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.huggingface.directory import END_IDS, GENERATION, PASSED_ON, filled, json_of
-from raytrain_hpc.huggingface.families import positions_of, shape_of
-from raytrain_hpc.huggingface.twins import IGNORED_ENDS, Twin, twins_of
+from raytrain_hpc.huggingface.atomic_dir import END_IDS, GENERATION, PASSED_ON, filled, json_of
+from raytrain_hpc.huggingface.model_configs import positions_of, shape_of
+from raytrain_hpc.huggingface.weight_mapping import IGNORED_ENDS, Twin, twins_of
 from raytrain_hpc.state.shard_index import TensorSlices
 
 SHARD_BYTES = 1 << 30
