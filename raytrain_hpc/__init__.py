@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.huggingface.exporter import export_model
     from raytrain_hpc.huggingface.importer import import_model
     from raytrain_hpc.own_loop import attach
-    from raytrain_hpc.report.writing import write_report
+    from raytrain_hpc.run_report.writer import write_report
     from raytrain_hpc.sampling import generate
 
 # Resolved on first use, so that `raytrain-hpc plan` loads neither torch nor Ray. The planner itself is
@@ -32,7 +32,7 @@ _HOMES = {
     "run_script": "api",
     "start": "api",
     "train": "api",
-    "write_report": "report.writing",
+    "write_report": "run_report.writer",
 }
 
 __all__ = [

@@ -133,7 +133,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from raytrain_hpc.report.live import live_html
+        from raytrain_hpc.run_report.notebook import live_html
 
         outcome = "failed" if self._error is not None else "stopping" if self._stop.is_set() else "under way"
         return live_html(self._config.run.dir, outcome if self._result is None else self._result.outcome)

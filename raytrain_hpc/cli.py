@@ -246,7 +246,7 @@ def sweep(words: tuple[str, ...], over: tuple[str, ...], at_once: int, as_json: 
 @_one_line_errors
 def report(run_dirs: tuple[str, ...], out: str | None) -> None:
     """Write one HTML page about a run, or about several beside each other: curves, incidents, memory, time."""
-    from raytrain_hpc.report.writing import write_report
+    from raytrain_hpc.run_report.writer import write_report
 
     click.echo(f"{write_report(run_dirs, out)}")
 

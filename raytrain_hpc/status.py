@@ -11,7 +11,7 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.console import short_time, step_line
-from raytrain_hpc.report.reading import RunRecord, read_run
+from raytrain_hpc.run_report.run_reader import RunRecord, read_run
 
 _RATE_STEPS = 20  # of the last ones, from whose times the end is foretold
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.report.reading import read_run
+from raytrain_hpc.run_report.run_reader import read_run
 
 _COLUMNS = ("loss", "validation", "tokens/s", "mfu", "GiB", "seconds")
 

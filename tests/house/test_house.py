@@ -53,14 +53,14 @@ MAY_IMPORT = {
     "worker": "errors config planner elastic state snapshot distributed data runtime training",
     "driver": "errors config planner elastic state distributed data runtime checkpoint observability optim training "
     "worker",
-    "report": "errors config driver",
+    "run_report": "errors config driver",
     "api": "errors config planner elastic state model snapshot data runtime checkpoint observability training driver "
-    "report",
+    "run_report",
     "huggingface": "errors config state data checkpoint",
     "bench": "errors config planner elastic state model snapshot data runtime checkpoint observability parallel "
     "training worker driver api",
-    "cli": "errors config data huggingface report api bench",
-    "public": "errors config data driver huggingface report api",
+    "cli": "errors config data huggingface run_report api bench",
+    "public": "errors config data driver huggingface run_report api",
 }
 NEITHER_TORCH_NOR_RAY = {"errors", "config", "planner", "elastic", "public"}
 

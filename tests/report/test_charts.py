@@ -7,7 +7,7 @@ import xml.etree.ElementTree as Xml
 
 import pytest
 
-from raytrain_hpc.report.charts import Line, Mark, line_chart, number, thinned, ticks
+from raytrain_hpc.run_report.charts import Line, Mark, line_chart, number, thinned, ticks
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from raytrain_hpc import write_report
 from raytrain_hpc.cli import main
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
-from raytrain_hpc.report.live import live_html
-from raytrain_hpc.report.pictures import mean_parts
+from raytrain_hpc.run_report.figures import mean_parts
+from raytrain_hpc.run_report.notebook import live_html
 from raytrain_hpc.status import status_lines
 from tests.report.runs import line, written
 

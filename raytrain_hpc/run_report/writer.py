@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
-from raytrain_hpc.report.page import page
-from raytrain_hpc.report.reading import read_run
+from raytrain_hpc.run_report.html_page import page
+from raytrain_hpc.run_report.run_reader import read_run
 
 
 def write_report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from raytrain_hpc.report.charts import number
-from raytrain_hpc.report.reading import RunRecord
+from raytrain_hpc.run_report.charts import number
+from raytrain_hpc.run_report.run_reader import RunRecord
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
 PARTS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from raytrain_hpc.report.charts import Line, Mark, line_chart, number
-from raytrain_hpc.report.pictures import COLOURS
-from raytrain_hpc.report.reading import RunRecord, read_run
+from raytrain_hpc.run_report.charts import Line, Mark, line_chart, number
+from raytrain_hpc.run_report.figures import COLOURS
+from raytrain_hpc.run_report.run_reader import RunRecord, read_run
 
 _STYLE = "max-width:640px;font:13px system-ui,sans-serif"
 _CHART = "<style>.rt-live .grid{stroke:#8884}.rt-live text{fill:currentColor;font:11px system-ui}</style>"

@@ -9,9 +9,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from raytrain_hpc.report.charts import Line, Mark, line_chart, number
-from raytrain_hpc.report.pictures import COLOURS, memory, placement, time_split
-from raytrain_hpc.report.reading import RunRecord
+from raytrain_hpc.run_report.charts import Line, Mark, line_chart, number
+from raytrain_hpc.run_report.figures import COLOURS, memory, placement, time_split
+from raytrain_hpc.run_report.run_reader import RunRecord
 
 _CURVES = {
     "train/loss": "training loss, nats a token (dots: validation)",
@@ -33,7 +33,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         if len(runs) > 1:
             sections.append(f"<h1>{escape(run.name)}</h1>")
         sections += _of_one(run)
-    home = files("raytrain_hpc.report")
+    home = files(__package__)
     style, script = (home.joinpath(name).read_text() for name in ("style.css", "script.js"))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
     body = "".join(part for part in sections if part)
