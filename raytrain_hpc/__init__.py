@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from raytrain_hpc.errors import RaytrainError
     from raytrain_hpc.huggingface.exporter import export_model
     from raytrain_hpc.huggingface.importer import import_model
-    from raytrain_hpc.own_loop import attach
     from raytrain_hpc.run_report.writer import write_report
-    from raytrain_hpc.sampling import generate
+    from raytrain_hpc.script import attach
+    from raytrain_hpc.text_generation import generate
 
 # Resolved on first use, so that `raytrain-hpc plan` loads neither torch nor Ray. The planner itself is
 # `raytrain_hpc.api.plan`: the name `raytrain_hpc.plan` belongs to the room of that name.
@@ -23,9 +23,9 @@ _HOMES = {
     "RaytrainError": "errors",
     "Result": "driver.result",
     "Run": "api",
-    "attach": "own_loop",
+    "attach": "script",
     "export_model": "huggingface.exporter",
-    "generate": "sampling",
+    "generate": "text_generation",
     "import_model": "huggingface.importer",
     "load_config": "config.loader",
     "prepare": "data.preprocess.prepare",

@@ -1,5 +1,5 @@
 """`python -m raytrain_hpc` is the `raytrain-hpc` command."""
 
-from raytrain_hpc.cli import main
+from raytrain_hpc.cli.main import main
 
 main(prog_name="raytrain-hpc")

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner, Result
 
-from raytrain_hpc.cli import main
+from raytrain_hpc.cli.main import main
 
 PROMISED = {
     *("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero", "schedule", "micro_batch", "grad_acc"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raytrain_hpc.cli import main
+from raytrain_hpc.cli.main import main
+from raytrain_hpc.cli.sweep import Trial, combinations, table
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.sweep import Trial, combinations, table
 from tests.pool import SMALL
 
 

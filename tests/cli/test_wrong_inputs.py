@@ -58,7 +58,7 @@ def test_more_workers_than_slots(workshop: Path, ray_cluster: None) -> None:
 
 def test_a_configuration_is_refused_with_neither_torch_nor_ray() -> None:
     program = (
-        "import sys; sys.modules.update(torch=None, ray=None); from raytrain_hpc.cli import main; "
+        "import sys; sys.modules.update(torch=None, ray=None); from raytrain_hpc.cli.main import main; "
         "main(['train', 'data.path=synthetic', 'cluster.workers=13', 'train.global_batch=12'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

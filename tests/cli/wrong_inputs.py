@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raytrain_hpc.cli import main as command_line
+from raytrain_hpc.cli.main import main as command_line
 
 TRAIN = (
     "train run.dir={dir}/new data.path={dir}/chars model.hidden_size=32 model.num_layers=1 model.num_heads=4 "
@@ -257,7 +257,7 @@ def call(argv: str, root: Path) -> Answer:
 def call_alone(wrong: Wrong, root: Path) -> Answer:
     """Run a command line in a process of its own. Its seconds are those of the processor: a wait shows as none."""
     blocked = f"import sys; sys.modules[{wrong.without!r}] = None; " if wrong.without else ""
-    program = f"{blocked}from raytrain_hpc.cli import main; main()"
+    program = f"{blocked}from raytrain_hpc.cli.main import main; main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", program, *words_of(wrong.argv, root)],

@@ -18,7 +18,7 @@ import psutil
 from omegaconf import OmegaConf
 
 import raytrain_hpc as rt
-from raytrain_hpc.drill import fingerprint
+from raytrain_hpc.cli.drill import fingerprint
 from tests.driver.apart import Apart
 from tests.driver.disks import Disk, mounted
 from tests.driver.outside import lines, stamp, steps_of, until, workers

@@ -28,8 +28,8 @@ WORDS = [
 PARENT = """
 import json, os, sys
 import numpy, torch, torch._inductor  # all that a life would import
-import raytrain_hpc.driver.local_backend, raytrain_hpc.driver.supervisor, raytrain_hpc.summary
-from raytrain_hpc.cli import main
+import raytrain_hpc.driver.local_backend, raytrain_hpc.driver.supervisor, raytrain_hpc.cli.train_summary
+from raytrain_hpc.cli.main import main
 
 def live(argv, out, patch):
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_hpc.cli.drill import KINDS, report, schedule
 from raytrain_hpc.config.schema import InjectConfig
-from raytrain_hpc.drill import KINDS, report, schedule
 from raytrain_hpc.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc import cli
+from raytrain_hpc.cli.main import main
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import State
@@ -117,7 +117,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
 
         monkeypatch.setattr(supervisor, "open_fleet", fleet)
         with pytest.raises(SystemExit) as ended:
-            cli.main(["train", *SMALL, f"run.dir={tmp_path}", *words])
+            main(["train", *SMALL, f"run.dir={tmp_path}", *words])
         assert crew.closed
         return ended.value.code or 0, crew
 

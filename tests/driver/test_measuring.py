@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raytrain_hpc.cli import main
+from raytrain_hpc.cli.main import main
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.measured_links import known_calibration
 from tests.pool import SMALL

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_hpc.bench.comm import comm_table
-from raytrain_hpc.doctor import doctor, examine
+from raytrain_hpc.cli.doctor import doctor, examine
 from raytrain_hpc.driver.cluster_probe import scopes
 from raytrain_hpc.planner.link_fit import SENT
 from tests.pool import small

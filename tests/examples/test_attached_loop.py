@@ -17,8 +17,8 @@ import raytrain_hpc as rt
 from raytrain_hpc.api import run_script
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, LayoutError, ModelError
-from raytrain_hpc.own_loop import Attached
 from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.script import Attached
 from raytrain_hpc.training.script_trainer import ScriptTrainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,7 +14,7 @@ from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import ConfigError, MissingDependency
 from raytrain_hpc.model.param_init import initial_tensor
-from raytrain_hpc.sampling import load_model
+from raytrain_hpc.text_generation import load_model
 from tests.huggingface.families import logits_there, random_model
 from tests.parallel.numbers import whole_state
 from tests.pool import steps_of

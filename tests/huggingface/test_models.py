@@ -19,8 +19,8 @@ from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.model_configs import config_of, family_of, shape_of
 from raytrain_hpc.huggingface.weight_mapping import twins_of
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.sampling import load_model
 from raytrain_hpc.state.shard_index import StateIndex, TensorSlices, missing
+from raytrain_hpc.text_generation import load_model
 from tests.huggingface.families import MODELS, logits_there, random_model
 from tests.shapes import shape_of as shape_of_words
 

@@ -10,7 +10,7 @@ import torch
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.sampling import load_model
+from raytrain_hpc.text_generation import load_model
 from tests.parallel.numbers import BASE, MODELS, STEPS, run, whole_state
 from tests.pool import WarmPool, small, steps_of
 

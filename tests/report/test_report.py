@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_hpc import write_report
-from raytrain_hpc.cli import main
+from raytrain_hpc.cli.main import main
+from raytrain_hpc.cli.status import status_lines
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.run_report.figures import mean_parts
 from raytrain_hpc.run_report.notebook import live_html
-from raytrain_hpc.status import status_lines
 from tests.report.runs import line, written
 
 _VOID = {"meta", "br", "link", "img", "input"}

@@ -20,7 +20,7 @@ def sample_lines(config: Config, result: Result) -> Iterator[str]:
         return
     if result.checkpoint is None:
         return
-    from raytrain_hpc.sampling import generate
+    from raytrain_hpc.text_generation import generate
 
     yield "sample of the model's own text:"
     text = "".join(generate(run_dir, max_tokens=config.observe.sample_tokens))

@@ -58,7 +58,7 @@ def train(words: tuple[str, ...]) -> None:
     path, overrides = _split_words(words)
     config = load_config(path, overrides)
     from raytrain_hpc.api import train as run_training
-    from raytrain_hpc.summary import closing_lines, sample_lines
+    from raytrain_hpc.cli.train_summary import closing_lines, sample_lines
 
     result = run_training(config)
     for line in sample_lines(config, result):
@@ -100,12 +100,12 @@ def plan(
     list to choose from.
     """
     from raytrain_hpc.api import plan as make_plan
+    from raytrain_hpc.cli.plan_table import plan_lines
     from raytrain_hpc.config.loader import load_config
-    from raytrain_hpc.planned import plan_lines
 
     path, overrides = _split_words(words)
     if measure:
-        from raytrain_hpc.measuring import measure as measured
+        from raytrain_hpc.cli.autotune import measure as measured
 
         trials = measured(load_config(path, overrides), measure, steps, lambda line: click.echo(line, err=True))
         for line in [json.dumps(trials.to_json(), indent=2)] if as_json else trials.lines():
@@ -125,8 +125,8 @@ def run(script: str, words: tuple[str, ...]) -> None:
     from pathlib import Path
 
     from raytrain_hpc.api import run_script
+    from raytrain_hpc.cli.train_summary import closing_lines
     from raytrain_hpc.config.loader import load_config
-    from raytrain_hpc.summary import closing_lines
 
     path, overrides = _split_words(words)
     config = load_config(path, overrides, beneath=[f"run.name={Path(script).stem}", *_OF_A_SCRIPT])
@@ -196,7 +196,7 @@ def inspect(directory: str) -> None:
 @_one_line_errors
 def generate(run_dir: str, prompt: str, **options: Any) -> None:
     """Sample text from a run's newest checkpoint."""
-    from raytrain_hpc.sampling import generate as sample
+    from raytrain_hpc.text_generation import generate as sample
 
     pieces = sample(run_dir, prompt, **options)
     first = next(pieces, "")  # whatever is wrong shows here, before half a line is printed
@@ -211,7 +211,7 @@ def generate(run_dir: str, prompt: str, **options: Any) -> None:
 @_one_line_errors
 def status(run_dir: str) -> None:
     """Say what a run is doing, from another shell: how far it is, what broke, what is saved."""
-    from raytrain_hpc.status import status_lines
+    from raytrain_hpc.cli.status import status_lines
 
     for line in status_lines(run_dir):
         click.echo(line)
@@ -227,8 +227,8 @@ def status(run_dir: str) -> None:
 @_one_line_errors
 def sweep(words: tuple[str, ...], over: tuple[str, ...], at_once: int, as_json: bool) -> None:
     """Train with several settings or layouts, in turn or side by side, and compare them in one table."""
-    from raytrain_hpc.sweep import sweep as run_sweep
-    from raytrain_hpc.sweep import table
+    from raytrain_hpc.cli.sweep import sweep as run_sweep
+    from raytrain_hpc.cli.sweep import table
 
     path, overrides = _split_words(words)
     trials = run_sweep(path, overrides, over, at_once=at_once, note=lambda line: click.echo(line, err=True))
@@ -293,8 +293,8 @@ def import_hf(directory: str, out: str) -> None:
 @_one_line_errors
 def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
     """Train with faults on purpose, and show what they cost: killed, frozen, hung, out of step, exceptions, NaN."""
+    from raytrain_hpc.cli.drill import drill as run_drill
     from raytrain_hpc.config.loader import load_config
-    from raytrain_hpc.drill import drill as run_drill
 
     path, overrides = _split_words(words)
     config = load_config(path, overrides)
@@ -308,8 +308,8 @@ def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare:
 @_one_line_errors
 def doctor(words: tuple[str, ...], as_json: bool) -> None:
     """Examine the cluster: nodes, versions, clocks, directories, devices, and how fast workers reach one another."""
+    from raytrain_hpc.cli.doctor import doctor as examine
     from raytrain_hpc.config.loader import load_config
-    from raytrain_hpc.doctor import doctor as examine
 
     path, overrides = _split_words(words)
     report = examine(load_config(path, overrides))
