@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import click
+
+from raytrain_hpc.cli.options import one_line_errors, split_words
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.link_fit import Reach, bus_gbs, fit
 
@@ -67,7 +72,7 @@ class Report:
         return {"fit": self.fit, "checks": [asdict(check) for check in self.checks], "collectives": reaches}
 
 
-def doctor(config: Config) -> Report:
+def examine_cluster(config: Config) -> Report:
     """Start the workers that a run with these settings would have, look around, and end them.
 
     Raises ClusterError where they do not come up.
@@ -185,3 +190,19 @@ def _speed(facts: Sequence[dict[str, Any]], name: str, key: str, unit: str) -> C
 
 def _nodes(count: int) -> str:
     return "node" if count == 1 else "nodes"
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_line_errors
+def doctor(words: tuple[str, ...], as_json: bool) -> None:
+    """Examine the cluster: nodes, versions, clocks, directories, devices, and how fast workers reach one another."""
+    from raytrain_hpc.config.loader import load_config
+
+    path, overrides = split_words(words)
+    report = examine_cluster(load_config(path, overrides))
+    for line in [json.dumps(report.to_json(), indent=2)] if as_json else report.lines():
+        click.echo(line)
+    if not report.fit:
+        sys.exit(2)

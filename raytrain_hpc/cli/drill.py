@@ -12,7 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import click
+
 from raytrain_hpc.api import train
+from raytrain_hpc.cli.options import one_line_errors, split_words
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
 from raytrain_hpc.errors import CheckpointError, ConfigError
 
@@ -112,7 +115,9 @@ def schedule(seed: int, faults: int, steps: int, world: int) -> list[InjectConfi
     ]
 
 
-def drill(config: Config, *, seed: int, faults: int, world: int, compare: bool = False, quiet: bool = False) -> Report:
+def run_drill(
+    config: Config, *, seed: int, faults: int, world: int, compare: bool = False, quiet: bool = False
+) -> Report:
     """Run `config` on `world` workers with a schedule of faults. Its run directory must be a fresh one.
 
     `compare`: with a run of the same settings without faults, in the directory beside it, that ends in "-undisturbed".
@@ -181,3 +186,21 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _seconds(found: Sequence[float]) -> str:
     return f"{median(found):.2f} s (at most {max(found):.2f})" if found else "-"
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option("--seed", default=0, show_default=True, help="Of the schedule.")
+@click.option("--faults", default=5, show_default=True, type=click.IntRange(min=1), help="How many.")
+@click.option("--workers", default=3, show_default=True, type=click.IntRange(min=2), help="Ranks they strike.")
+@click.option("--compare", is_flag=True, help="With a run without faults, every bit (train.deterministic=elastic).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_line_errors
+def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
+    """Train with faults on purpose, and show what they cost: killed, frozen, hung, out of step, exceptions, NaN."""
+    from raytrain_hpc.config.loader import load_config
+
+    path, overrides = split_words(words)
+    config = load_config(path, overrides)
+    found = run_drill(config, seed=seed, faults=faults, world=workers, compare=compare, quiet=as_json)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())

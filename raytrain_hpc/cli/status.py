@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
+
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.cli.options import one_line_errors
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.console import short_time, step_line
 from raytrain_hpc.run_report.run_reader import RunRecord, read_run
@@ -52,3 +55,12 @@ def _doing(run: RunRecord) -> str:
     if run.result:
         return str(run.result["outcome"])
     return "not running; the same command goes on with it" if run.metrics else "not running, before its first step"
+
+
+@click.command()
+@click.argument("run_dir")
+@one_line_errors
+def status(run_dir: str) -> None:
+    """Say what a run is doing, from another shell: how far it is, what broke, what is saved."""
+    for line in status_lines(run_dir):
+        click.echo(line)

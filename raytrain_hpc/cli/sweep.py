@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import click
+
+from raytrain_hpc.cli.options import one_line_errors, split_words
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.run_report.run_reader import read_run
@@ -48,7 +52,7 @@ class Trial:
         return dict(zip(_COLUMNS, values, strict=True))
 
 
-def sweep(
+def run_sweep(
     path: str | None,
     words: Sequence[str],
     over: Sequence[str],
@@ -128,3 +132,23 @@ def table(trials: Sequence[Trial]) -> list[str]:
         cells.append([" ".join(trial.words) + failed, *shown])
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.option(
+    "--over", multiple=True, required=True, help="key=value,value,...: what to vary; several: every combination."
+)
+@click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Runs side by side.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_line_errors
+def sweep(words: tuple[str, ...], over: tuple[str, ...], at_once: int, as_json: bool) -> None:
+    """Train with several settings or layouts, in turn or side by side, and compare them in one table."""
+    path, overrides = split_words(words)
+    trials = run_sweep(path, overrides, over, at_once=at_once, note=lambda line: click.echo(line, err=True))
+    for line in [json.dumps([one.to_json() for one in trials], indent=2)] if as_json else table(trials):
+        click.echo(line)
+    if not as_json:
+        click.echo(f"next: raytrain-hpc report {trials[0].run_dir.parent}/* --out sweep.html")
+    if any(one.code for one in trials):
+        sys.exit(4)

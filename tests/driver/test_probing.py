@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_hpc.bench.comm import comm_table
-from raytrain_hpc.cli.doctor import doctor, examine
+from raytrain_hpc.cli.doctor import examine, examine_cluster
 from raytrain_hpc.driver.cluster_probe import scopes
 from raytrain_hpc.planner.link_fit import SENT
 from tests.pool import small
@@ -41,7 +41,7 @@ def test_sets_of_workers() -> None:
 
 def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
     run_dir = tmp_path / "not there yet" / "run"
-    report = doctor(small(run_dir, "cluster.workers=3"))
+    report = examine_cluster(small(run_dir, "cluster.workers=3"))
     assert {check.name: check.state for check in report.checks if check.state == "fail"} == {}
     assert report.fit and not run_dir.parent.exists(), "nothing is left behind"
     (reach,) = report.reaches

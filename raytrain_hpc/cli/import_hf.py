@@ -1,0 +1,22 @@
+"""`raytrain-hpc import-hf`: import a Hugging Face model."""
+
+from __future__ import annotations
+
+import click
+
+from raytrain_hpc.cli.options import one_line_errors
+
+
+@click.command("import-hf")
+@click.argument("directory")
+@click.option("--out", required=True, help="Run directory to write.")
+@one_line_errors
+def import_hf(directory: str, out: str) -> None:
+    """Take in a Hugging Face model (Llama, Qwen3, Mixtral, GPT-2) as a run of zero steps."""
+    from raytrain_hpc.huggingface.importer import import_model
+
+    made = import_model(directory, out)
+    click.echo(f"{made.shape.num_parameters():,} parameters, tokenizer: {made.tokenizer or 'none'}")
+    data = f"raytrain-hpc prepare INPUT --out DIR --tokenizer hf:{out}/huggingface" if made.tokenizer else ""
+    for line in filter(None, (f"next: {data}" if data else "", f"next: raytrain-hpc train run.init_from={out}")):
+        click.echo(line)

@@ -1,0 +1,17 @@
+"""`raytrain-hpc inspect`: show what a dataset contains."""
+
+from __future__ import annotations
+
+import click
+
+from raytrain_hpc.cli.options import one_line_errors
+
+
+@click.command()
+@click.argument("directory")
+@one_line_errors
+def inspect(directory: str) -> None:
+    """Show what a dataset holds: counts, tokenizer, checksums, a decoded sample."""
+    from raytrain_hpc.data.dataset.inspect import describe
+
+    click.echo(describe(directory))

@@ -1,0 +1,48 @@
+"""`raytrain-hpc prepare`: turn text into token shards."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from raytrain_hpc.cli.options import one_line_errors
+
+
+@click.command()
+@click.argument("inputs", nargs=-1, required=True)
+@click.option("--out", required=True, help="Directory to write.")
+@click.option(
+    "--tokenizer",
+    default="byte",
+    show_default=True,
+    help="byte, char, tiktoken:FILE, hf:PATH (tokenizer.json or its folder) or bpe:VOCAB_SIZE (trained on the input).",
+)
+@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the end kept for validation.")
+@click.option("--shard-tokens", default=1 << 26, show_default=True, help="Tokens a shard.")
+@click.option("--field", help="Field or column with the text, in .jsonl and .parquet files.  [default: text]")
+@click.option("--prompt-field", help="For pairs: the prompt, on which there is no loss.")
+@click.option("--response-field", help="For pairs: the response, on which there is.")
+@click.option("--engine", default="auto", show_default=True, help="local, ray, or auto: ray for large inputs.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes or Ray tasks at a time.  [default: all CPUs]")
+@click.option("--address", help="Ray cluster to work on.  [default: $RAY_ADDRESS, else one of its own]")
+@one_line_errors
+def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
+    """Turn text, JSONL and Parquet (.gz, .zst too) in files, folders and patterns into token shards."""
+    from rich.progress import Progress
+
+    from raytrain_hpc.data.dataset.inspect import closing_lines
+    from raytrain_hpc.data.preprocess.prepare import prepare as write_dataset
+
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("preparing", total=None)
+        manifest = write_dataset(
+            list(inputs),
+            out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **options,
+        )
+    for line in closing_lines(manifest):
+        click.echo(line)
+    click.echo(f"next: raytrain-hpc train data.path={out}")

@@ -1,0 +1,36 @@
+"""`raytrain-hpc run`: run a user's own training script on the workers."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from raytrain_hpc.cli.options import STOPPED, one_line_errors, split_words
+
+_SCRIPT_DEFAULTS = (
+    "data.path=synthetic",
+    "data.engine=local",
+    "model.vocab_size=2",
+)  # it brings its own data and model
+
+
+@click.command()
+@click.argument("script")
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@one_line_errors
+def run(script: str, words: tuple[str, ...]) -> None:
+    """Run a script with a loop of its own (rt.attach) on workers: elastic, and gone on with by the same command."""
+    from pathlib import Path
+
+    from raytrain_hpc.api import run_script
+    from raytrain_hpc.cli.train_summary import closing_lines
+    from raytrain_hpc.config.loader import load_config
+
+    path, overrides = split_words(words)
+    config = load_config(path, overrides, beneath=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
+    result = run_script(config, script)
+    for line in closing_lines(config, result):
+        click.echo(line)
+    if result.outcome == "stopped":
+        sys.exit(STOPPED)

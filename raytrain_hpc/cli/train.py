@@ -1,0 +1,30 @@
+"""`raytrain-hpc train`: train a model from a config file and key=value settings."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from raytrain_hpc.cli.options import STOPPED, one_line_errors, split_words
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@one_line_errors
+def train(words: tuple[str, ...]) -> None:
+    """Train. With no config: a small byte-level model of the Python standard library's source text."""
+    from raytrain_hpc.config.loader import load_config
+
+    path, overrides = split_words(words)
+    config = load_config(path, overrides)
+    from raytrain_hpc.api import train as run_training
+    from raytrain_hpc.cli.train_summary import closing_lines, sample_lines
+
+    result = run_training(config)
+    for line in sample_lines(config, result):
+        click.echo(line)
+    for line in closing_lines(config, result):
+        click.echo(line)
+    if result.outcome == "stopped":
+        sys.exit(STOPPED)
