@@ -1,1 +1,14 @@
-"""The benchmarks behind `raytrain-hpc bench`: ratios against a peer, alternating in one run, medians."""
+"""Benchmarks against a peer, interleaved in one run: `raytrain-hpc bench NAME` calls `run` of the module NAME."""
+
+BENCHMARKS = (
+    "step",
+    "startup",
+    "checkpoint",
+    "prepare",
+    "data",
+    "overhead",
+    "recovery",
+    "comm",
+    "device",
+    "snapshots",
+)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from raytrain_hpc.bench.arms import run_platform, say
-from raytrain_hpc.bench.cases import MEDIUM, settings
-from raytrain_hpc.bench.formats import measure_formats
-from raytrain_hpc.bench.ray_idle import idle_ray
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench.checkpoint_formats import measure_formats
+from raytrain_hpc.bench.contenders import run_platform, say
+from raytrain_hpc.bench.idle_ray import idle_ray
+from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.bench.workloads import MEDIUM, settings
 
 GOAL = 0.05
 EVERY = 10  # steps a checkpoint has to be paid from

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from statistics import median
 
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.cluster_probe import probes
 from raytrain_hpc.planner.link_fit import Reach, bus_gbs, fit

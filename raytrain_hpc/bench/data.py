@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_hpc.bench.arms import say, scratch
-from raytrain_hpc.bench.ray_idle import idle_ray
-from raytrain_hpc.bench.readers import Case, bare_gather, loader_rate, local_rate
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench.contenders import say, scratch
+from raytrain_hpc.bench.idle_ray import idle_ray
+from raytrain_hpc.bench.local_readers import Case, bare_gather, loader_rate, local_rate
+from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
 from raytrain_hpc.data.dataset.token_shards import ShardWriter
@@ -69,7 +69,7 @@ def _compare(table: Table, measure: str, ours: list[float], peers: list[float], 
 def _measure_ray(rounds: int, case: Case, parquet: Path, table: Table) -> None:
     import ray
 
-    from raytrain_hpc.bench.ray_readers import Consumer, ray_rate, split_rate
+    from raytrain_hpc.bench.ray_data_readers import Consumer, ray_rate, split_rate
 
     _write_parquet(case, parquet)
     consumer = Consumer.options(num_cpus=0).remote()  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def _measure_ray(rounds: int, case: Case, parquet: Path, table: Table) -> None:
 
 
 def _first_on_ray(consumer: Any, case: Case, step: int) -> float:
-    from raytrain_hpc.bench.ray_readers import first_delivery
+    from raytrain_hpc.bench.ray_data_readers import first_delivery
 
     return first_delivery(consumer, case, _plan(step, step + 64))
 

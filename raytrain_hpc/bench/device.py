@@ -9,10 +9,10 @@ from statistics import median
 
 import torch
 
-from raytrain_hpc.bench.arms import plain_command, read_lines, run_process, say, scratch
-from raytrain_hpc.bench.cases import COMMON, plain_job
-from raytrain_hpc.bench.in_process import give_back_memory, one_worker, the_gpu
-from raytrain_hpc.bench.table import Table, Value
+from raytrain_hpc.bench.contenders import plain_command, read_lines, run_process, say, scratch
+from raytrain_hpc.bench.local_trainer import give_back_memory, one_worker, the_gpu
+from raytrain_hpc.bench.results_table import Table, Value
+from raytrain_hpc.bench.workloads import COMMON, plain_job
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
 from raytrain_hpc.config.schema import Config

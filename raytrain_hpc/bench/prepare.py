@@ -15,10 +15,10 @@ from statistics import median
 
 import numpy as np
 
-from raytrain_hpc.bench.arms import say, scratch
+from raytrain_hpc.bench.contenders import say, scratch
 from raytrain_hpc.bench.corpus import write_corpus
-from raytrain_hpc.bench.memory import peak_of
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench.process_memory import peak_of
+from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.data.dataset.manifest import Manifest
 from raytrain_hpc.data.preprocess.executors import cpus
 from raytrain_hpc.data.preprocess.prepare import prepare

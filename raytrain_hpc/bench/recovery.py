@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from raytrain_hpc.bench import resuming_loop
-from raytrain_hpc.bench.arms import read_lines, say, scratch
-from raytrain_hpc.bench.cases import SMALL, plain_job, settings
-from raytrain_hpc.bench.start import check_ray_train
-from raytrain_hpc.bench.table import Table
-from raytrain_hpc.bench.turns import Contestant, contestant
+from raytrain_hpc.bench import restart_baseline
+from raytrain_hpc.bench.contenders import read_lines, say, scratch
+from raytrain_hpc.bench.interleave import Contestant, contestant
+from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.bench.startup import check_ray_train
+from raytrain_hpc.bench.workloads import SMALL, plain_job, settings
 
 WORKERS = 2
 STEPS = 1_000_000
@@ -83,7 +83,7 @@ def run(rounds: int) -> Table:
         )
     table.notes += [
         f"the quickstart's model; rank 1 is struck after step {STRUCK_AFTER}; Ray Train (FailureConfig) and torchrun "
-        f"(--max-restarts) save every {resuming_loop.EVERY} steps and start all workers again from there",
+        f"(--max-restarts) save every {restart_baseline.EVERY} steps and start all workers again from there",
         f"a system is given up on {PATIENCE_S:.0f} s after the fault",
     ]
     return table
@@ -125,7 +125,7 @@ def _platform(*words: str) -> Iterator[Arm]:
 def _ray_train() -> Iterator[Arm]:
     with _job() as (directory, described):
         slots = str(max(os.cpu_count() or 1, WORKERS + 1))
-        command = [sys.executable, resuming_loop.__file__, str(described), str(directory), "ray-train"]
+        command = [sys.executable, restart_baseline.__file__, str(described), str(directory), "ray-train"]
         environment = {"RAY_TMPDIR": str(directory)}
         with _arm(
             "Ray Train", [*command, str(WORKERS), slots], environment, directory, directory / "steps.jsonl"
@@ -137,7 +137,7 @@ def _ray_train() -> Iterator[Arm]:
 def _torchrun() -> Iterator[Arm]:
     with _job() as (directory, described):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=3", f"--nproc-per-node={WORKERS}"]
-        command = [sys.executable, *launcher, resuming_loop.__file__, str(described), str(directory)]
+        command = [sys.executable, *launcher, restart_baseline.__file__, str(described), str(directory)]
         # By default workers that are started again share a store with those before, and gloo's new ranks now and then
         # take the address of a dead one from it: then torchrun starts them in vain, or they hang.
         environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
-from raytrain_hpc.bench.cases import COMMON
-from raytrain_hpc.bench.in_process import one_worker, the_gpu
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench.local_trainer import one_worker, the_gpu
+from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.bench.workloads import COMMON
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.snapshot.memory_store import Snapshots

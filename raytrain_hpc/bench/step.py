@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from raytrain_hpc.bench.arms import plain, platform, say
-from raytrain_hpc.bench.cases import MEDIUM, SMALL, settings
-from raytrain_hpc.bench.ray_idle import idle_ray
-from raytrain_hpc.bench.table import Table
-from raytrain_hpc.bench.turns import alternate
+from raytrain_hpc.bench.contenders import plain, platform, say
+from raytrain_hpc.bench.idle_ray import idle_ray
+from raytrain_hpc.bench.interleave import alternate
+from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.bench.workloads import MEDIUM, SMALL, settings
 
 MEMORY_GOAL_MIB = 120.0
 PAIRS_A_ROUND = 8

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import click
 
+from raytrain_hpc.bench import BENCHMARKS
 from raytrain_hpc.cli.options import one_line_errors
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument(
-    "what",
-    type=click.Choice(
-        ["step", "start", "checkpoint", "prepare", "data", "watch", "recovery", "comm", "device", "snapshots"]
-    ),
-)
+@click.argument("what", type=click.Choice(BENCHMARKS))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
 @one_line_errors
 def bench(what: str, as_json: bool, rounds: int) -> None:
     """Measure the platform beside a peer, alternating in one run."""
-    from importlib import import_module
-
     table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds)
     click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.text())

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raytrain_hpc.bench import watch
-from raytrain_hpc.bench.arms import plain_command, read_lines, run_process
-from raytrain_hpc.bench.cases import plain_job
+from raytrain_hpc.bench import overhead
 from raytrain_hpc.bench.checkpoint import windows
-from raytrain_hpc.bench.formats import adamw_state
+from raytrain_hpc.bench.checkpoint_formats import adamw_state
+from raytrain_hpc.bench.contenders import plain_command, read_lines, run_process
+from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.snapshots import measure
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench.workloads import plain_job
 from tests.pool import small, steps_of
 
 
@@ -42,12 +42,12 @@ def test_table_refuses_a_row_that_does_not_fit():
 
 def test_what_a_run_does_now_and_then_is_measured_after_every_step(monkeypatch):
     """A quarter of a step more after every step is a fortieth where it is done every ten."""
-    monkeypatch.setattr(watch, "platform", lambda *arguments: nullcontext())
-    monkeypatch.setattr(watch, "alternate", lambda *arguments: [(1.0, 1.25)] * 4)
+    monkeypatch.setattr(overhead, "platform", lambda *arguments: nullcontext())
+    monkeypatch.setattr(overhead, "alternate", lambda *arguments: [(1.0, 1.25)] * 4)
     table = Table("x", ("with", "without", "having", "ratio", "middle", "turns", "goal", "met"))
-    seldom = watch.Case("compared", (), (), 0.97, every=10)
+    seldom = overhead.Case("compared", (), (), 0.97, every=10)
     for case in (seldom, replace(seldom, every=1)):
-        watch._measure(case, 1, "127.0.0.1:1", table)
+        overhead._measure(case, 1, "127.0.0.1:1", table)
     every, spread, always = table.rows
     assert (every["ratio"], every["goal"], every["met"]) == (0.8, None, None)
     assert spread["ratio"] == pytest.approx(1 / 1.025) and spread["having"] == pytest.approx(1.025)

@@ -14,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from raytrain_hpc.bench import plain_loop
-from raytrain_hpc.bench.cases import plain_job
-from raytrain_hpc.bench.plain_loop import Job
-from raytrain_hpc.bench.turns import Contestant, contestant
+from raytrain_hpc.bench import torch_baseline
+from raytrain_hpc.bench.interleave import Contestant, contestant
+from raytrain_hpc.bench.torch_baseline import Job
+from raytrain_hpc.bench.workloads import plain_job
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import RunFailed
 
@@ -94,7 +94,7 @@ def plain_command(job: Job, processes: int, directory: Path, steps: Path) -> lis
     described = directory / "job.json"
     described.write_text(json.dumps(job.to_json()))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [sys.executable, *(launcher if processes > 1 else []), plain_loop.__file__, str(described), str(steps)]
+    return [sys.executable, *(launcher if processes > 1 else []), torch_baseline.__file__, str(described), str(steps)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raytrain_hpc.bench.arms import scratch
+from raytrain_hpc.bench.contenders import scratch
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`bench start`: from the command to the first finished step, beside Ray Train's TorchTrainer on the same model."""
+"""`bench startup`: from the command to the first finished step, beside Ray Train's TorchTrainer on the same model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from statistics import median
 
-from raytrain_hpc.bench import ray_train_loop
-from raytrain_hpc.bench.arms import run_platform, run_process, say, scratch
-from raytrain_hpc.bench.cases import SMALL, plain_job, settings
-from raytrain_hpc.bench.table import Table
+from raytrain_hpc.bench import ray_train_baseline
+from raytrain_hpc.bench.contenders import run_platform, run_process, say, scratch
+from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.bench.workloads import SMALL, plain_job, settings
 from raytrain_hpc.errors import MissingDependency
 
 GOAL = 0.5
@@ -40,7 +40,7 @@ def run(rounds: int) -> Table:
         pairs.append((_platform(), _ray_train()))
         say(f"platform {sum(pairs[-1][0].values()):.2f} s, Ray Train {sum(pairs[-1][1].values()):.2f} s")
     table = Table(
-        f"bench start: seconds from the command to the first finished step, {WORKERS} workers",
+        f"bench startup: seconds from the command to the first finished step, {WORKERS} workers",
         ("part", "platform s", "Ray Train s", "ratio", "ratio each round", "goal", "met"),
     )
     ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
@@ -79,7 +79,7 @@ def _ray_train() -> Parts:
         described, marked = directory / "job.json", directory / "marks.json"
         described.write_text(json.dumps(plain_job(config, WORKERS, directory).to_json()))
         slots = max(os.cpu_count() or 1, WORKERS + 1)  # as the platform asks for
-        command = [sys.executable, ray_train_loop.__file__, str(described), str(marked), str(WORKERS), str(slots)]
+        command = [sys.executable, ray_train_baseline.__file__, str(described), str(marked), str(WORKERS), str(slots)]
         launched = run_process(command, {"RAY_TMPDIR": str(directory)})
         marks: Parts = json.loads(marked.read_text())
     ends = [launched, *(marks[part] for part in PARTS)]

@@ -1,4 +1,4 @@
-"""`bench watch`: what it costs to be ready for a fault that does not come."""
+"""`bench overhead`: what it costs to be ready for a fault that does not come."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from raytrain_hpc.bench.arms import platform, say
-from raytrain_hpc.bench.cases import MEDIUM, settings
-from raytrain_hpc.bench.ray_idle import idle_ray
-from raytrain_hpc.bench.table import Table
-from raytrain_hpc.bench.turns import Contestant, alternate
+from raytrain_hpc.bench.contenders import platform, say
+from raytrain_hpc.bench.idle_ray import idle_ray
+from raytrain_hpc.bench.interleave import Contestant, alternate
+from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.bench.workloads import MEDIUM, settings
 
 GOAL = 0.97
 PAIRS_A_ROUND = 8
@@ -62,7 +62,7 @@ def spread(ratio: float, every: int) -> float:
 def run(rounds: int) -> Table:
     """Let runs with and without take turns, `rounds` times eight each for every case."""
     table = Table(
-        f"bench watch: a run that is ready for faults beside one that is not, 25M parameters, {WORKERS} workers",
+        f"bench overhead: a run that is ready for faults beside one that is not, 25M parameters, {WORKERS} workers",
         ("with", "without s a step", "with s a step", "ratio of rates", "middle half", "turns", "goal", "met"),
     )
     with idle_ray(cpus=2 * WORKERS) as address:

@@ -1,4 +1,4 @@
-"""The peer of `bench start`: the plain loop's steps under Ray Train's TorchTrainer.
+"""The peer of `bench startup`: the plain loop's steps under Ray Train's TorchTrainer.
 
     python ray_train_loop.py JOB.json MARKS.json WORKERS CPU_SLOTS
 
@@ -23,7 +23,7 @@ def train(setting: dict[str, Any]) -> None:
     import torch
     from ray.train.torch import prepare_model
 
-    from raytrain_hpc.bench.plain_loop import Job, build_model, build_optimizer, train_step
+    from raytrain_hpc.bench.torch_baseline import Job, build_model, build_optimizer, train_step
 
     marks["imports"] = time.time()
     job = Job.from_json(setting["job"])

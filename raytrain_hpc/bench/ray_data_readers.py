@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from raytrain_hpc.bench.readers import Case
+from raytrain_hpc.bench.local_readers import Case
 from raytrain_hpc.data.loader.block_stream import BlockPlan, DeliveredStream
 from raytrain_hpc.data.loader.ray_loader import RayBlocks, start_feeder
 from raytrain_hpc.data.loader.stream import StreamRecipe

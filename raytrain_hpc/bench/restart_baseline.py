@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_hpc.bench.plain_loop import Job, build_model, build_optimizer, train_step
+from raytrain_hpc.bench.torch_baseline import Job, build_model, build_optimizer, train_step
 
 EVERY = 10  # steps between checkpoints
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.bench.plain_loop import Job
+from raytrain_hpc.bench.torch_baseline import Job
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.config.schema import Config

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from raytrain_hpc.bench.arms import scratch
-from raytrain_hpc.bench.cases import MEDIUM, settings
+from raytrain_hpc.bench.contenders import scratch
+from raytrain_hpc.bench.workloads import MEDIUM, settings
 from raytrain_hpc.checkpoint.manifest import read_manifest, shard_name
 from raytrain_hpc.checkpoint.shard_io import read_pieces, write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
