@@ -12,30 +12,30 @@ from typing import Any
 
 import pytest
 
-from tests.pool import WarmPool
+from tests.warm_pool import WarmPool
 
 OBJECT_STORE = 256 << 20  # bytes: small enough for a test to fill
 ALONE = {  # files of tests that start Ray or look at the clock
     "cli/test_wrong_inputs",
-    "data/test_ledger",
-    "data/test_prepare_engines",
-    "driver/test_apart",
-    "driver/test_gauges",
-    "driver/test_measuring",
-    "driver/test_placement",
-    "driver/test_probing",
+    "data/loader/test_exactly_once",
+    "data/preprocess/test_executors",
+    "driver/test_network_partition",
+    "driver/test_ray_metrics",
+    "cli/test_autotune",
+    "driver/test_ray_placement",
+    "driver/test_cluster_probe",
     "driver/test_ray_data",
     "driver/test_ray_faults",
     "driver/test_ray_interruption",
-    "driver/test_storage_gone",
+    "driver/test_storage_outage",
     "driver/test_two_nodes",
     "examples/test_attached_loop",
     "examples/test_custom_module",
     "examples/test_examples",
     "examples/test_training_at_scale",
     "jobs/test_job_submit",
-    "worker/test_abort",
-    "worker/test_heartbeat",
+    "distributed/test_abort",
+    "runtime/test_heartbeat",
 }
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

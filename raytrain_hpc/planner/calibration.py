@@ -14,7 +14,7 @@ class Calibration:
     traffic inside passes, and of that of data-parallel ranks, that pass behind what is computed.
 
     The defaults were fitted, all rows at once, to the fourteen layouts of the Ultrascale playbook (Hugging Face 2025,
-    eight H100 a node): tests/plan/test_published.py holds what they reach there and on other published tables.
+    eight H100 per node); tests/planner/test_published_layouts.py holds what they reach there and on other tables.
     """
 
     efficiency: float = 0.553

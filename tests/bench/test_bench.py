@@ -16,7 +16,7 @@ from raytrain_hpc.bench.contenders import plain_command, read_lines, run_process
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.snapshots import measure
 from raytrain_hpc.bench.workloads import plain_job
-from tests.pool import small, steps_of
+from tests.warm_pool import small, steps_of
 
 
 def test_table_text_lines_up_and_json_keeps_every_digit():

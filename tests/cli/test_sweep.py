@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.cli.sweep import Trial, combinations, table
 from raytrain_hpc.errors import ConfigError
-from tests.pool import SMALL
+from tests.warm_pool import SMALL
 
 
 def test_every_combination(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.driver.lives import WORDS, Lives, joined
+from tests.driver.cli_process import WORDS, Lives, joined
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 python -m tests.driver.dry_run [RANKS ...]
 
-Ray is played by `tests.driver.stage`; everything else is what a run has. One rank is lost on the way.
+Ray is played by `tests.driver.fake_ray`; everything else is what a run has. One rank is lost on the way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raytrain_hpc.driver.supervisor import Supervisor
 from raytrain_hpc.driver.worker_group import Actors
 from raytrain_hpc.observability.console import Console
 from raytrain_hpc.planner.topology import Node, Topology
-from tests.driver.stage import Play, Stage
+from tests.driver.fake_ray import Play, Stage
 
 A_NODE = 8
 RANKS = (256, 512, 1024, 2048, 4096)

@@ -21,7 +21,7 @@ from raytrain_hpc.planner.model_state_memory import parameters_by_stage
 from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.state.sharded_state import local
 from tests.driver.dry_run import A_NODE, dry_run
-from tests.driver.stage import Play
+from tests.driver.fake_ray import Play
 
 SHORT = Play(building_s=0.2, step_s=0.1)
 SIZES = (64, 512)

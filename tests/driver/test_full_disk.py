@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain_hpc.observability.metric_writers import JsonlSink, TensorBoardSink
-from tests.driver.lives import WORDS, Lives, joined, signal_after
+from tests.driver.cli_process import WORDS, Lives, joined, signal_after
 
 # The disk is full from step 6 on and, where `freed` is a step, has room again after that one.
 BALLAST = """

@@ -18,7 +18,7 @@ from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import State
 from raytrain_hpc.errors import ClusterError, WorkerFailed
 from raytrain_hpc.planner.topology import Node, Topology
-from tests.pool import SMALL
+from tests.warm_pool import SMALL
 
 
 def metrics(step: int, generation: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.lives import WORDS, Lives, count, joined, signal_after
+from tests.driver.cli_process import WORDS, Lives, count, joined, signal_after
 
 KILLED_IN_A_SHARD = """
 import os, signal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, small, steps_of
 
 # Twelve microbatches of one: four ranks have three each, three ranks four, two ranks six.
 WORDS = ["model.dropout=0.1", "train.steps=10", "train.micro_batch=1"]

@@ -15,9 +15,9 @@ import raytrain_hpc as rt
 from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.loader.block_stream import Lost
 from tests.conftest import OBJECT_STORE
-from tests.data.test_ledger import readers, until
-from tests.driver.lives import count, curve, joined
-from tests.pool import WarmPool, small, steps_of
+from tests.data.loader.test_exactly_once import readers, until
+from tests.driver.cli_process import count, curve, joined
+from tests.warm_pool import WarmPool, small, steps_of
 
 WORDS = ["train.steps=700", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
 
@@ -78,7 +78,7 @@ def test_an_object_store_that_others_have_filled(
 
 @pytest.mark.timeout(120)
 def test_no_cpu_for_readers_is_said(ray_cluster: None) -> None:
-    """The ranks are told, and then read for themselves: `tests/data/test_ledger.py`."""
+    """The ranks are told, and then read for themselves: `tests/data/loader/test_exactly_once.py`."""
     import ray
 
     from raytrain_hpc.data.loader.block_stream import BlockPlan

@@ -18,8 +18,8 @@ from torch import nn
 import raytrain_hpc as rt
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, RunFailed
-from tests.driver.lives import count, curve, joined, until
-from tests.pool import WarmPool, small, steps_of
+from tests.driver.cli_process import count, curve, joined, until
+from tests.warm_pool import WarmPool, small, steps_of
 
 STEPS = 60
 WORDS = [

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.driver.lives import TIMEOUT_S, count, curve, until
+from tests.driver.cli_process import TIMEOUT_S, count, curve, until
 from tests.driver.test_ray_faults import STEPS, WORDS, config, gone, pids
-from tests.pool import SMALL, WarmPool, steps_of
+from tests.warm_pool import SMALL, WarmPool, steps_of
 
 OURS = "RAYTRAIN_TEST_OF"
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.driver.lives import curve
-from tests.driver.two_nodes import TwoNodes
-from tests.pool import SMALL, WarmPool, small, steps_of
+from tests.driver.cli_process import curve
+from tests.driver.two_node_cluster import TwoNodes
+from tests.warm_pool import SMALL, WarmPool, small, steps_of
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -13,7 +13,7 @@ from examples import custom_module
 from raytrain_hpc import Config, train
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.runtime.worker_spec import CustomModel
-from tests.pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, small, steps_of
 
 STEPS = 20
 WORDS = ["model.dropout=0.2", "train.micro_batch=1", f"train.steps={STEPS}", "train.lr=0.01"]

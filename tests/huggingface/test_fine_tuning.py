@@ -15,8 +15,8 @@ from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
 from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import CheckpointError, ConfigError, DataError
-from tests.huggingface.families import random_model
-from tests.pool import steps_of
+from tests.huggingface.random_models import random_model
+from tests.warm_pool import steps_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Token
 from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
 from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
 from raytrain_hpc.huggingface.atomic_dir import PASSED_ON
-from tests.huggingface.families import random_model
+from tests.huggingface.random_models import random_model
 
 transformers = pytest.importorskip("transformers")
 

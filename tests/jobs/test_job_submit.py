@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs.head import Head, started_head, wait_for
+from tests.jobs.ray_head import Head, started_head, wait_for
 
 pytestmark = pytest.mark.timeout(240)
 

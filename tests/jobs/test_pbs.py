@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.stand_ins import played
+from tests.jobs.fake_commands import played
 
 SCRIPT = Path(__file__).parents[2] / "cluster" / "pbs.sh"
 STAND_INS = {

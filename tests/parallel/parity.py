@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tests.parallel.numbers import GPT2, LLAMA, run
-from tests.pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import GPT2, LLAMA, run
+from tests.warm_pool import WarmPool, small, steps_of
 
 TABLE = Path(__file__).parents[2] / "docs" / "parity.md"
 STEPS = 20

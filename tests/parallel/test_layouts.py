@@ -11,8 +11,8 @@ from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.text_generation import load_model
-from tests.parallel.numbers import BASE, MODELS, STEPS, run, whole_state
-from tests.pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import BASE, MODELS, STEPS, run, whole_state
+from tests.warm_pool import WarmPool, small, steps_of
 
 
 def deep(pp: int) -> list[str]:

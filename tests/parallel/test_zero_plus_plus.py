@@ -11,8 +11,8 @@ import torch
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.parallel.quantized_collectives import BLOCK, dequantise, message_bytes, quantise
-from tests.parallel.collectives import Collectives
-from tests.pool import WarmPool, small, steps_of
+from tests.parallel.collective_counter import Collectives
+from tests.warm_pool import WarmPool, small, steps_of
 
 FOUR = ["cluster.workers=4", "parallel.zero=3", "train.micro_batch=1"]
 MICROBATCHES = 3  # a rank, of 12

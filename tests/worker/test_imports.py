@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import SMALL
+from tests.warm_pool import SMALL
 
 HEAVY = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "ray"]
 SCRIPT = f"""

@@ -1,0 +1,185 @@
+"""The same bytes whoever works on the pieces, and however often they are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import raytrain_hpc.data.preprocess.chunks as chunks_module
+import raytrain_hpc.data.preprocess.partition as pieces_module
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify
+from raytrain_hpc.data.preprocess.executors import ProcessPool, ThisProcess, WorkersLost
+from raytrain_hpc.data.preprocess.prepare import prepare
+from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
+from raytrain_hpc.errors import ClusterError, DataError
+from tests.data.preprocess.input_corpus import contents, plain_loop, write_mixed
+
+SETTINGS = {"tokenizer": "bpe:300", "val_fraction": 0.2, "shard_tokens": 700}
+
+
+@pytest.fixture
+def many_pieces(monkeypatch):
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 1500)
+
+
+def test_the_engine_changes_no_byte(tmp_path, many_pieces, ray_cluster):
+    documents = write_mixed(tmp_path / "in")
+    seen: list[tuple[int, int]] = []
+    made = {
+        name: prepare([tmp_path / "in"], tmp_path / name, **SETTINGS, engine=engine, workers=workers)
+        for name, engine, workers in [("one", "local", 1), ("pool", "local", 2)]
+    }
+    made["ray"] = prepare(
+        [tmp_path / "in"], tmp_path / "ray", **SETTINGS, engine="ray", workers=2, progress=lambda *now: seen.append(now)
+    )
+    assert made["one"] == made["pool"] == made["ray"]
+    for name in made:
+        verify(tmp_path / name, made[name])
+    tokens, ends = plain_loop(documents, tokenizer_from_json(made["one"].tokenizer))
+    stored = contents(tmp_path / "ray")
+    assert stored[0] == tokens
+    assert stored[1] == sorted({*ends, made["one"].splits["train"].tokens})
+    assert seen[-1][0] == seen[-1][1] and len(seen) > 10
+    # What is wrong with the input travels back as itself.
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' * 200 + '{"txt": "x"}\n')
+    for engine in ("ray", "local"):
+        with pytest.raises(DataError, match=r"bad.jsonl: line 201 has no field 'text'"):
+            prepare([tmp_path / "bad.jsonl"], tmp_path / "bad", engine=engine, workers=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "in", "one", "pool", "ray"]
+
+
+OWN_RAY = """
+import sys
+from pathlib import Path
+import psutil
+from raytrain_hpc.data.preprocess.prepare import prepare
+
+def look(done, total):
+    if done:
+        for one in psutil.Process().children(recursive=True):
+            seen.update((Path(word).name, one.pid) for word in one.cmdline())
+
+seen = set()
+settings = dict(tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
+prepare([sys.argv[1] + "/in"], sys.argv[1] + "/out", **settings, engine="ray", address="local", progress=look)
+for name, pid in seen:
+    if name in ("raylet", "log_monitor.py", "monitor.py", "dashboard.py"):
+        print(name, pid)
+"""
+
+
+def test_a_ray_of_its_own_is_no_more_than_it_needs_and_is_gone_afterwards(tmp_path):
+    write_mixed(tmp_path / "in")
+    expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
+    command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (raylet,) = (line.split() for line in done.stdout.splitlines())
+    assert raylet[0] == "raylet" and not psutil.pid_exists(int(raylet[1]))
+    assert load_manifest(str(tmp_path / "out")) == expected and contents(tmp_path / "out") == contents(
+        tmp_path / "expected"
+    )
+
+
+def test_an_address_where_nothing_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ClusterError, match="address=127.0.0.1:1: nothing answers there"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", address="127.0.0.1:1")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+SLOWLY = """
+import sys, time
+import raytrain_hpc.data.preprocess.chunks as chunks
+import raytrain_hpc.data.preprocess.partition as pieces
+from raytrain_hpc.data.preprocess.prepare import prepare
+pieces.PIECE_BYTES = 1500
+write = chunks.write_chunk
+def slowly(*given):
+    time.sleep(0.05)
+    return write(*given)
+chunks.write_chunk = slowly
+prepare([sys.argv[1] + "/in"], sys.argv[1] + "/out", tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
+"""
+
+
+def test_killed_and_gone_on_with(tmp_path, many_pieces, monkeypatch):
+    write_mixed(tmp_path / "in")
+    expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, str(tmp_path)])
+    chunks = tmp_path / ".out.preparing" / "chunks"
+    while len(list(chunks.glob("*.json"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = len(list(chunks.glob("*.json")))
+    written = []
+    write = chunks_module.write_chunk
+    monkeypatch.setattr(chunks_module, "write_chunk", lambda *given: written.append(given[1].index) or write(*given))
+    assert prepare([tmp_path / "in"], tmp_path / "out", **SETTINGS) == expected
+    assert finished >= 3 and written[0] > 0
+    assert len(set(written)) == len(written) == len(pieces_of(tmp_path / "in")) - finished
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert not (tmp_path / ".out.preparing").exists()
+
+
+def pieces_of(folder: Path) -> list[pieces_module.Piece]:
+    from raytrain_hpc.data.preprocess.input_files import find_files
+
+    return pieces_module.plan_pieces(find_files([folder]))
+
+
+def test_a_worker_that_is_killed(tmp_path, many_pieces):
+    write_mixed(tmp_path / "in")
+    with pytest.raises(WorkersLost, match="use fewer workers"):
+        list(ProcessPool(2).run(_die, pieces_of(tmp_path / "in")))
+
+
+def _die(piece: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_full_disk_leaves_what_is_finished(tmp_path, many_pieces):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a small file system here")
+    try:
+        write_mixed(tmp_path / "in")
+        expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(960 << 10))
+        with pytest.raises(DataError, match="No space left on device.*the same command goes on"):
+            prepare([tmp_path / "in"], disk / "out", **SETTINGS)
+        assert not (disk / "out").exists() and list((disk / ".out.preparing" / "chunks").glob("*.json"))
+        ballast.unlink()
+        assert prepare([tmp_path / "in"], disk / "out", **SETTINGS) == expected
+        assert [p.name for p in disk.iterdir()] == ["out"]
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_pieces_cover_the_files(tmp_path, many_pieces):
+    write_mixed(tmp_path / "in")
+    parts = [part for piece in pieces_of(tmp_path / "in") for part in piece.parts]
+    for before, after in zip(parts, parts[1:], strict=False):
+        assert (after.begin == before.end and not before.last) if after.begin else before.last
+    assert parts[-1].last and len(parts) > 20
+
+
+def test_this_process_takes_pieces_in_order(tmp_path, many_pieces):
+    write_mixed(tmp_path / "in")
+    pieces = pieces_of(tmp_path / "in")
+    results = list(ThisProcess().run(lambda piece: json.dumps(piece.index), pieces))
+    assert results == [(piece, str(piece.index)) for piece in pieces]

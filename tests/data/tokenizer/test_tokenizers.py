@@ -1,0 +1,93 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from raytrain_hpc.data.tokenizer.base import (
+    ByteTokenizer,
+    CharTokenizer,
+    characters_of,
+    parse_spec,
+    tokenizer_from_json,
+)
+from raytrain_hpc.data.tokenizer.bpe import load_tokenizer, train_tokenizer
+from raytrain_hpc.errors import DataError
+from tests.data.preprocess.input_corpus import rank_file
+
+TEXT = "naïve 中文 😀\r\n\ttail"
+
+
+def test_bytes_are_utf8():
+    ids = ByteTokenizer().encode(TEXT)
+    assert ids.dtype == np.int64
+    assert bytes(ids.tolist()) == TEXT.encode()
+    assert ByteTokenizer().decode(ids) == TEXT
+    assert ByteTokenizer().decode([0xFF, 65]) == "\ufffdA"
+
+
+def test_bytes_of_an_undecodable_command_line_come_through():
+    assert ByteTokenizer().encode(b"a\xff".decode("utf-8", "surrogateescape")).tolist() == [97, 255]
+
+
+def test_characters_are_numbered_in_sorted_order():
+    chars = sorted(set(TEXT))
+    tokenizer = CharTokenizer(characters_of([TEXT[:5], TEXT[5:]]))
+    assert tokenizer.vocab_size == len(chars)
+    assert tokenizer.encode(TEXT).tolist() == [chars.index(c) for c in TEXT]
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode("").tolist() == []
+
+
+@pytest.mark.parametrize("unknown", ["z", "\U0010ffff", "\x00"])
+def test_an_unknown_character_is_named(unknown):
+    with pytest.raises(DataError, match=r"position 1"):
+        CharTokenizer("abc").encode("a" + unknown)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("hello 😀")])
+def test_json_round_trip(tokenizer):
+    again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+    assert again.name == tokenizer.name
+    assert again.vocab_size == tokenizer.vocab_size
+    assert again.encode("hello").tolist() == tokenizer.encode("hello").tolist()
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for ids in ([3], [-1]):
+        with pytest.raises(DataError, match="outside the vocabulary of 3"):
+            CharTokenizer("abc").decode(ids)
+
+
+def test_what_cannot_be_built_names_what_can():
+    with pytest.raises(DataError, match="byte, char"):
+        parse_spec("word")
+    with pytest.raises(DataError, match="byte, char"):
+        tokenizer_from_json({"name": "word"})
+    with pytest.raises(DataError, match="needs text"):
+        CharTokenizer(characters_of([]))
+
+
+def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
+    """Pickled to workers, stored as JSON, and unmoved by special tokens in a text."""
+    text = "the reader's naïve 中文字 <|endoftext|> 😀\n\n  tail"
+    trained = train_tokenizer([text] * 3, 280)
+    ranked = load_tokenizer(parse_spec(f"tiktoken:{rank_file(tmp_path / 'ranks')}"))
+    assert train_tokenizer([text] * 3, 280).to_json() == trained.to_json()
+    for tokenizer in (trained, ranked):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids.tolist()
+        stored = json.loads(json.dumps(tokenizer.to_json()))
+        for again in (pickle.loads(pickle.dumps(tokenizer)), tokenizer_from_json(stored)):
+            assert again.encode(text).tolist() == ids.tolist()
+            assert (again.vocab_size, again.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+    assert (ranked.vocab_size, ranked.end_of_text) == (269, 268)
+
+
+def test_the_end_of_text_is_what_the_configuration_beside_the_file_says(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(["abc"], 257).to_json()["tokenizer"])
+    assert load_tokenizer(parse_spec(f"hf:{tmp_path}")).end_of_text == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    tokenizer = load_tokenizer(parse_spec(f"hf:{tmp_path}"))
+    assert tokenizer.decode([tokenizer.end_of_text]) == "a"

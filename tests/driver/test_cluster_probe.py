@@ -1,0 +1,79 @@
+"""Workers asked what they see and how fast they reach one another; and what `doctor` makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_hpc.bench.comm import comm_table
+from raytrain_hpc.cli.doctor import examine, examine_cluster
+from raytrain_hpc.driver.cluster_probe import scopes
+from raytrain_hpc.planner.link_fit import SENT
+from tests.warm_pool import small
+
+pytestmark = pytest.mark.timeout(200)
+FACT: dict[str, Any] = {
+    "node": "n1",
+    "host": "h1",
+    "pid": 1,
+    "address": "10.0.0.1",
+    "device": "cpu",
+    "python": "3.12.1",
+    "versions": {"torch": "2.13.0", "ray": "2.60.0"},
+    "time": 100.0,
+    "shared_memory_free": 8 << 30,
+    "open_files": 65536,
+    "sees_directory": True,
+    "tflops": 0.1,
+    "memory_gbs": 10.0,
+}
+
+
+def test_sets_of_workers() -> None:
+    assert scopes(["a", "a", "b", "b"]) == {"inside a node": [0, 1], "across nodes": [0, 2], "all": [0, 1, 2, 3]}
+    assert scopes(["a", "a"]) == {"inside a node": [0, 1]}
+    assert scopes(["a", "b", "c"]) == {"across nodes": [0, 1, 2]}
+    assert scopes(["a"]) == {}
+
+
+def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
+    run_dir = tmp_path / "not there yet" / "run"
+    report = examine_cluster(small(run_dir, "cluster.workers=3"))
+    assert {check.name: check.state for check in report.checks if check.state == "fail"} == {}
+    assert report.fit and not run_dir.parent.exists(), "nothing is left behind"
+    (reach,) = report.reaches
+    assert (reach.scope, reach.ranks, reach.nodes) == ("inside a node", 3, 1)
+    assert reach.seconds.keys() == SENT.keys()
+    assert all(took > 0 for seconds in reach.seconds.values() for took in seconds.values())
+    said = "\n".join(report.lines())
+    assert "run.dir" in said and "all_to_all" in said and "3 workers on 1 node" in said
+    assert json.loads(json.dumps(report.to_json()))["collectives"][0]["ranks"] == 3
+    table = comm_table(list(report.reaches))
+    assert [row["operation"] for row in table.rows] == list(SENT)
+    assert all(row["GB/s"] > 0 for row in table.rows)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "state", "said"),
+    [
+        ({"versions": {"torch": "2.12.0", "ray": "2.60.0"}}, "versions", "fail", "torch 2.12.0 and 2.13.0"),
+        ({"python": "3.11.9"}, "versions", "fail", "python 3.11.9 and 3.12.1"),
+        ({"time": 130.0}, "clocks", "warn", "28.00 s apart"),
+        ({"shared_memory_free": 64 << 20}, "/dev/shm", "warn", "node h2"),
+        ({"open_files": 1024}, "open files", "warn", "limit 1024"),
+        ({"sees_directory": False}, "run.dir", "fail", "not the same on h2"),
+        ({"address": "127.0.0.1"}, "network", "fail", "127.0.0.1"),
+        ({"tflops": 0.05}, "arithmetic", "warn", "0.05 the slowest"),
+        ({"memory_gbs": 3.0}, "memory", "warn", "3 the slowest"),
+    ],
+)
+def test_one_worker_that_is_unlike_the_others(changes: dict[str, Any], name: str, state: str, said: str) -> None:
+    others = [FACT, {**FACT, "pid": 2}]
+    assert {check.state for check in examine(others, (99.0, 102.0), "/runs")} == {"ok"}
+    found = examine([*others, {**FACT, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
+    (check,) = [check for check in found if check.state != "ok"]
+    assert (check.name, check.state) == (name, state)
+    assert said in check.found and check.remedy

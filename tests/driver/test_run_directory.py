@@ -1,0 +1,90 @@
+"""The files of a run directory hold what the documentation says, key for key."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from raytrain_hpc import Result, load_config, train
+from raytrain_hpc.observability.metrics import KEYS
+from tests.warm_pool import small
+
+
+@dataclass
+class Ended:
+    """A tiny run, in this process and without Ray, of three steps that evaluated after the last two."""
+
+    path: Path
+    result: Result
+    metrics: list[dict[str, Any]]
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    path = tmp_path_factory.mktemp("run") / "run"
+    words = ["train.eval_every=2", "train.steps=3", "observe.peak_tflops=0.01", "observe.tensorboard=true"]
+    words += ["observe.ranks_every=2"]
+    result = train(small(path, "cluster.workers=0", "cluster.device=cpu", *words), quiet=True)
+    return Ended(path, result, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
+
+
+def test_metrics_have_exactly_the_documented_keys(run: Ended) -> None:
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
+    for line in run.metrics:
+        absent = {"val/loss"} if line["step"] == 1 else set()
+        absent |= {key for key in KEYS if key.startswith("ranks/")} if line["step"] != 2 else set()
+        assert set(line) == set(KEYS) - absent
+        assert line["time/step_s"] > line["time/data_s"] >= 0
+        assert line["throughput/tokens_per_sec"] == pytest.approx(12 * 16 / line["time/step_s"])
+        assert line["train/tokens"] == line["step"] * 12 * 16
+
+
+def test_tensorboard_has_the_same_keys_and_values(run: Ended) -> None:
+    events = EventAccumulator(str(run.path / "tb"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {key for key in KEYS if "/" in key}
+    for key in ("train/loss", "val/loss"):
+        shown = [(event.step, event.value) for event in events.Scalars(key)]
+        assert shown == [(m["step"], pytest.approx(m[key], rel=1e-6)) for m in run.metrics if key in m]
+
+
+def test_result_has_the_documented_keys(run: Ended) -> None:
+    result = run.json("result.json")
+    documented = {"train/loss", "val/loss", "best_val_loss", "steps", "tokens", "wall_s", "goodput", "restarts"}
+    assert documented | {"layout", "checkpoint"} <= set(result)
+    assert result["train/loss"] == run.metrics[-1]["train/loss"] == run.result.train_loss
+    assert result["val/loss"] == run.metrics[-1]["val/loss"] == run.result.val_loss
+    assert result["best_val_loss"] == min(m["val/loss"] for m in run.metrics if "val/loss" in m)
+    assert (result["steps"], result["tokens"], result["restarts"]) == (3, 3 * 12 * 16, 0)
+    assert 0 < result["goodput"] < 1
+    assert Path(result["checkpoint"]) == run.path / "checkpoints" / "step-00000003"
+
+
+def test_workers_name_who_and_where(run: Ended) -> None:
+    (worker,) = run.json("workers.json")["workers"]
+    assert {"rank", "pid", "node", "device", "coordinates"} <= set(worker)
+    assert (worker["rank"], worker["pid"], worker["device"]) == (0, os.getpid(), "cpu")
+    assert worker["coordinates"] == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
+
+
+def test_config_written_is_the_config_run(run: Ended) -> None:
+    again = load_config(run.path / "config.yaml")
+    assert again.train.eval_every == 2
+    assert again.run.dir == str(run.path)
+    assert run.json("plan.json")["layout"] == run.json("result.json")["layout"]
+
+
+def test_nothing_half_written_is_left(run: Ended) -> None:
+    left = {entry.name for entry in run.path.iterdir() if not entry.name.startswith(".")}
+    documented = {"config.yaml", "plan.json", "workers.json", "metrics.jsonl", "tb", "checkpoints", "result.json"}
+    assert left == documented | {"lease.json"}
+    assert [entry.name for entry in (run.path / "checkpoints").iterdir()] == ["step-00000003"]

@@ -1,0 +1,162 @@
+"""Low-rank adapters: beside peft on transformers' model, bit for bit at every degree, and merged on the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_hpc import export_model, import_model
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_setup import prepare_run
+from raytrain_hpc.errors import ConfigError, MissingDependency
+from raytrain_hpc.model.param_init import initial_tensor
+from raytrain_hpc.text_generation import load_model
+from tests.huggingface.random_models import logits_there, random_model
+from tests.parallel.layout_run import whole_state
+from tests.warm_pool import steps_of
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+STEPS, LENGTH, BATCH, RANK, ALPHA = 8, 16, 4, 3, 6.0
+THEIRS = {"out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+WORDS = [
+    "data.path=synthetic",
+    f"train.steps={STEPS}",
+    f"train.seq_len={LENGTH}",
+    f"train.global_batch={BATCH}",
+    "train.micro_batch=1",
+    "train.lr=1e-2",
+    "train.schedule=constant",
+    "train.warmup=0",
+    f"train.lora_rank={RANK}",
+    f"train.lora_alpha={ALPHA}",
+    "observe.tensorboard=false",
+]
+TOKENS = torch.arange(24).view(2, 12) % 67
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("lora")
+    model = random_model("llama, tied")
+    model.save_pretrained(directory / "theirs")
+    import_model(directory / "theirs", directory / "ours")
+    return directory
+
+
+def trained(place: Path, pool: Any, run: Path, *more: str) -> list[float]:
+    words = [f"run.init_from={place / 'ours'}", f"run.dir={run}", *WORDS, "cluster.workers=2", *more]
+    return [step["train/loss"] for step in steps_of(pool.train(load_config(None, words))[0])]
+
+
+def with_peft(place: Path, config: Any) -> tuple[list[float], Any]:
+    """The same windows through peft's own model and a plain loop, from the same adapters; the losses, and the model."""
+    prepared = prepare_run(config, None, lambda line: None)
+    base = transformers.AutoModelForCausalLM.from_pretrained(place / "theirs", dtype=torch.float32)
+    targets = [name.rpartition(".")[2] for name in THEIRS.values()]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for layer in range(2):
+            for ours, theirs in THEIRS.items():
+                room = "attention" if ours == "out" else "mlp"
+                a = named[f"base_model.model.model.layers.{layer}.{theirs}.lora_A.default.weight"]
+                name = f"layers.{layer}.{room}.{ours}.lora_A.default.weight"
+                a.copy_(initial_tensor(prepared.shape, name, a.shape, config.run.seed))
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    losses = []
+    for step in range(STEPS):
+        batches = [prepared.stream.microbatch(step, v) for v in range(BATCH)]
+        inputs = torch.cat([torch.from_numpy(one.inputs) for one in batches])
+        targets = torch.cat([torch.from_numpy(one.targets) for one in batches])
+        loss = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.merge_and_unload()
+
+
+def test_losses_and_the_merged_model_are_those_of_peft(place: Path, pool: Any, tmp_path: Path) -> None:
+    only = f"train.lora_targets=[{','.join(THEIRS)}]"
+    ours = trained(place, pool, tmp_path / "run", only)
+    config = load_config(None, [f"run.init_from={place / 'ours'}", f"run.dir={tmp_path / 'other'}", *WORDS, only])
+    theirs, merged = with_peft(place, config)
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    export_model(tmp_path / "run", tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits_there(again, TOKENS), logits_there(merged.eval(), TOKENS), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.zero=1"], ["parallel.zero=3"]], ids=["dp", "zero1", "zero3"])
+def test_nothing_but_adapters_is_trained(place: Path, pool: Any, tmp_path: Path, layout: list[str]) -> None:
+    trained(place, pool, tmp_path / "run", *layout)
+    before, after = whole_state(place / "ours", 0), whole_state(tmp_path / "run", STEPS)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    others = after.keys() - before.keys()
+    assert all(".lora_" in name for name in others) and all(after[name].any() for name in others if "model." in name)
+    layers = 2 * 5  # of which each has A and B, and both two moments
+    assert len(others) == layers * 2 * 3
+    # With adapters on the fused product of queries, keys and values, what is exported is what is sampled from.
+    export_model(tmp_path / "run", tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    decoder, _ = load_model(RunDirectory(tmp_path / "run"))
+    plain, _ = load_model(RunDirectory(place / "ours"))
+    with torch.no_grad():
+        made = decoder(TOKENS)
+        torch.testing.assert_close(logits_there(again, TOKENS), made, rtol=0, atol=1e-5)
+        assert (made - plain(TOKENS)).abs().max() > 0.1
+
+
+def test_another_run_starts_from_the_sum_of_weights_and_adapters(place: Path, pool: Any, tmp_path: Path) -> None:
+    trained(place, pool, tmp_path / "run")
+    words = [
+        f"run.init_from={tmp_path / 'run'}",
+        f"run.dir={tmp_path / 'next'}",
+        *WORDS,
+        "train.lora_rank=0",
+        "cluster.workers=2",
+    ]
+    pool.train(load_config(None, [*words, "train.steps=1", "train.lr=1e-30", "train.weight_decay=0"]))
+    merged, after = load_model(RunDirectory(tmp_path / "run"))[0], whole_state(tmp_path / "next", 1)
+    assert all(torch.equal(after[f"model.{name}"], parameter) for name, parameter in merged.named_parameters())
+
+
+def test_bit_for_bit_at_every_degree_and_resumed(place: Path, pool: Any, tmp_path: Path) -> None:
+    elastic = "train.deterministic=elastic"
+    alone = trained(place, pool, tmp_path / "one", elastic, "cluster.workers=1")
+    assert trained(place, pool, tmp_path / "two", elastic) == alone
+    assert trained(place, pool, tmp_path / "zero", elastic, "parallel.zero=3") == alone
+    words = [f"run.init_from={place / 'ours'}", f"run.dir={tmp_path / 'cut'}", *WORDS, elastic, "cluster.workers=2"]
+    config = load_config(None, words)
+    pool.train(config, steps_to=3)
+    later = steps_of(pool.train(config, resume_step=3)[0])
+    assert [step["train/loss"] for step in later] == alone[3:]
+
+
+@pytest.mark.parametrize(
+    "word, reason",
+    [
+        ("parallel.tp=2", "adapters train data-parallel, replicated or by ZeRO; set it to 1"),
+        ("train.lora_targets=[q_proj]", "choose some of qkv, out, gate, up, down"),
+        ("train.lora_targets=[]", "choose some of"),
+        ("parallel.tile_mib=1", "layers with adapters are not tiled"),
+    ],
+)
+def test_what_adapters_cannot_do(word: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, [*WORDS, word])
+
+
+def test_peft_is_asked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_hpc.driver.run_setup.find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match="run `pip install peft`"):
+        prepare_run(load_config(None, [*WORDS, f"run.dir={tmp_path}"]), None, lambda line: None)

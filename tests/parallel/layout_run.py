@@ -1,0 +1,71 @@
+"""All numbers of a short training on a layout: every step's metrics, and the whole state after the first and last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from raytrain_hpc.checkpoint.manifest import read_manifest
+from raytrain_hpc.checkpoint.shard_io import read_pieces
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import Held, Holding
+from tests.warm_pool import WarmPool, small, steps_of
+
+GPT2 = ["model.norm=layernorm", "model.activation=gelu", "model.positions=learned", "model.bias=true"]
+LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rotary", "model.bias=false"]
+# Sizes that 2 and 4 do not divide: 65 tokens, 50 channels, 15 positions.
+ODD = ["model.vocab_size=65", "model.ffn_size=50", "train.seq_len=15"]
+MODELS = {
+    "gpt2": [*GPT2, *ODD, "model.tie_embeddings=true"],
+    "gpt2, six heads": [*GPT2, *ODD, "model.hidden_size=48", "model.num_heads=6", "model.tie_embeddings=false"],
+    "llama": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.tie_embeddings=false"],
+    "llama, two groups of three": [*LLAMA, "model.hidden_size=48", "model.num_heads=6", "model.num_kv_heads=2"],
+    "qwen3": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.head_dim=12", "model.qk_norm=true", "model.rope_factor=2"],
+    "moe": [*LLAMA, *ODD, "model.num_kv_heads=2", "model.num_experts=5", "model.shared_expert_size=23"],
+    "moe, bias": [*GPT2, *ODD, "model.num_experts=5", "model.experts_per_token=1", "model.balance=bias"],
+    "llama, three tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=3", "model.tie_embeddings=false"],
+    "llama, 50257 tokens": [
+        *LLAMA,
+        "model.vocab_size=50257",
+        "model.hidden_size=16",
+        "model.num_layers=1",
+        "train.seq_len=7",
+        "train.global_batch=3",
+    ],
+    "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
+}
+STEPS = 2  # gradients after the first, all the rest after the second; docs/parity.md has 20
+BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", f"train.steps={STEPS}", "train.lr=3e-3"]
+
+
+def run(
+    pool: WarmPool, directory: Path, *words: str, steps: int = STEPS
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """The metrics of every step, and the whole state after the first one and the last one."""
+    words = (*BASE, *words, f"train.steps={steps}", "checkpoint.keep=0")
+    if steps <= STEPS:
+        made = steps_of(pool.train(small(directory, *words, "checkpoint.every=1"))[0])
+    else:  # a checkpoint every step would be too many
+        made = steps_of(pool.train(small(directory, *words), steps_to=1)[0])
+        made += steps_of(pool.train(small(directory, *words), resume_step=1)[0])
+    state = {f"{step} {name}": x for step in (1, steps) for name, x in whole_state(directory, step).items()}
+    return made, state
+
+
+def whole_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, put together from whatever slices were saved."""
+    checkpoint = read_manifest(CheckpointStore(directory / "checkpoints").path(step))
+    holding = Holding(
+        Held(
+            name,
+            one.shape,
+            one.dtype,
+            Box.whole(one.shape),
+            torch.full(one.shape, torch.nan, dtype=getattr(torch, one.dtype)),
+        )
+        for name, one in checkpoint.index.items()
+    )
+    read_pieces(checkpoint, holding)
+    return {held.name: held.tensor for held in holding}

@@ -1,0 +1,69 @@
+"""Checkpoints saved on one layout and continued on another: `python -m tests.parallel.reshard_checkpoints`.
+
+Prints for each pair the largest relative difference of the next ten losses from a run that one process does alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+from tests.parallel.parity import BASE, MODELS, world
+from tests.warm_pool import WarmPool, small, steps_of
+
+SAVED_AT, NEXT, BOUND = 5, 10, 1e-6
+TP, RING, ULYSSES = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.cp=2", "parallel.ulysses=2"]
+ZERO3, DP = ["parallel.zero=3", "parallel.dp_shard=2"], ["parallel.dp_replicate=2"]
+HSDP = ["parallel.zero=2", "parallel.dp_shard=2", "parallel.dp_replicate=2"]
+PP = ["parallel.pp=2"]
+ZBV = [*PP, "parallel.schedule=zbv"]
+ZERO_BUBBLE = [*PP, "parallel.schedule=interleaved_zero_bubble"]
+EP = ["parallel.ep=2"]
+PAIRS = [
+    ("GPT-2", [*TP, *PP], [*ZERO3, *RING]),
+    ("GPT-2", HSDP, [*TP, *ULYSSES]),
+    ("GPT-2", ["parallel.tp=4"], [*DP, *ZBV]),
+    ("GPT-2", [*ZERO3, *ZERO_BUBBLE], [*TP, *RING]),
+    ("Llama", [*ZERO3, *TP], [*ZBV, *RING]),
+    ("Llama", [*RING, *PP], ["parallel.tp=3"]),
+    ("Llama", [*DP, *ULYSSES], [*ZERO3, *ZERO_BUBBLE]),
+    ("Llama", ["parallel.pp=4"], HSDP),
+    ("MoE", [*DP, *EP, *TP], [*ZERO3, *PP]),
+    ("MoE", [*ZERO3, *PP], ["parallel.dp_replicate=4", "parallel.ep=4"]),
+    ("MoE", [*RING, *EP, *PP], [*ZERO3, *TP]),
+    ("MoE", ["parallel.zero=3", "parallel.dp_shard=4", *EP], [*TP, *RING]),
+]
+
+
+def losses(pool: WarmPool, words: list[str], *, directory: str | None = None, first: int = 0, to: int) -> list[float]:
+    """Losses of the steps from `first` committed ones on; the last one's state is saved."""
+    steps = SAVED_AT + NEXT
+    config = small(directory, *BASE, f"train.steps={steps}", *words, f"cluster.workers={world(words)}")
+    return [s["train/loss"] for s in steps_of(pool.train(config, resume_step=first or None, steps_to=to)[0])]
+
+
+def difference(pool: WarmPool, model: str, saved: list[str], continued: list[str], expected: list[float]) -> float:
+    """Save on one layout, go on on the other."""
+    with tempfile.TemporaryDirectory() as directory:
+        losses(pool, [*MODELS[model], *saved], directory=directory, to=SAVED_AT)
+        mine = losses(pool, [*MODELS[model], *continued], directory=directory, first=SAVED_AT, to=SAVED_AT + NEXT)
+    return max(abs(a - b) / abs(b) for a, b in zip(mine, expected[SAVED_AT:], strict=True))
+
+
+def main() -> int:
+    """A line a pair. Returns how many break the bound."""
+    pool, alone, broken = WarmPool(), {}, 0
+    print("| model | saved on | continued on | next 10 losses |\n| --- | --- | --- | --- |", flush=True)
+    for model, saved, continued in PAIRS:
+        if model not in alone:
+            alone[model] = losses(pool, MODELS[model], to=SAVED_AT + NEXT)
+        found = difference(pool, model, saved, continued, alone[model])
+        broken += found > BOUND
+        names = [" ".join(word.removeprefix("parallel.") for word in layout) for layout in (saved, continued)]
+        print(f"| {model} | {names[0]} | {names[1]} | {found:.1e}{' FAILS' if found > BOUND else ''} |", flush=True)
+    pool.close()
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

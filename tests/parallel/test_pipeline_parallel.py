@@ -1,0 +1,82 @@
+"""The pipeline's executor: times against the simulator, microbatches in flight, bytes sent, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from raytrain_hpc.driver.run_setup import prepare_run
+from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.planner.pipeline_schedule import NAMES
+from raytrain_hpc.planner.pipeline_timeline import most_in_flight, simulate
+from tests.parallel.pipeline_bubble import SECONDS, WIDTH, run_schedule, schedule_of
+from tests.warm_pool import WarmPool, small
+
+MICROBATCHES = 8
+
+
+@pytest.fixture(scope="module")
+def recorded(pool: WarmPool) -> dict[str, list]:
+    return {name: pool.call(run_schedule, 4, name, MICROBATCHES, False) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_happens_when_the_simulator_says(recorded: dict[str, list], name: str) -> None:
+    """On clocks that messages carry along. `python -m tests.parallel.pipeline_bubble` sleeps instead."""
+    schedule = schedule_of(name)
+    simulated = simulate(schedule.orders(MICROBATCHES), lambda action: SECONDS[action.kind], schedule.stages)
+    ends = {span.action: span.end for span in simulated}
+    for rank, (spans, _, _, finished) in enumerate(recorded[name]):
+        assert tuple(span.action for span in spans) == schedule.orders(MICROBATCHES)[rank]
+        assert finished == pytest.approx({action: ends[action] for action in schedule.orders(MICROBATCHES)[rank]})
+        assert all(one.begin <= one.end <= two.begin for one, two in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], name: str) -> None:
+    """FORMULAS.md: a boundary between two ranks passes b s h forward and b s h backward a microbatch."""
+    schedule = schedule_of(name)
+    orders = schedule.orders(MICROBATCHES)
+    boundaries = [(s, s + 1) for s in range(schedule.stages - 1) if schedule.rank_of(s) != schedule.rank_of(s + 1)]
+    for rank, (_, in_flight, elements, _) in enumerate(recorded[name]):
+        assert in_flight == most_in_flight(orders[rank])
+        ends = sum((schedule.rank_of(a) == rank) + (schedule.rank_of(b) == rank) for a, b in boundaries)
+        assert elements == ends * MICROBATCHES * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["parallel.pp=4", "model.num_layers=3"], "pp=4", "there are 3 layers, and this layout needs at least 4"),
+        (["parallel.pp=2", "parallel.schedule=zbv"], "pp=2", "there are 3 layers, and this layout needs at least 4"),
+        (["parallel.pp=3"], "pp=3", "must divide the 4 workers"),
+        (
+            ["parallel.pp=2", "parallel.virtual_stages=2"],
+            "virtual_stages=2",
+            "1f1b has one stage a rank; leave it auto",
+        ),
+        (
+            ["parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=3"],
+            "virtual_stages=3",
+            "two stages a rank",
+        ),
+        (["parallel.pp=2", "train.compile=true"], "pp=2", "set train.compile=false"),
+        (["parallel.tp=2", "parallel.pp=4"], "pp=4", "must divide the 2 workers that tp=2 leaves"),
+    ],
+)
+def test_a_rank_without_a_stage_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        prepare_run(small(tmp_path, "cluster.workers=4", "model.num_layers=3", *words), None, print)
+    assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
+
+
+def test_a_number_of_microbatches_that_a_schedule_refuses(tmp_path: Path) -> None:
+    words = ["cluster.workers=2", "parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved_1f1b"]
+    with pytest.raises(LayoutError) as refused:
+        prepare_run(small(tmp_path, *words, "train.global_batch=5", "train.micro_batch=1"), None, print)
+    assert "train.micro_batch=1" in str(refused.value)
+    assert "2 equal rounds, which 5 microbatches are not" in str(refused.value)
+    prepared = prepare_run(small(tmp_path, *words, "train.global_batch=5"), None, print)  # auto finds one that fits
+    assert prepared.layout(2)[1].count == 1

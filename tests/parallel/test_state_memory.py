@@ -1,0 +1,142 @@
+"""Bytes of training state and activations on a rank, counted, against what is planned."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raytrain_hpc.driver.run_setup import prepare_run
+from raytrain_hpc.planner.activation_memory import layer_bytes_per_token
+from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
+from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.training.builder import build_trainer
+from raytrain_hpc.training.forward_backward import Batch
+from tests.parallel.layout_run import GPT2, LLAMA
+from tests.warm_pool import WarmPool, small
+
+WORDS = [
+    "model.hidden_size=128",
+    "model.num_layers=4",
+    "model.vocab_size=64",
+    "train.micro_batch=1",
+    "train.seq_len=16",
+    "train.global_batch=12",
+]
+CHOSEN = ["model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=96", "model.shared_expert_size=64"]
+QWEN3 = ["model.num_kv_heads=2", "model.head_dim=48", "model.qk_norm=true"]
+FAMILIES = {
+    "gpt2": [*GPT2, "model.dropout=0.1"],
+    "llama": [*LLAMA, "model.num_kv_heads=2"],
+    "qwen3": [*LLAMA, *QWEN3],
+    "experts": [*LLAMA, "model.num_kv_heads=2", *CHOSEN],
+}
+EXPERTS = ["model.num_experts=4", "model.ffn_size=64", "parallel.ep=2"]
+LAYOUTS = {
+    "alone": ["cluster.workers=1"],
+    "dp-2": ["cluster.workers=2"],
+    "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
+    "zero2-2": ["cluster.workers=2", "parallel.zero=2"],
+    "zero3-2": ["cluster.workers=2", "parallel.zero=3"],
+    "zero3-2 x tp-2": ["cluster.workers=4", "parallel.zero=3", "parallel.tp=2"],
+    "pp-2, untied": ["cluster.workers=2", "parallel.pp=2", "model.tie_embeddings=false"],
+    "pp-2 x zero3-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zbv"],
+    "zero3-4, ep-2": ["cluster.workers=4", "parallel.zero=3", *EXPERTS],
+}
+
+
+class Made(TorchDispatchMode):
+    """Storages made under it, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def leave_out(self, tensors: Any) -> None:
+        self._known.update(tensor.untyped_storage() for tensor in tensors)
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._made if storage.device.type != "meta")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.untyped_storage() not in self._known:
+                self._made.add(tensor.untyped_storage())
+        return made
+
+
+def state_of_rank(rank: int, meeting: Any, spec: Any) -> int:
+    """Most bytes alive where nothing of a forward pass is: weights, gradients and moments.
+
+    That is after the last backward pass of a step, and without a pipeline between microbatches too, where FSDP2 also
+    keeps the outermost gradients that it reduced last: the tables are small here.
+    """
+    counted = []
+    with Made() as made:
+        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, Control())
+
+        def counts_before(function: Any, *arguments: Any) -> Any:
+            counted.append(settled(made))
+            return function(*arguments)
+
+        trainer.passes.parallel.finish = partial(counts_before, trainer.passes.parallel.finish)
+        if spec.layout.pp == 1:
+            trainer.feed.batch = partial(counts_before, trainer.feed.batch)
+        trainer.train_step(0)
+    return max(counted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_is_as_large_as_planned(pool: WarmPool, layout: str) -> None:
+    config = small(None, *WORDS, *LAYOUTS[layout])
+    prepared = prepare_run(config, None, print)
+    resolved, _ = prepared.layout(int(config.cluster.workers))
+    planned = state_bytes(parameters_of_rank(prepared.shape, resolved, 16), resolved, "fp32", "adamw")
+    measured = pool.look(state_of_rank, config, build=False)
+    assert max(measured) == pytest.approx(planned, rel=0.02)
+
+
+def settled(made: Made) -> int:
+    """Bytes that stay: a collective's own threads hold what it worked on for a moment after it."""
+    gc.collect()
+    counts = [made.bytes()]
+    while len(counts) < 5 or counts[-1] < min(counts[-5:-1]):
+        time.sleep(0.02)
+        counts.append(made.bytes())
+    return counts[-1]
+
+
+def activation_bytes(trainer: Any) -> int:
+    """Bytes that a forward pass of one microbatch leaves."""
+    task, module = trainer.passes.task, trainer.passes.parallel.modules[0]
+    batch: Batch = trainer.feed.batch(0, 0)
+    made = Made()
+    made.leave_out([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
+    with made:
+        output = task.forward(module, batch.inputs, 0, batch)
+        counted = settled(made)
+    task.loss(output, batch.targets).backward()  # nothing is left waiting for peers
+    return counted
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_as_large_as_planned(pool: WarmPool, family: str, recompute: str, tp: int) -> None:
+    of_layers = []
+    for layers in (2, 4):
+        words = [f"model.num_layers={layers}", f"cluster.workers={tp}", f"parallel.tp={tp}"]
+        config = small(None, *WORDS, *FAMILIES[family], *words, f"parallel.recompute={recompute}", "train.seq_len=64")
+        of_layers.append(pool.look(activation_bytes, config)[0])
+    shape = prepare_run(config, None, print).shape
+    planned = layer_bytes_per_token(shape, tp=tp, dtype="fp32", recompute=recompute)
+    assert (of_layers[1] - of_layers[0]) / 2 / 64 == pytest.approx(planned, rel=0.1), (of_layers, planned)

@@ -1,0 +1,143 @@
+"""The page, as a browser would read it: every element closed, every number there, nothing fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from raytrain_hpc import write_report
+from raytrain_hpc.cli.main import main
+from raytrain_hpc.cli.status import status_lines
+from raytrain_hpc.errors import ConfigError, RunDirectoryError
+from raytrain_hpc.run_report.figures import mean_parts
+from raytrain_hpc.run_report.notebook import live_html
+from tests.run_report.run_directories import line, written
+
+_VOID = {"meta", "br", "link", "img", "input"}
+
+
+class Reader(HTMLParser):
+    """What is open, what was read, and every address that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.fetched: list[str] = []
+        self.charts: list[list[dict]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in _VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "data", "action") or (value and "url(" in value):
+                self.fetched.append(f"{name}={value}")
+            if name == "data-lines":
+                self.charts.append(json.loads(value or ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(path: Path) -> tuple[Reader, str]:
+    reader, text = Reader(), path.read_text()
+    reader.feed(text)
+    assert not reader.open
+    return reader, " ".join(" ".join(reader.text).split())
+
+
+def test_a_page_about_one_run(tmp_path: Path) -> None:
+    reader, text = read(write_report([written(tmp_path / "run")]))
+    assert (tmp_path / "run" / "report.html").exists()
+    for wanted in ("died", "ALLREDUCE <3>", "killed by signal 9", "0.21", "host1", "93.0 %", "dp_replicate=2", "2.5"):
+        assert wanted in text, wanted
+    loss = next(chart for chart in reader.charts if chart[0]["points"][0] == [1, 8.0])
+    assert loss[0]["points"] == [[step, 8.0 / step] for step in range(1, 7)]  # the line of step 3 that counts
+    assert loss[1]["points"] == [[6, 2.5]]
+    assert "step 3" in text and "1100.000 ms" in text  # the slowest rank of the step whose ranks were compared
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    path = write_report([written(tmp_path / "run")])
+    reader, _ = read(path)
+    assert reader.fetched == []
+    outside = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text())  # the names of SVG's elements
+    assert "http" not in outside and "//" not in re.sub(r"// .*", "", outside).replace("file://", "")
+
+
+def test_several_runs_beside_each_other(tmp_path: Path) -> None:
+    runs = [written(tmp_path / "a", name="one"), written(tmp_path / "b", name="<two>", steps=4)]
+    with pytest.raises(ConfigError, match="say where the page goes"):
+        write_report(runs)
+    reader, text = read(write_report(runs, tmp_path / "both.html"))
+    assert "one, <two>" in text
+    names = [one["name"] for one in reader.charts[0]]
+    assert names == ["one", "one, validation", "<two>", "<two>, validation"]
+
+
+def test_steps_that_were_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate((float("nan"), 3.0, float("inf"), 2.0), 1):
+            file.write(json.dumps(line(step, **{"train/loss": loss, "train/grad_norm": loss})) + "\n")
+    reader, _ = read(write_report([run]))
+    assert reader.charts[0][0]["points"] == [[2, 3.0], [4, 2.0]]
+
+
+def test_a_run_that_has_just_begun_or_left_little(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", done=False)
+    for name in ("metrics.jsonl", "incidents.jsonl", "plan.json", "workers.json"):
+        (run / name).unlink()
+    _, text = read(write_report([run]))
+    assert "under way" in text and "0 of 6" in text
+    with pytest.raises(RunDirectoryError, match="no run directory"):
+        write_report([tmp_path / "nowhere"])
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        write_report([run], tmp_path / "no such" / "page.html")
+
+
+def test_parts_of_a_step_add_up() -> None:
+    parts = mean_parts([line(1), line(2, **{"time/step_s": 3.0, "time/forward_s": 1.2})])
+    assert parts["forward"] == pytest.approx(0.7) and parts["rest"] == pytest.approx(2.0 - 0.01 - 0.7 - 0.65)
+
+
+def test_a_pipeline_is_shown(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    (run / "timeline").mkdir()
+    for step, idle in ((4, 11), (6, 22)):
+        picture = f'<svg xmlns="http://www.w3.org/2000/svg" width="1272" height="92"><text>idle {idle} %</text></svg>'
+        (run / "timeline" / f"step-{step:08d}.svg").write_text(picture)
+    _, text = read(write_report([run]))
+    assert "idle 22 %" in text and "idle 11 %" not in text and "step-00000006" in text
+
+
+def test_status_from_another_shell(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", done=False)
+    lines = list(status_lines(run))
+    assert lines[0].endswith("not running; the same command goes on with it")
+    assert lines[1] == "workers    2: 1 on host0, 1 on host1"
+    assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
+    assert lines[4] == "incidents  1, the last: died: rank 1 at step 3, next step after 0.21 s"
+    done = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
+    assert done.exit_code == 2 and "no run directory" in done.output
+
+
+def test_what_a_notebook_shows(tmp_path: Path) -> None:
+    assert "getting ready" in live_html(tmp_path / "run", "getting ready")
+    shown = live_html(written(tmp_path / "run"), "under way")
+    reader = Reader()
+    reader.feed(shown)
+    assert not reader.open and not reader.fetched
+    text = " ".join(reader.text)
+    assert "6/6" in text and "under way" in text and "1.333" in text

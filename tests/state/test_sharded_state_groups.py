@@ -1,0 +1,129 @@
+"""DTensor slices, broadcast and the replica check in real processes on gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import Held, Holding, broadcast, digest, replicas_that_differ, slice_of
+from tests.warm_pool import forked
+
+RANKS = 4
+TIMEOUT_S = 60
+PLACEMENTS = {
+    "rows": (Shard(0), Replicate()),
+    "columns": (Replicate(), Shard(1)),
+    "grid": (Shard(0), Shard(1)),
+    "rows twice": (Shard(0), Shard(0)),
+    "replicas": (Replicate(), Replicate()),
+}
+
+
+def described(tensor):
+    shape, box, local = slice_of(tensor)
+    return shape, box, local.tolist(), digest(Holding([Held("w", shape, "float32", box, local)]))
+
+
+def fsdp_over_tp(whole, mesh):
+    """What FSDP2 makes of a row-sharded weight: a strided shard before a plain one, on the same dimension."""
+    layer = torch.nn.Linear(whole.shape[1], whole.shape[0], bias=False)
+    layer.weight = torch.nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    fully_shard(layer, mesh=mesh["dp"])
+    assert any(isinstance(placement, _StridedShard) for placement in layer.weight.placements)
+    return layer.weight
+
+
+def run_rank(rank, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    found = {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for rows in (9, 3, 1):
+        whole = torch.arange(rows * 5, dtype=torch.float32).reshape(rows, 5)
+        for name, placements in PLACEMENTS.items():
+            found[rows, name] = described(distribute_tensor(whole, mesh, placements))
+        found[rows, "fsdp over tp"] = described(fsdp_over_tp(whole, mesh))
+    refused = []
+    partial = torch.distributed.tensor.DTensor.from_local(whole, mesh, [Partial(), Replicate()])
+    scattered = torch.distributed.tensor.DTensor.from_local(
+        whole, mesh, [Replicate(), _StridedShard(0, split_factor=2)]
+    )
+    for tensor in (partial, scattered):
+        try:
+            slice_of(tensor)
+        except ValueError as error:
+            refused.append(str(error))
+    torch.manual_seed(rank)
+    tensors = [torch.randn(3, 7), torch.randn(2_000_000, dtype=torch.float32), torch.tensor(rank), torch.randn(0, 4)]
+    tensors += [torch.randn(14_000_000).bfloat16(), torch.randn(6, 4).t(), torch.nn.Parameter(torch.randn(5))]
+    holding = Holding(Held.of(f"t{number}", tensor) for number, tensor in enumerate(tensors))
+    differed = replicas_that_differ(holding, group, torch.device("cpu"))
+    broadcast(holding, 2, group)
+    equal = replicas_that_differ(holding, group, torch.device("cpu"))
+    if rank == 3:
+        tensors[1].view(torch.int32)[1_999_999] ^= 1 << 30
+    flipped = replicas_that_differ(holding, group, torch.device("cpu"))
+    torch.manual_seed(2)
+    from_two = torch.equal(tensors[0], torch.randn(3, 7)) and int(tensors[2]) == 2
+    results.put((rank, found, refused, differed, equal, flipped, from_two))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def by_rank():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = forked()
+    results = context.Queue()
+    processes = [context.Process(target=run_rank, args=(rank, port, results), daemon=True) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    try:
+        return {rank: rest for rank, *rest in (results.get(timeout=TIMEOUT_S) for _ in range(RANKS))}
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("rows", [9, 3, 1])
+@pytest.mark.parametrize("name", [*PLACEMENTS, "fsdp over tp"])
+def test_slices_of_a_dtensor_are_its_parts_of_the_whole(by_rank, rows, name):
+    whole = torch.arange(rows * 5, dtype=torch.float32).reshape(rows, 5)
+    covered = torch.zeros(rows, 5)
+    total = 0
+    for rank in range(RANKS):
+        shape, box, local, here = by_rank[rank][0][rows, name]
+        assert shape == (rows, 5)
+        expected = whole[box.slices_in(Box.whole(shape))]
+        assert torch.equal(torch.tensor(local).reshape(expected.shape), expected)
+        covered[box.slices_in(Box.whole(shape))] += 1
+        total += here
+    copies = RANKS // 2 ** sum(not placement.is_replicate() for placement in PLACEMENTS.get(name, (Shard(0), Shard(0))))
+    assert (covered == copies).all()
+    assert total % 2**64 == copies * digest(Holding([Held.of("w", whole)])) % 2**64
+
+
+def test_a_partial_sum_and_scattered_rows_are_refused(by_rank):
+    partial, scattered = by_rank[0][1]
+    assert "partial sum" in partial and "not adjacent" in scattered
+
+
+def test_replicas_differ_until_broadcast_and_a_flipped_bit_is_found(by_rank):
+    for rank in range(RANKS):
+        _, _, differed, equal, flipped, from_two = by_rank[rank]
+        assert differed == [1, 2, 3], "all contents differ: the lowest rank counts"
+        assert equal == [] and from_two
+        assert flipped == [3]

@@ -1,0 +1,55 @@
+"""Data-parallel layouts against one process, as a table: `python -m tests.training.data_parallel_parity`."""
+
+from __future__ import annotations
+
+from tests.warm_pool import WarmPool, small, steps_of
+
+STEPS = 50
+LAYOUTS = {
+    **{f"ddp-{w}": [f"cluster.workers={w}"] for w in (2, 3, 4, 5)},
+    **{f"zero{z}-{w}": [f"cluster.workers={w}", f"parallel.zero={z}"] for z in (1, 2, 3) for w in (2, 3, 4, 5)},
+    **{
+        f"hsdp{z}-2x2": ["cluster.workers=4", f"parallel.zero={z}", "parallel.dp_replicate=2", "parallel.dp_shard=2"]
+        for z in (1, 2, 3)
+    },
+}
+# Dropout on; 12 sequences in 6 microbatches of two: five ranks get 1, 1, 1, 1, 2 of them, four 1, 2, 1, 2.
+BASE = ["model.dropout=0.1", "train.micro_batch=2", f"train.steps={STEPS}", "train.warmup=5", "train.lr=1e-3"]
+LOSS_BOUND = {"fp64": 1e-12, "fp32": 1e-6}
+NORM_BOUND = {dtype: 10 * bound for dtype, bound in LOSS_BOUND.items()}
+
+Curve = tuple[list[float], list[float]]
+
+
+def curve(pool: WarmPool, *words: str, first: int = STEPS) -> Curve:
+    """Losses and gradient norms of the first steps of a run with these settings on top of BASE."""
+    steps = steps_of(pool.train(small(None, *BASE, *words), steps_to=first)[0])
+    if len(steps) != first:
+        raise RuntimeError(f"{len(steps)} steps, not {first}")
+    return [s["train/loss"] for s in steps], [s["train/grad_norm"] for s in steps]
+
+
+def distance(mine: Curve, other: Curve) -> tuple[float, float]:
+    """Largest relative difference of the losses, and of the norms."""
+    loss, norm = (
+        max(abs(a - b) / abs(b) for a, b in zip(xs, ys, strict=True)) for xs, ys in zip(mine, other, strict=True)
+    )
+    return loss, norm
+
+
+def main() -> None:
+    """Every layout in both types, and accumulation against the large batch."""
+    pool = WarmPool()
+    for dtype in LOSS_BOUND:
+        alone = curve(pool, f"train.dtype={dtype}")
+        whole = distance(curve(pool, f"train.dtype={dtype}", "train.micro_batch=12"), alone)
+        print(f"{dtype}  one pass of 12 against 6 of 2   loss {whole[0]:.1e}  norm {whole[1]:.1e}", flush=True)
+        for name, words in LAYOUTS.items():
+            loss, norm = distance(curve(pool, f"train.dtype={dtype}", *words), alone)
+            kept = loss <= LOSS_BOUND[dtype] and norm <= NORM_BOUND[dtype]
+            print(f"{dtype}  {name:12s}  loss {loss:.1e}  norm {norm:.1e}  {'ok' if kept else 'FAILS'}", flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""train.deterministic=elastic: every data-parallel degree and ZeRO stage gives the same bits as one process."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytrain_hpc.errors import ConfigError, LayoutError
+from raytrain_hpc.optim.grad_norm import ExactNorm
+from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, open_nodes, pairwise_total
+from raytrain_hpc.planner.layout import check_axes
+from tests.parallel.layout_run import GPT2, LLAMA, whole_state
+from tests.warm_pool import WarmPool, small, steps_of
+
+STEPS = 6
+# 12 sequences in 6 microbatches, so that five ranks get 1, 1, 1, 1, 2; clipping and dropout on, odd sizes.
+BASE = [
+    "train.deterministic=elastic",
+    "train.micro_batch=2",
+    "train.lr=3e-3",
+    f"train.steps={STEPS}",
+    "train.eval_every=3",
+    "train.grad_clip=0.5",
+    "model.dropout=0.1",
+    "model.vocab_size=65",
+    "model.ffn_size=50",
+    "train.seq_len=15",
+]
+MODELS = {
+    "gpt2": [*GPT2, "model.tie_embeddings=true"],
+    "llama": [*LLAMA, "model.num_kv_heads=2", "model.tie_embeddings=false"],
+    "moe": [*LLAMA, "model.num_experts=5", "model.num_kv_heads=1"],
+}
+LAYOUTS = {
+    "ddp-2": ["cluster.workers=2"],
+    "ddp-3": ["cluster.workers=3", "parallel.bucket_mib=1"],
+    "ddp-5": ["cluster.workers=5"],
+    "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
+    "zero2-3": ["cluster.workers=3", "parallel.zero=2"],
+    "zero3-4": ["cluster.workers=4", "parallel.zero=3"],
+    "zero3-5, recompute": ["cluster.workers=5", "parallel.zero=3", "parallel.recompute=full"],
+    "hsdp2-2x2": ["cluster.workers=4", "parallel.zero=2", "parallel.dp_replicate=2", "parallel.dp_shard=2"],
+}
+
+
+OTHERS = {
+    **LAYOUTS,
+    "one microbatch": ["cluster.workers=1"],
+    "tp: ddp-3": ["cluster.workers=6"],
+    "tp: zero3-2": ["cluster.workers=4", "parallel.zero=3"],
+    "cp: ddp-2": ["cluster.workers=4"],
+    "cp: zero2-2": ["cluster.workers=4", "parallel.zero=2"],
+    "pp: ddp-3": ["cluster.workers=6", "parallel.schedule=gpipe"],
+    "pp: zero3-2": ["cluster.workers=4", "parallel.zero=3"],
+}
+
+
+def digest_of(directory: Path) -> str:
+    """A hash of the whole state after the last step."""
+    state, digest = whole_state(directory, STEPS), hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode() + state[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def bits(pool: WarmPool, directory: Path, *words: str) -> tuple[list[tuple[float, ...]], str]:
+    """Loss, gradient norm and validation loss of every step, and a hash of the whole state after the last."""
+    records = steps_of(pool.train(small(directory, *BASE, *words))[0])
+    keys = ("train/loss", "train/grad_norm", "val/loss")
+    return [tuple(step[key] for key in keys if key in step) for step in records], digest_of(directory)
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
+    made = {}
+
+    def of(*words: str):
+        if words not in made:
+            made[words] = bits(pool, tmp_path_factory.mktemp("alone"), *words)
+        return made[words]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, alone, tmp_path: Path, layout: str) -> None:
+    assert bits(pool, tmp_path, *MODELS["gpt2"], *LAYOUTS[layout]) == alone(*MODELS["gpt2"])
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "layout"),
+    [
+        ("moe", [], "zero3-4"),
+        ("moe", [], "ddp-3"),
+        ("llama", ["train.dtype=bf16"], "ddp-5"),
+        ("llama", ["train.micro_batch=12"], "one microbatch"),
+        ("llama", ["parallel.tp=2"], "tp: ddp-3"),
+        ("llama", ["parallel.tp=2"], "tp: zero3-2"),
+        ("llama", ["parallel.cp=2"], "cp: ddp-2"),
+        ("llama", ["parallel.cp=2"], "cp: zero2-2"),
+        ("gpt2", ["parallel.pp=2"], "pp: ddp-3"),
+        ("gpt2", ["parallel.pp=2"], "pp: zero3-2"),
+    ],
+)
+def test_so_does_every_other_axis_at_any_degree(
+    pool: WarmPool, alone, tmp_path: Path, model: str, words: list[str], layout: str
+) -> None:
+    """Against the same axis alone, on its two ranks."""
+    base = [*MODELS[model], *words, f"cluster.workers={2 if 'parallel' in ''.join(words) else 1}"]
+    assert bits(pool, tmp_path, *base, *OTHERS[layout]) == alone(*base)
+
+
+def test_without_it_the_bits_differ(pool: WarmPool, alone, tmp_path: Path) -> None:
+    """What is compared above can tell the two apart."""
+    plain = bits(pool, tmp_path / "ddp", *MODELS["gpt2"], *LAYOUTS["ddp-3"], "train.deterministic=true")
+    assert plain[1] != alone(*MODELS["gpt2"])[1]
+    assert plain[0] != alone(*MODELS["gpt2"])[0]
+
+
+def test_a_run_that_changes_its_degree_on_the_way(pool: WarmPool, alone, tmp_path: Path) -> None:
+    made, losses = [*BASE, *MODELS["gpt2"]], []
+    for step, layout in enumerate(("zero2-3", "ddp-5", "hsdp2-2x2", "ddp-2", "zero1-2", "zero3-4")):
+        config = small(tmp_path, *made, *LAYOUTS[layout])
+        losses += steps_of(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
+    expected, digest = alone(*MODELS["gpt2"])
+    assert [step["train/loss"] for step in losses] == [step[0] for step in expected]
+    assert digest_of(tmp_path) == digest
+
+
+@pytest.mark.parametrize("word", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.schedule=zbv"])
+def test_what_is_not_exact_is_refused(word: str) -> None:
+    zero = ["parallel.zero=2"] if "quantize" in word else []
+    words = ["model.num_experts=4", "cluster.workers=4", "parallel.pp=2", "model.num_layers=4", *zero]
+    with pytest.raises(LayoutError, match="train.deterministic=elastic") as refused:
+        check_axes(small(None, *words, "train.deterministic=elastic", word))
+    assert word.split("=")[0] in str(refused.value)
+    with pytest.raises(ConfigError, match="needs false, true or elastic"):
+        small(None, "train.deterministic=exact")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 12, 13])
+def test_the_tree_adds_the_same_pairs_whatever_the_shares(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randn(count, 9, generator=generator) * 10.0 ** torch.arange(-4, 5)
+    level = list(values)
+    while len(level) > 1:
+        level = [level[i] + level[i + 1] if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
+    assert torch.equal(pairwise_total(values), level[0])
+    for ranks in range(1, count + 1):
+        runs = [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
+        for dealt in (runs, [range(rank, count, ranks) for rank in range(ranks)]):
+            tree = PairwiseSum(count)
+            for run in dealt:
+                mine = PairwiseSum(count)
+                for leaf in reversed(run):
+                    mine.add(values[leaf].clone(), (0, leaf))
+                assert sorted(mine.open) == open_nodes(run, count)
+                if dealt is runs:  # what a rank holds grows with the logarithm of its share
+                    assert len(mine.open) <= 2 * len(run).bit_length()
+                for node in mine.open:
+                    tree.add(mine.open[node].clone(), node)
+            assert tree.total is not None and torch.equal(tree.total, level[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_is_exact_and_knows_no_cut(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scales = 10.0 ** torch.randint(-9, 3, (5000,), generator=generator)
+    whole = torch.randn(5000, generator=generator, dtype=dtype) * scales
+    norms = set()
+    for cuts in ([5000], [1, 4999], [1700, 33, 3267], [1] * 5000):
+        pieces = {str(i): piece for i, piece in enumerate(torch.split(whole, cuts))}
+        norms.add(ExactNorm({name: [None] for name in pieces}, None, whole.device)(pieces).item())
+    (norm,) = norms
+    assert norm == pytest.approx(float(math.sqrt(math.fsum(x * x for x in whole.double().tolist()))), rel=1e-12)
+    for bad in (math.nan, math.inf):
+        broken = {"0": torch.tensor([1.0, bad])}
+        assert not math.isfinite(ExactNorm({"0": [None]}, None, whole.device)(broken).item())
+    assert ExactNorm({"0": [None]}, None, whole.device)({"0": torch.zeros(3)}).item() == 0.0

@@ -1,0 +1,44 @@
+"""What a worker does before it joins others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_hpc.training.warmup import rehearse
+from tests.parallel.layout_run import GPT2, LLAMA
+from tests.warm_pool import WarmPool, small, spec_of
+
+SETTINGS = {
+    "gpt2, dropout, elastic": [*GPT2, "model.dropout=0.1", "train.deterministic=elastic"],
+    "llama, grouped heads, ZeRO-3": [*LLAMA, "model.num_kv_heads=2", "parallel.zero=3", "cluster.workers=2"],
+    "experts, documents": ["model.num_experts=8", "model.experts_per_token=3", "data.packing=documents"],
+    "tensor and pipeline ranks": ["parallel.tp=2", "parallel.pp=2", "cluster.workers=4"],
+    "faults, a profile, losses kept": [
+        "fault.inject=[{kind: exception, rank: 0, step: 1}]",
+        "observe.profile=torch",
+        "observe.profile_steps=[0, 1]",
+        "fault.spike_deviations=6",
+    ],
+    "a long sequence, a large vocabulary": ["train.seq_len=4096", "model.vocab_size=100000"],
+}
+
+
+def rehearsed(rank: int, meeting: Any, spec: Any) -> list[str]:
+    """Twice, which is no other than once. Returns what stands in the run's directory then."""
+    rehearse(spec, torch.device("cpu"))
+    rehearse(spec, torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+    return sorted(path.name for path in Path(spec.config.run.dir).rglob("*"))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_kind_of_model_can_be_rehearsed_alone_and_leaves_nothing(
+    pool: WarmPool, tmp_path: Path, name: str
+) -> None:
+    config = small(tmp_path / "run", *SETTINGS[name])
+    spec = spec_of(config, int(config.cluster.workers), steps_to=5)
+    assert pool.call(rehearsed, 1, spec) == [[]]
