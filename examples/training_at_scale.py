@@ -20,7 +20,7 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 
 import raytrain_hpc as rt
-from raytrain_hpc.api import plan
+from raytrain_hpc import plan
 
 Row = dict[str, str | int | float]
 

@@ -11,26 +11,26 @@ Run by python alone, the same script trains by itself as it did before.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.runtime.script_context import CURRENT_RANK
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from raytrain_hpc.training.script_trainer import ScriptTrainer
+    from raytrain_hpc.runtime.script_context import ScriptRank
 
 Batch = TypeVar("Batch")
 
 
-class Attached:
+class ScriptRun:
     """What a script asks of the run that it is a rank of."""
 
-    def __init__(self, rank: ScriptTrainer | None):
+    def __init__(self, rank: ScriptRank | None):
         self._rank = rank
 
     @property
@@ -43,7 +43,7 @@ class Attached:
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which may print and write what all would print and write."""
-        return self._rank is None or self._rank.place.rank == 0
+        return self._rank is None or self._rank.is_main_process
 
     def steps(self, count: int | None = None) -> Iterator[int]:
         """The numbers of the steps that are left, from 0 on in a new run; `count` has to be train.steps.
@@ -78,16 +78,15 @@ class Attached:
         return loss.detach()
 
 
-def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Attached:
+def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> ScriptRun:
     """Hand the state of these over to the run that this script is a rank of, if it is one.
 
     In a run that goes on they are given its state. `scheduler`: of the learning rate; its state is plain numbers.
     """
-    scripted = sys.modules.get("raytrain_hpc.training.script_trainer")
-    rank = None if scripted is None else scripted.CURRENT.get()
+    rank = CURRENT_RANK.get()
     if rank is not None:
         rank.attach(model, optimizer, scheduler)
-    return Attached(rank)
+    return ScriptRun(rank)
 
 
 def _rows(batch: Any) -> int:

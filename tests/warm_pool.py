@@ -18,7 +18,7 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 
 TIMEOUT_S = 120
-_IMPORTED = [
+PRELOADED = [
     "raytrain_hpc.training.factory",
     "raytrain_hpc.parallel.fsdp",
     "raytrain_hpc.state.dtensor",
@@ -33,7 +33,7 @@ def forked() -> ForkServerContext:
     made for that.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -230,4 +230,4 @@ def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record["metrics"] for record in records if record["type"] == "step"]
 
 
-__all__ = ["SMALL", "RankFailed", "WarmPool", "small", "spec_of", "steps_of"]
+__all__ = ["PRELOADED", "SMALL", "RankFailed", "WarmPool", "small", "spec_of", "steps_of"]

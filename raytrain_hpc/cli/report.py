@@ -13,6 +13,6 @@ from raytrain_hpc.cli.options import one_line_errors
 @one_line_errors
 def report(run_dirs: tuple[str, ...], out: str | None) -> None:
     """Write one HTML page about a run, or about several beside each other: curves, incidents, memory, time."""
-    from raytrain_hpc.run_report.writer import write_report
+    from raytrain_hpc.run_report.writer import report as write_report
 
     click.echo(f"{write_report(run_dirs, out)}")

@@ -1,14 +1,24 @@
-"""Where a rank waits for others, and collectives whose name depends on torch's version.
+"""Blocking waits for other ranks, and collectives whose name depends on torch's version.
 
-Waiting has a file of its own, by which a look from outside tells it from working.
+Keep blocking waits in this file: the watchdog recognizes a waiting rank by this path in its stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+def blocking_files() -> tuple[str, ...]:
+    """Return the source files in which a training loop on a CPU waits for other ranks: torch's collectives, FSDP's,
+    and this file. Pass to `Heartbeat`, which counts a frame in one of them as waiting, not as work."""
+    # FSDP's module is named by its path: importing it loads the compiler.
+    fsdp_collectives = Path(dist.__file__).parent / "fsdp" / "_fully_shard" / "_fsdp_collectives.py"
+    return distributed_c10d.__file__, str(fsdp_collectives), __file__
 
 
 def wait(works: Iterable[dist.Work]) -> None:

@@ -11,7 +11,7 @@ from raytrain_hpc.run_report.html_page import page
 from raytrain_hpc.run_report.run_reader import read_run
 
 
-def write_report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """One HTML file about these runs, by default report.html in the only run's directory; its path.
 
     Raises RunDirectoryError where a directory holds no run or the file cannot be written.

@@ -25,19 +25,15 @@ _MISSED = 4  # beats, after which all threads are asked how long they waited: th
 PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
 _BEAT, _MARK, _PHASE, _THREAD, _STEP, _DURATION, _LOOKS, _WAITING, _URGENT = range(9)
 _BYTES = 8 * 9
-# Where a loop waits for other ranks, on a CPU: in torch's collectives, in FSDP's, and in our own transfers.
-_WAITS = (
-    "torch/distributed/distributed_c10d.py",
-    "_fsdp_collectives.py",
-    "raytrain_hpc/parallel/blocking_collectives.py",
-)
 _NAME = "raytrain-heartbeat"
 
 
 class Heartbeat:
     """A worker's side. SIGUSR1 has it write what its threads are at, even while one of them holds the interpreter."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocking_files: tuple[str, ...] = ()) -> None:
+        """`blocking_files`: the source files in which the loop waits for other ranks instead of working."""
+        self._blocking_files = blocking_files
         descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, _BYTES)
         self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -77,7 +73,7 @@ class Heartbeat:
         frame = sys._current_frames().get(self._loop)
         if frame is not None:
             self._fields[_LOOKS] += 1
-            self._fields[_WAITING] += frame.f_code.co_filename.endswith(_WAITS)
+            self._fields[_WAITING] += frame.f_code.co_filename in self._blocking_files
 
 
 class Pulse:

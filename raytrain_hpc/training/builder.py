@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -242,8 +241,8 @@ def _discard(said: object) -> None:
 def load(config: Config) -> None:
     """Import what such a run needs beyond this module, for a second or more: a generation is not to wait for it."""
     if config.parallel.zero:
-        for name in ("raytrain_hpc.parallel.fsdp", "raytrain_hpc.state.dtensor", "torch._dynamo"):  # FSDP2 loads it
-            import_module(name)
+        import raytrain_hpc.parallel.fsdp
+        import raytrain_hpc.state.dtensor  # noqa: F401
 
 
 def set_kernels(config: Config, device: torch.device) -> None:

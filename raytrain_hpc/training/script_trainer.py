@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from raytrain_hpc.errors import ModelError, RunFailed
 from raytrain_hpc.parallel.ddp import Replicated
 from raytrain_hpc.runtime.control_channel import Control, Record
 from raytrain_hpc.runtime.fault_injection import Injector
+from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import Snapshots
 from raytrain_hpc.state.sharded_state import Holding
@@ -44,10 +44,6 @@ from raytrain_hpc.training.trainer import Outcome, peak_gib
 def step_seed(seed: int, step: int) -> int:
     """Of torch's random numbers in a step: the same on all ranks, which then draw the same batch."""
     return seed * 1_000_003 + step
-
-
-CURRENT: ContextVar[ScriptTrainer | None] = ContextVar("script", default=None)
-"""The rank whose script this thread runs; None where nobody's is."""
 
 
 class _Left(BaseException):
@@ -86,12 +82,17 @@ class ScriptTrainer:
         self._laps = Laps()
         control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
 
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.place.rank == 0
+
     def run(self, first: int, steps_to: int) -> Outcome:
         """Run the script. Raises what it raises, and RunFailed where it ends without having trained."""
         script = self._spec.custom
         if not isinstance(script, Script):
             raise TypeError("a script trainer runs a script")
-        token, before = CURRENT.set(self), (sys.argv, sys.path)
+        token, before = CURRENT_RANK.set(self), (sys.argv, sys.path)
         sys.argv, sys.path = [script.path, *script.arguments], [str(Path(script.path).parent), *sys.path]
         try:
             runpy.run_path(script.path, run_name="__main__")
@@ -103,7 +104,7 @@ class ScriptTrainer:
                 raise RunFailed(f"{script.path} ended with exit code {left.code}") from left
         finally:
             sys.argv, sys.path = before
-            CURRENT.reset(token)
+            CURRENT_RANK.reset(token)
         if self._outcome is None:
             raise RunFailed(f"{script.path} ended at step {self._step} without going through the steps of attach(...)")
         self._control.mark("saving")
@@ -150,7 +151,7 @@ class ScriptTrainer:
             self._saver.save(spec.first)
 
     def steps(self, count: int | None) -> Iterator[int]:
-        """As `own_loop.Attached.steps`."""
+        """As `script.ScriptRun.steps`."""
         spec = self._spec
         if not self._attached:
             raise ModelError("steps: attach a model and an optimizer first")
@@ -183,7 +184,7 @@ class ScriptTrainer:
         return share
 
     def backward(self, loss: Tensor) -> Tensor:
-        """As `own_loop.Attached.backward`. What breaks in it leaves the script: it is the run's to go on from."""
+        """As `script.ScriptRun.backward`. What breaks in it leaves the script: it is the run's to go on from."""
         weight = self._weight()
         try:
             return self._backward(loss, weight)

@@ -40,12 +40,13 @@ class WorkerActor:
         import torch
 
         import raytrain_hpc.training.factory  # noqa: F401  here, where no rank waits for another
+        from raytrain_hpc.parallel.blocking_collectives import blocking_files
         from raytrain_hpc.runtime.control_channel import Control
         from raytrain_hpc.runtime.heartbeat import Heartbeat
         from raytrain_hpc.snapshot.memory_store import Snapshots
 
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self._heartbeat = Heartbeat()
+        self._heartbeat = Heartbeat(blocking_files())
         self._control, self._memory = Control(heartbeat=self._heartbeat), Snapshots()
         self._run_began_ns, self._rehearsed = time.time_ns(), False
         self._began, self._imported = began, time.time()

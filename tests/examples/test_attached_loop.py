@@ -18,7 +18,7 @@ from raytrain_hpc.api import run_script
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, LayoutError, ModelError
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.script import Attached
+from raytrain_hpc.script import ScriptRun
 from raytrain_hpc.training.script_trainer import ScriptTrainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -159,7 +159,7 @@ def test_rows_are_shared_out_in_runs() -> None:
     ranks = [SimpleNamespace(place=place, _rows=[]) for place in places]
     assert [ScriptTrainer.share(rank, 8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
     mine = SimpleNamespace(share=lambda rows: ScriptTrainer.share(ranks[1], rows), device=torch.device("cpu"))
-    shared = Attached(mine).share({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
+    shared = ScriptRun(mine).share({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
     assert shared["x"].tolist() == shared["pair"][0].tolist() == [2, 3, 4] and shared["pair"][1].shape == (3, 2)
     with pytest.raises(ModelError, match="a batch of 2 rows for 3 ranks; every rank needs one"):
         ScriptTrainer.share(ranks[0], 2)

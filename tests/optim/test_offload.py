@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_hpc.api import plan
+from raytrain_hpc import plan
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.errors import ConfigError, ModelError, OffloadError

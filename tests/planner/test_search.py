@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc.api import plan
+from raytrain_hpc import plan
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_shape
 from raytrain_hpc.errors import ConfigError, LayoutError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raytrain_hpc import write_report
+import raytrain_hpc as rt
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.cli.status import status_lines
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
@@ -58,7 +58,7 @@ def read(path: Path) -> tuple[Reader, str]:
 
 
 def test_a_page_about_one_run(tmp_path: Path) -> None:
-    reader, text = read(write_report([written(tmp_path / "run")]))
+    reader, text = read(rt.report([written(tmp_path / "run")]))
     assert (tmp_path / "run" / "report.html").exists()
     for wanted in ("died", "ALLREDUCE <3>", "killed by signal 9", "0.21", "host1", "93.0 %", "dp_replicate=2", "2.5"):
         assert wanted in text, wanted
@@ -69,7 +69,7 @@ def test_a_page_about_one_run(tmp_path: Path) -> None:
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
-    path = write_report([written(tmp_path / "run")])
+    path = rt.report([written(tmp_path / "run")])
     reader, _ = read(path)
     assert reader.fetched == []
     outside = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text())  # the names of SVG's elements
@@ -79,8 +79,8 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
 def test_several_runs_beside_each_other(tmp_path: Path) -> None:
     runs = [written(tmp_path / "a", name="one"), written(tmp_path / "b", name="<two>", steps=4)]
     with pytest.raises(ConfigError, match="say where the page goes"):
-        write_report(runs)
-    reader, text = read(write_report(runs, tmp_path / "both.html"))
+        rt.report(runs)
+    reader, text = read(rt.report(runs, tmp_path / "both.html"))
     assert "one, <two>" in text
     names = [one["name"] for one in reader.charts[0]]
     assert names == ["one", "one, validation", "<two>", "<two>, validation"]
@@ -91,7 +91,7 @@ def test_steps_that_were_no_numbers_are_left_out(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("w") as file:
         for step, loss in enumerate((float("nan"), 3.0, float("inf"), 2.0), 1):
             file.write(json.dumps(line(step, **{"train/loss": loss, "train/grad_norm": loss})) + "\n")
-    reader, _ = read(write_report([run]))
+    reader, _ = read(rt.report([run]))
     assert reader.charts[0][0]["points"] == [[2, 3.0], [4, 2.0]]
 
 
@@ -99,12 +99,12 @@ def test_a_run_that_has_just_begun_or_left_little(tmp_path: Path) -> None:
     run = written(tmp_path / "run", done=False)
     for name in ("metrics.jsonl", "incidents.jsonl", "plan.json", "workers.json"):
         (run / name).unlink()
-    _, text = read(write_report([run]))
+    _, text = read(rt.report([run]))
     assert "under way" in text and "0 of 6" in text
     with pytest.raises(RunDirectoryError, match="no run directory"):
-        write_report([tmp_path / "nowhere"])
+        rt.report([tmp_path / "nowhere"])
     with pytest.raises(RunDirectoryError, match="cannot be written"):
-        write_report([run], tmp_path / "no such" / "page.html")
+        rt.report([run], tmp_path / "no such" / "page.html")
 
 
 def test_parts_of_a_step_add_up() -> None:
@@ -118,7 +118,7 @@ def test_a_pipeline_is_shown(tmp_path: Path) -> None:
     for step, idle in ((4, 11), (6, 22)):
         picture = f'<svg xmlns="http://www.w3.org/2000/svg" width="1272" height="92"><text>idle {idle} %</text></svg>'
         (run / "timeline" / f"step-{step:08d}.svg").write_text(picture)
-    _, text = read(write_report([run]))
+    _, text = read(rt.report([run]))
     assert "idle 22 %" in text and "idle 11 %" not in text and "step-00000006" in text
 
 

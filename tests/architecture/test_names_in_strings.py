@@ -1,0 +1,104 @@
+"""Names that stand in strings still name something: public names, command files, benchmarks, package data, links."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import raytrain_hpc
+from raytrain_hpc.bench import BENCHMARKS
+from raytrain_hpc.cli.main import COMMANDS
+from raytrain_hpc.parallel.blocking_collectives import blocking_files, wait
+from tests.conftest import ALONE
+from tests.warm_pool import PRELOADED
+
+PACKAGE = Path(raytrain_hpc.__file__).parent
+ROOT = PACKAGE.parent
+TESTS = Path(__file__).parents[1]
+NOT_COMMANDS = {"__init__", "main", "options", "autotune", "plan_table", "train_summary"}
+
+
+def typed_imports() -> dict[str, str]:
+    """Return the module of each name that `raytrain_hpc/__init__.py` imports for type checkers."""
+    imports = (node for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text())))
+    froms = [node for node in imports if isinstance(node, ast.ImportFrom) and str(node.module).startswith("raytrain")]
+    return {alias.name: str(node.module).removeprefix("raytrain_hpc.") for node in froms for alias in node.names}
+
+
+def test_public_names_have_the_types_and_modules_that_editors_see() -> None:
+    assert typed_imports() == raytrain_hpc._MODULES
+    assert sorted(raytrain_hpc.__all__) == sorted([*raytrain_hpc._MODULES, "__version__"])
+    for name in raytrain_hpc.__all__:
+        assert getattr(raytrain_hpc, name) is not None
+    assert dir(raytrain_hpc) == sorted(raytrain_hpc.__all__)
+    assert raytrain_hpc.__version__ == version("raytrain-hpc")
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = raytrain_hpc.trian
+
+
+def test_every_exception_is_public() -> None:
+    errors = import_module("raytrain_hpc.errors")
+    raised = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert raised <= set(raytrain_hpc.__all__)
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    functions = {name for name in raytrain_hpc.__all__ if inspect.isfunction(getattr(raytrain_hpc, name))}
+    modules = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert functions >= {"plan", "train", "start", "attach", "prepare", "generate", "report", "load_config"}
+    assert not functions & modules
+
+
+def test_every_command_has_the_file_of_its_name() -> None:
+    files = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - NOT_COMMANDS
+    assert files == {command.replace("-", "_") for command in COMMANDS}
+    for command in COMMANDS:
+        name = command.replace("-", "_")
+        assert getattr(import_module(f"raytrain_hpc.cli.{name}"), name).name == command
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_the_module_of_its_name(name: str) -> None:
+    assert callable(import_module(f"raytrain_hpc.bench.{name}").run)
+
+
+def test_blocking_files_are_where_ranks_wait() -> None:
+    torch_file, fsdp_file, own_file = blocking_files()
+    assert inspect.unwrap(dist.all_reduce).__code__.co_filename == torch_file
+    assert inspect.unwrap(dist.broadcast).__code__.co_filename == torch_file
+    assert wait.__code__.co_filename == own_file
+    assert "def foreach_reduce(" in Path(fsdp_file).read_text()
+
+
+def test_modules_that_test_processes_preload_exist() -> None:
+    assert all(find_spec(module) for module in PRELOADED)
+
+
+def test_files_of_tests_that_run_alone_exist() -> None:
+    assert not [name for name in ALONE if not (TESTS / f"{name}.py").is_file()]
+
+
+def test_package_data_exists() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["raytrain_hpc"]
+    assert data
+    assert not [pattern for pattern in data if not list(PACKAGE.glob(pattern))]
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")], ids=str)
+def test_links_and_modules_named_in_documents_exist(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+    if page.name == "CHANGELOG.md":  # history names what was
+        return
+    modules = re.findall(r"python -m (tests[\w.]+)", text)
+    assert not [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()]
