@@ -102,3 +102,10 @@ def test_links_and_modules_named_in_documents_exist(page: Path) -> None:
         return
     modules = re.findall(r"python -m (tests[\w.]+)", text)
     assert not [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()]
+
+
+def test_architecture_names_files_that_exist_and_answers_forty_questions() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    files = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text)) - {"cli/COMMAND.py"}
+    assert not [name for name in files if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
+    assert len(re.findall(r"^\| [A-Z][^|]*\? \| `", text, re.MULTILINE)) >= 40
