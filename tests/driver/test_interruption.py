@@ -15,8 +15,8 @@ from tests.driver.cli_process import WORDS, Lives, count, joined, signal_after
 
 KILLED_IN_A_SHARD = """
 import os, signal
-from raytrain_hpc.checkpoint import tensor_file
-real = tensor_file._write
+from raytrain_hpc.checkpoint import safetensors_writer
+real = safetensors_writer._write
 def torn(path, header, blocks):
     if "step-00000012" not in str(path):
         return real(path, header, blocks)
@@ -24,7 +24,7 @@ def torn(path, header, blocks):
         file.write(header[:100])
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-tensor_file._write = torn
+safetensors_writer._write = torn
 """
 KILLED_BEFORE_THE_RENAME = """
 import os, signal
