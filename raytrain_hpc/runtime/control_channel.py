@@ -110,6 +110,12 @@ class Control:
         if self._heartbeat is not None:
             self._heartbeat.committed(metrics["step"])
 
+    def amend(self, metrics: Record) -> None:
+        """Replace the remembered metrics of the last committed step, after its checkpoint and evaluation."""
+        with self._lock:
+            if self._committed and self._committed[-1]["step"] == metrics["step"]:
+                self._committed[-1] = dict(metrics)
+
     def recall(self, after: int) -> list[Record]:
         """The metrics of the steps after this one, as far as they are remembered."""
         with self._lock:

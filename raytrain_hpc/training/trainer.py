@@ -124,6 +124,7 @@ class Trainer:
                     stopped = not self._evaluate_into(record)
                     if stopped and not saving:
                         record["time/checkpoint_s"] = self._save(step)
+            self.control.amend(record)
             self.emit({"type": "step", "metrics": record})
         return "stopped" if stopped else "paused" if paused else "done"
 

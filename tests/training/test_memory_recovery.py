@@ -90,3 +90,24 @@ def test_no_group_outlives_its_generation(pool: WarmPool, layout: str) -> None:
         pool.train(small(None, "train.steps=2", "cluster.workers=2", layout))
         counts.append(pool.call(groups_alive, 2))
     assert counts == [[0, 0]] * 3
+
+
+def recalled_and_emitted(rank: int, meeting: Any, spec: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train, then return (metrics that this rank remembers, metrics that it has reported)."""
+    import torch
+
+    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.training.builder import build_trainer
+
+    control = Control()
+    build_trainer(spec, rank, torch.device("cpu"), meeting, control).run(spec.first, spec.steps_to)
+    return control.recall(0), steps_of(control.drain())
+
+
+def test_every_rank_remembers_the_evaluations_that_rank_0_reports(pool: WarmPool) -> None:
+    """If rank 0 is lost before the driver has fetched its records, another rank supplies them, evaluations included."""
+    config = small(None, "cluster.workers=2", "train.steps=4", "train.eval_every=2", "train.micro_batch=2")
+    (_, reported), (remembered, _) = pool.call(recalled_and_emitted, 2, spec_of(config, 2, steps_to=4))
+    evaluations = [(metrics["step"], metrics["val/loss"]) for metrics in reported if "val/loss" in metrics]
+    assert [step for step, _ in evaluations] == [2, 4]
+    assert [(metrics["step"], metrics["val/loss"]) for metrics in remembered if "val/loss" in metrics] == evaluations
