@@ -26,7 +26,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 run = rt.attach(model, optimizer, scheduler)  # 2
 for step in run.steps(200):  # 3
-    inputs, targets = run.share(batch(step))  # 4
+    inputs, targets = run.local_batch(batch(step))  # 4
     loss = nn.functional.mse_loss(model(inputs), targets)
     loss = run.backward(loss)  # 5
     optimizer.step()

@@ -35,7 +35,7 @@ def train(
     raised with all that a user should know in one line.
     """
     stop = threading.Event()
-    supervisor = _supervisor(config, model, loss, quiet, stop)
+    supervisor = _build_supervisor(config, model, loss, quiet, stop)
     with _stop_on_signals(stop):
         return supervisor.run()
 
@@ -67,7 +67,7 @@ def start(
 ) -> Run:
     """Run a training behind this call and give a handle on it: `metrics()`, `resize()`, `stop()`, `result()`."""
     stop = threading.Event()
-    supervisor = _supervisor(config, model, loss, quiet, stop)
+    supervisor = _build_supervisor(config, model, loss, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
 
@@ -81,19 +81,19 @@ class Run:
         self._result: Result | None = None
         self._error: BaseException | None = None
         # Waited for instead of the thread: a Thread.join that Ctrl-C interrupts takes a running thread for ended.
-        self._ended = threading.Event()
+        self._finished = threading.Event()
         threading.Thread(target=self._run, args=(target,), name="raytrain-run", daemon=True).start()
 
     @property
     def running(self) -> bool:
         """Whether the training still goes on."""
-        return not self._ended.is_set()
+        return not self._finished.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
         """The committed steps so far, one dict each with the keys of metrics.jsonl, in step order."""
         from raytrain_hpc.driver.run_directory import RunDirectory
 
-        lines = RunDirectory(Path(self._config.run.dir)).committed_metrics()
+        lines = RunDirectory(Path(self._config.run.dir)).read_metrics()
         last = {line["step"]: line for line in lines}
         return [last[step] for step in sorted(last)]
 
@@ -110,7 +110,7 @@ class Run:
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end and return the result, or raise what ended the run. TimeoutError after `timeout` seconds."""
-        if not self._ended.wait(timeout):
+        if not self._finished.wait(timeout):
             raise TimeoutError(f"the run in {self._config.run.dir} goes on after {timeout} s")
         if self._error is not None:
             raise self._error
@@ -126,17 +126,17 @@ class Run:
         shown: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
         try:
             while self.running:
-                self._ended.wait(every_s)
+                self._finished.wait(every_s)
                 shown.update(self)
         except KeyboardInterrupt:
             return
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        from raytrain_hpc.run_report.notebook import live_html
+        from raytrain_hpc.run_report.notebook import render_live_html
 
         outcome = "failed" if self._error is not None else "stopping" if self._stop.is_set() else "under way"
-        return live_html(self._config.run.dir, outcome if self._result is None else self._result.outcome)
+        return render_live_html(self._config.run.dir, outcome if self._result is None else self._result.outcome)
 
     def _run(self, target: Callable[[], Result]) -> None:
         try:
@@ -144,7 +144,7 @@ class Run:
         except BaseException as error:  # handed to whoever asks for the result
             self._error = error
         finally:
-            self._ended.set()
+            self._finished.set()
 
 
 def plan(
@@ -174,34 +174,34 @@ def plan(
     `restart_s` (of everything, from a checkpoint) and `pause_s`
     (where those that are left go on in memory); see plan.goodput. Raises LayoutError where no layout is legal.
     """
-    from raytrain_hpc.planner.hardware import machine, preset_of
-    from raytrain_hpc.planner.layout import least_world
-    from raytrain_hpc.planner.measured_links import known, known_calibration
+    from raytrain_hpc.planner.hardware import get_preset_name, make_machine
+    from raytrain_hpc.planner.layout import get_min_world_size
+    from raytrain_hpc.planner.measured_links import load_calibration, load_links
     from raytrain_hpc.planner.plan import make_plan
 
     calibrated = partial(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
     )
     if running:
-        from raytrain_hpc.driver.cluster_probe import running_machine
+        from raytrain_hpc.driver.cluster_probe import inspect_running_cluster
 
-        there = running_machine(config)
-        return calibrated(there, known_calibration(there.device.name))
+        there = inspect_running_cluster(config)
+        return calibrated(there, load_calibration(there.device.name))
     wants_gpus = nodes or gpus_per_node or config.cluster.device == "cuda" or config.train.dtype == "bf16"
     named = device or ("h100" if wants_gpus and config.cluster.device != "cpu" else "cpu")
     if nodes is None and gpus_per_node is None:
-        world = workers or least_world(config)
+        world = workers or get_min_world_size(config)
         gpus_per_node = 8 if named != "cpu" and world % 8 == 0 else world
         nodes = world // gpus_per_node
     nodes, gpus_per_node = nodes or 1, gpus_per_node or 8
     if workers not in (None, nodes * gpus_per_node):
         remedy = f"{nodes} nodes of {gpus_per_node} devices are {nodes * gpus_per_node}; leave one of them out"
         raise ConfigError("workers", workers, "plan", remedy)
-    cluster = machine(named, nodes, gpus_per_node, inside, across, known(preset_of(named)))
-    return calibrated(cluster, known_calibration(preset_of(named)))
+    cluster = make_machine(named, nodes, gpus_per_node, inside, across, load_links(get_preset_name(named)))
+    return calibrated(cluster, load_calibration(get_preset_name(named)))
 
 
-def _supervisor(
+def _build_supervisor(
     config: Config, model: ModelFactory | None, loss: LossFunction | None, quiet: bool, stop: threading.Event
 ) -> Supervisor:
     from raytrain_hpc.driver.supervisor import Supervisor

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def default_cache() -> Path:
+def get_cache_dir() -> Path:
     """$RAYTRAIN_CACHE, else $XDG_CACHE_HOME/raytrain_hpc, else ~/.cache/raytrain_hpc."""
     if chosen := os.environ.get("RAYTRAIN_CACHE"):
         return Path(chosen).expanduser()

@@ -41,11 +41,11 @@ class CheckpointError(RaytrainError):
     """A checkpoint cannot be loaded into this run."""
 
 
-class CheckpointDamaged(CheckpointError):
+class CheckpointCorruptedError(CheckpointError):
     """A checkpoint directory does not hold what its manifest says."""
 
 
-class StateLost(RaytrainError):
+class StateLostError(RaytrainError):
     """No rank that is left holds some part of the state. The run goes on from its newest checkpoint."""
 
     exit_code = 4
@@ -55,7 +55,7 @@ class RunDirectoryError(RaytrainError):
     """The run directory cannot be used: not writable, or it belongs to another run."""
 
 
-class LeaseLost(RunDirectoryError):
+class LeaseLostError(RunDirectoryError):
     """Another driver has taken over the run directory; this one must not publish any more."""
 
     exit_code = 4
@@ -65,7 +65,7 @@ class ClusterError(RaytrainError):
     """No Ray at the address given, or it has fewer slots than the run needs."""
 
 
-class WorkerFailed(RaytrainError):
+class WorkerFailedError(RaytrainError):
     """A rank died or raised; the generation it belonged to is over."""
 
     exit_code = 4
@@ -78,7 +78,7 @@ class WorkerFailed(RaytrainError):
         kind: str,
         reason: str,
         *,
-        detected: float = 0.0,
+        detected_at: float = 0.0,
         last_seen: float | None = None,
         operation: str = "",
         stacks: dict[int, str] | None = None,
@@ -90,7 +90,7 @@ class WorkerFailed(RaytrainError):
         others stood, where that is known, and `stacks` what the threads of each rank were at.
         """
         self.rank, self.node, self.pid, self.kind, self.reason = rank, node, pid, kind, reason
-        self.detected, self.last_seen = detected, last_seen
+        self.detected_at, self.last_seen = detected_at, last_seen
         self.operation, self.stacks = operation, stacks or {}
         self.ranks: tuple[int, ...] = (rank,)  # all that were lost with it
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}")
@@ -99,11 +99,11 @@ class WorkerFailed(RaytrainError):
         return type(self), (self.rank, self.node, self.pid, self.kind, self.reason), self.__dict__
 
 
-class RunFailed(RaytrainError):
+class RunFailedError(RaytrainError):
     """The run gave up after faults."""
 
     exit_code = 4
 
 
-class MissingDependency(RaytrainError):
+class MissingDependencyError(RaytrainError):
     """An optional package that a setting asks for is not installed."""

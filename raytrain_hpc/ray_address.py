@@ -15,7 +15,7 @@ LOCAL = "local"
 _PROBE_TIMEOUT_S = 2.0
 
 
-def named_address(config: Config) -> str:
+def get_cluster_address(config: Config) -> str:
     """The cluster that cluster.address or RAY_ADDRESS names; "auto" where neither does, "local" to start one."""
     if config.cluster.address != AUTO:
         return config.cluster.address
@@ -24,8 +24,8 @@ def named_address(config: Config) -> str:
 
 def check_address(config: Config) -> None:
     """Raise ClusterError where a cluster was named and nothing answers there: Ray itself tries for much longer."""
-    address = named_address(config)
-    if address in (AUTO, LOCAL) or answers(address.removeprefix("ray://")):
+    address = get_cluster_address(config)
+    if address in (AUTO, LOCAL) or is_reachable(address.removeprefix("ray://")):
         return
     origin = config.origin("cluster.address") if config.cluster.address != AUTO else "RAY_ADDRESS"
     where = f" ({origin})" if origin else ""
@@ -35,7 +35,7 @@ def check_address(config: Config) -> None:
     )
 
 
-def answers(address: str) -> bool:
+def is_reachable(address: str) -> bool:
     """Whether something listens at host:port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -48,7 +48,7 @@ def answers(address: str) -> bool:
 
 
 @contextmanager
-def auth_notice_hidden() -> Iterator[None]:
+def hide_auth_notice() -> Iterator[None]:
     """Ray uses a token where it starts or finds a cluster by itself, as it should, and says so with a warning."""
     logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
     before = logger.level

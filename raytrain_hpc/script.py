@@ -3,7 +3,7 @@
     import raytrain_hpc as rt
     run = rt.attach(model, optimizer)
     for step in run.steps(1000):
-        inputs, targets = run.share(batch(step))
+        inputs, targets = run.local_batch(batch(step))
         loss = run.backward(loss)
 
 Run by python alone, the same script trains by itself as it did before.
@@ -41,7 +41,7 @@ class ScriptRun:
         return torch.device("cpu") if self._rank is None else self._rank.device
 
     @property
-    def first(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is rank 0, which may print and write what all would print and write."""
         return self._rank is None or self._rank.is_main_process
 
@@ -59,13 +59,13 @@ class ScriptRun:
             raise ModelError("steps: how many? alone there is no train.steps to take them from")
         yield from range(count)
 
-    def share(self, batch: Batch) -> Batch:
+    def local_batch(self, batch: Batch) -> Batch:
         """This rank's rows, on its device, of a batch that all ranks have alike: of a tensor, or of all tensors in a
         tuple, a list or a mapping, which becomes a dict. Once a step, before `backward`."""
         if self._rank is None:
             return batch
-        mine = self._rank.share(_rows(batch))
-        rows: Batch = _cut(batch, slice(mine.start, mine.stop), self._rank.device)
+        mine = self._rank.get_local_rows(_count_rows(batch))
+        rows: Batch = _slice_rows(batch, slice(mine.start, mine.stop), self._rank.device)
         return rows
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -89,10 +89,10 @@ def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Scr
     return ScriptRun(rank)
 
 
-def _rows(batch: Any) -> int:
+def _count_rows(batch: Any) -> int:
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     if isinstance(parts, list | tuple):
-        sizes = {_rows(part) for part in parts}
+        sizes = {_count_rows(part) for part in parts}
         if len(sizes) != 1:
             raise ModelError(f"share: parts of one batch have {sorted(sizes)} rows; all need the same number")
         return sizes.pop()
@@ -101,10 +101,10 @@ def _rows(batch: Any) -> int:
     return int(parts.shape[0])
 
 
-def _cut(batch: Any, rows: slice, device: torch.device) -> Any:
+def _slice_rows(batch: Any, rows: slice, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
-        return {key: _cut(part, rows, device) for key, part in batch.items()}
+        return {key: _slice_rows(part, rows, device) for key, part in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [_cut(part, rows, device) for part in batch]
+        parts = [_slice_rows(part, rows, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch[rows].to(device)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from raytrain_hpc.checkpoint.merge_lora import read_merged
+from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
-from raytrain_hpc.state.sharded_state import Held, Holding
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 
 def generate(
@@ -36,13 +36,13 @@ def generate(
     tokenizer or the prompt has a character that the tokenizer does not know.
     """
     directory = RunDirectory(Path(run_dir))
-    tokenizer = _tokenizer(directory)
+    tokenizer = _load_tokenizer(directory)
     model, context = load_model(directory, step)
     ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     made: list[int] = []
     shown = ""
     for token in sample_tokens(
-        model, ids, max_tokens, context=context, temperature=temperature, top_k=top_k, seed=seed
+        model, ids, max_tokens, context_length=context, temperature=temperature, top_k=top_k, seed=seed
     ):
         made.append(token)
         text = tokenizer.decode(made)
@@ -52,7 +52,7 @@ def generate(
         shown = text
 
 
-def _tokenizer(directory: RunDirectory) -> Tokenizer:
+def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
     if not directory.path.is_dir():
         raise CheckpointError(f"{directory.path}: no such run directory")
     if not directory.tokenizer.exists():
@@ -68,12 +68,12 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decode
     """The decoder of a run's newest valid checkpoint, or that of `step`, and its seq_len. Raises CheckpointError where
     there is none."""
     store = CheckpointStore(directory.checkpoints)
-    newest = store.newest_valid(lambda path, reason: None) if step is None else store.verify(step)
+    newest = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
     if newest is None:
         raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
     if newest.meta["model"] is None:
         raise CheckpointError(f"{newest.path}: a module of the caller's own; load it with that module")
-    shape = ModelShape(**newest.meta["model"])
+    shape = ModelSpec(**newest.meta["model"])
     dtype = torch.float64 if newest.meta["dtype"] == "fp64" else torch.float32
     with torch.device("meta"):
         model = Decoder(shape).to(dtype)
@@ -82,6 +82,8 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decode
         buffer.zero_()
     # A second name of a tied weight is no entry of its own; a router's bias is.
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    held = [Held.of(f"model.{name}", named[name].detach()) for name in model.state_dict() if name in named]
-    read_merged(newest, Holding(held))
+    held = [
+        StateShard.from_tensor(f"model.{name}", named[name].detach()) for name in model.state_dict() if name in named
+    ]
+    read_merged_state(newest, ShardedState(held))
     return model.eval(), int(newest.meta["seq_len"])

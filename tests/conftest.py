@@ -14,8 +14,8 @@ import pytest
 
 from tests.warm_pool import WarmPool
 
-OBJECT_STORE = 256 << 20  # bytes: small enough for a test to fill
-ALONE = {  # files of tests that start Ray or look at the clock
+OBJECT_STORE_BYTES = 256 << 20  # bytes: small enough for a test to fill
+SERIAL_TESTS = {  # files of tests that start Ray or look at the clock
     "cli/test_wrong_inputs",
     "data/loader/test_exactly_once",
     "data/preprocess/test_executors",
@@ -56,14 +56,18 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     ray.init(
-        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=OBJECT_STORE_BYTES,
     )
     yield
     ray.shutdown()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not _alone(item.nodeid))  # the longest way first
+    items.sort(key=lambda item: not _is_serial(item.nodeid))  # the longest way first
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,19 +76,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "alone" if _alone(nodeid) else nodeid.split("::")[0]
+            return "alone" if _is_serial(nodeid) else nodeid.split("::")[0]
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ or _alone(item.nodeid):
+    if "PYTEST_XDIST_WORKER" not in os.environ or _is_serial(item.nodeid):
         return
     assert "ray_cluster" not in getattr(item, "fixturenames", ()), "a file that starts Ray belongs among ALONE"
     if os.nice(0) == 0:
         os.nice(10)
 
 
-def _alone(nodeid: str) -> bool:
-    return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py") in ALONE
+def _is_serial(nodeid: str) -> bool:
+    return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py") in SERIAL_TESTS

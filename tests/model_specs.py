@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 
 
-def shape_of(*words: str, seq_len: int) -> ModelShape:
+def make_model_spec(*words: str, seq_len: int) -> ModelSpec:
     """The shape that these settings give, on top of a small model of 65 tokens."""
     config = load_config(None, ["model.vocab_size=65", "model.hidden_size=32", "model.num_heads=4", *words])
-    return resolve_shape(config.model, vocab_size=None, seq_len=seq_len)
+    return resolve_model_spec(config.model, vocab_size=None, seq_len=seq_len)

@@ -18,7 +18,7 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 
 TIMEOUT_S = 120
-PRELOADED = [
+PRELOADED_MODULES = [
     "raytrain_hpc.training.factory",
     "raytrain_hpc.parallel.fsdp",
     "raytrain_hpc.state.dtensor",
@@ -26,18 +26,18 @@ PRELOADED = [
 ]
 
 
-def forked() -> ForkServerContext:
+def make_forkserver_context() -> ForkServerContext:
     """Where processes begin with all of torch that ranks use: a server imports it once.
 
     Not forked from here, where tests may have left threads. The server has those of OpenBLAS and jemalloc, which are
     made for that.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     return context
 
 
-class RankFailed(Exception):
+class RankFailedError(Exception):
     """A rank raised; the message is its traceback."""
 
 
@@ -47,8 +47,8 @@ class WarmPool:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         """`timeout_s`: how long ranks may take to answer."""
         self._timeout_s = timeout_s
-        self._context = forked()
-        self._members: list[tuple[Any, Connection]] = []
+        self._context = make_forkserver_context()
+        self._processes: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._generation = 0
 
@@ -57,16 +57,16 @@ class WarmPool:
         from raytrain_hpc.driver.run_setup import prepare_run
 
         world = int(config.cluster.workers)
-        self._ensure(world)
+        self._ensure_size(world)
         self._generation += 1
         prepared = prepare_run(config, custom, lambda line: None)
         prepared.directory.path.mkdir(parents=True, exist_ok=True)  # the lease does, of a driver
-        spec = _spec(prepared, world, self._generation, resume_step, steps_to)
-        records = self._everywhere(_train, world, spec)
+        spec = _make_worker_spec(prepared, world, self._generation, resume_step, steps_to)
+        records = self._call_on_ranks(_train, world, spec)
         self._publish(prepared, spec.batching, records)
         return records
 
-    def look(self, function: Callable[..., Any], config: Config, *, build: bool = True) -> list[Any]:
+    def inspect_trainers(self, function: Callable[..., Any], config: Config, *, build: bool = True) -> list[Any]:
         """Build the trainer of `config` on cluster.workers ranks. Returns what `function(trainer)` gave on each.
 
         Without `build`, what `function(rank, meeting, spec)` gave.
@@ -74,27 +74,27 @@ class WarmPool:
         from raytrain_hpc.driver.run_setup import prepare_run
 
         world = int(config.cluster.workers)
-        spec = _spec(prepare_run(config, None, lambda line: None), world, self._generation + 1, None, None)
-        return self.call(_look, world, spec, function) if build else self.call(function, world, spec)
+        spec = _make_worker_spec(prepare_run(config, None, lambda line: None), world, self._generation + 1, None, None)
+        return self.call(_inspect_trainer, world, spec, function) if build else self.call(function, world, spec)
 
-    def call(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    def call(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         """Run `function(rank, meeting, *arguments)` on ranks 0..world-1. Returns what each returned."""
-        self._ensure(world)
+        self._ensure_size(world_size)
         self._generation += 1
-        return self._everywhere(function, world, *arguments)
+        return self._call_on_ranks(function, world_size, *arguments)
 
-    def _everywhere(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    def _call_on_ranks(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         from raytrain_hpc.distributed.rendezvous import Rendezvous
 
         meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
-        return self._call([partial(function, rank, meeting, *arguments) for rank in range(world)])
+        return self._run_jobs([partial(function, rank, meeting, *arguments) for rank in range(world_size)])
 
     def close(self) -> None:
-        for process, connection in self._members:
+        for process, connection in self._processes:
             connection.close()
             process.kill()
             process.join()
-        self._members = []
+        self._processes = []
 
     def _publish(self, prepared: Any, batching: Any, records: list[list[dict[str, Any]]]) -> None:
         from raytrain_hpc.checkpoint.manifest import ShardReport
@@ -105,31 +105,31 @@ class WarmPool:
         for step, reports in shards.items():
             prepared.store.publish(step, self._generation, reports, prepared.meta(batching)(step), lambda: None)
 
-    def _ensure(self, world: int) -> None:
+    def _ensure_size(self, world_size: int) -> None:
         from torch.distributed import TCPStore
 
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        while len(self._members) < world:
+        while len(self._processes) < world_size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            self._members.append((process, ours))
+            self._processes.append((process, ours))
 
-    def _call(self, jobs: list[Any]) -> list[list[dict[str, Any]]]:
-        for (_, connection), job in zip(self._members, jobs, strict=False):
+    def _run_jobs(self, jobs: list[Any]) -> list[list[dict[str, Any]]]:
+        for (_, connection), job in zip(self._processes, jobs, strict=False):
             connection.send(job)
         answers = []
-        for _, connection in self._members[: len(jobs)]:
+        for _, connection in self._processes[: len(jobs)]:
             if not connection.poll(self._timeout_s):
                 self.close()
-                raise RankFailed(f"no answer within {self._timeout_s:g} s")
+                raise RankFailedError(f"no answer within {self._timeout_s:g} s")
             answers.append(connection.recv())
         failures = [answer for answer in answers if isinstance(answer, str)]
         if failures:
             self.close()  # the survivors may be left inside a broken group
-            raise RankFailed("\n".join(failures))
+            raise RankFailedError("\n".join(failures))
         return answers
 
 
@@ -139,7 +139,7 @@ def _serve(connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
-    from raytrain_hpc.distributed.process_groups import leave
+    from raytrain_hpc.distributed.process_groups import destroy_process_groups
 
     torch.set_num_threads(1)  # it has been imported where OMP_NUM_THREADS was another
     gc.freeze()
@@ -153,55 +153,57 @@ def _serve(connection: Connection) -> None:
         except Exception:
             connection.send(traceback.format_exc())
         finally:
-            leave()
+            destroy_process_groups()
 
 
-def spec_of(config: Config, world: int, *, steps_to: int) -> Any:
+def make_worker_spec(config: Config, world_size: int, *, steps_to: int) -> Any:
     """What the driver would hand to the ranks of a first generation that trains to `steps_to`."""
     from raytrain_hpc.driver.run_setup import prepare_run
 
-    return _spec(prepare_run(config, None, lambda line: None), world, 1, None, steps_to)
+    return _make_worker_spec(prepare_run(config, None, lambda line: None), world_size, 1, None, steps_to)
 
 
-def _spec(prepared: Any, world: int, generation: int, resume_step: int | None, steps_to: int | None) -> Any:
+def _make_worker_spec(
+    prepared: Any, world_size: int, generation: int, resume_step: int | None, steps_to: int | None
+) -> Any:
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
-    layout, batching = prepared.layout(world)
+    layout, batching = prepared.layout(world_size)
     return WorkerSpec(
         config=prepared.config,
         layout=layout,
         batching=batching,
-        shape=prepared.shape,
+        model_spec=prepared.shape,
         custom=prepared.custom,
         generation=generation,
         resume_step=resume_step,
-        steps_to=prepared.config.train.steps if steps_to is None else steps_to,
-        initial=prepared.initial,
+        end_step=prepared.config.train.steps if steps_to is None else steps_to,
+        init_checkpoint=prepared.initial,
     )
 
 
-def _look(rank: int, meeting: Any, spec: Any, function: Callable[..., Any]) -> Any:
+def _inspect_trainer(rank: int, rendezvous: Any, spec: Any, function: Callable[..., Any]) -> Any:
     import torch
 
-    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.runtime.control_channel import ControlChannel
     from raytrain_hpc.training.builder import build_trainer
 
-    return function(build_trainer(spec, rank, torch.device("cpu"), meeting, Control()))
+    return function(build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel()))
 
 
-def _train(rank: int, meeting: Any, spec: Any) -> list[dict[str, Any]]:
+def _train(rank: int, rendezvous: Any, spec: Any) -> list[dict[str, Any]]:
     import torch
 
-    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.runtime.control_channel import ControlChannel
     from raytrain_hpc.training.builder import build_trainer
 
-    control = Control()
-    trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, control)
+    control = ControlChannel()
+    trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, control)
     trainer.run(spec.first, spec.steps_to)
     return control.drain()
 
 
-SMALL = [
+SMALL_OVERRIDES = [
     "data.path=synthetic",
     "data.engine=local",
     "model.vocab_size=64",
@@ -219,15 +221,23 @@ SMALL = [
 ]
 
 
-def small(directory: Path | str | None = None, *words: str) -> Config:
+def make_small_config(directory: Path | str | None = None, *overrides: str) -> Config:
     """A config small enough for tests: a tiny decoder on synthetic tokens, one thread, no extras."""
     directory = directory or tempfile.mkdtemp(prefix="run-")
-    return load_config(None, [f"run.dir={directory}", *SMALL, *words])
+    return load_config(None, [f"run.dir={directory}", *SMALL_OVERRIDES, *overrides])
 
 
-def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def get_step_metrics(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of the steps among a rank's records."""
     return [record["metrics"] for record in records if record["type"] == "step"]
 
 
-__all__ = ["PRELOADED", "SMALL", "RankFailed", "WarmPool", "small", "spec_of", "steps_of"]
+__all__ = [
+    "PRELOADED_MODULES",
+    "SMALL_OVERRIDES",
+    "RankFailedError",
+    "WarmPool",
+    "make_small_config",
+    "make_worker_spec",
+    "get_step_metrics",
+]

@@ -12,15 +12,15 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from raytrain_hpc.bench.contenders import scratch
-from raytrain_hpc.bench.workloads import MEDIUM, settings
-from raytrain_hpc.checkpoint.manifest import read_manifest, shard_name
-from raytrain_hpc.checkpoint.shard_io import read_pieces, write_shard
+from raytrain_hpc.bench.contenders import scratch_dir
+from raytrain_hpc.bench.workloads import MEDIUM, make_settings
+from raytrain_hpc.checkpoint.manifest import get_shard_name, read_manifest
+from raytrain_hpc.checkpoint.shard_io import read_state, write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.param_init import initialise
-from raytrain_hpc.state.sharded_state import Held, Holding
+from raytrain_hpc.model.param_init import init_weights
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 State = dict[str, Any]  # name -> tensor
 Timings = dict[str, tuple[list[float], list[float]]]  # milliseconds of the platform and of the peer, each round
@@ -29,11 +29,11 @@ Timings = dict[str, tuple[list[float], list[float]]]  # milliseconds of the plat
 def measure_formats(rounds: int) -> Timings:
     """Milliseconds of each round, by what was done."""
     torch.set_num_threads(1)
-    state = adamw_state()
+    state = build_adamw_state()
     timings: Timings = {"save": ([], []), "load": ([], []), "load, checksums verified": ([], [])}
     for turn in range(rounds + 1):
-        with scratch() as directory:
-            found = _one_round(state, directory)
+        with scratch_dir() as directory:
+            found = _run_round(state, directory)
         if turn == 0:  # allocations and imports of the first use
             continue
         for measure, (ours, theirs) in timings.items():
@@ -42,11 +42,11 @@ def measure_formats(rounds: int) -> Timings:
     return timings
 
 
-def adamw_state() -> State:
+def build_adamw_state() -> State:
     """Weights and moments of the 25M model, by name."""
-    _, config = settings(MEDIUM, 1, 1)
-    model = Decoder(resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len))
-    initialise(model, config.run.seed)
+    _, config = make_settings(MEDIUM, 1, 1)
+    model = Decoder(resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len))
+    init_weights(model, config.run.seed)
     state: State = {}
     for name, parameter in model.named_parameters():
         state[f"model.{name}"] = parameter.detach()
@@ -55,29 +55,29 @@ def adamw_state() -> State:
     return state
 
 
-def _one_round(state: State, directory: Path) -> dict[str, float]:
+def _run_round(state: State, directory: Path) -> dict[str, float]:
     store = CheckpointStore(directory / "checkpoints")
-    holding = Holding(Held.of(name, tensor) for name, tensor in state.items())
+    holding = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in state.items())
     peer = directory / "dcp"
     into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    target = Holding(Held.of(name, tensor) for name, tensor in into.items())
+    target = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in into.items())
 
     def save() -> None:
-        report = write_shard(store.staging(1, 1) / shard_name(0), holding)
+        report = write_shard(store.create_staging(1, 1) / get_shard_name(0), holding)
         store.publish(1, 1, [report], {}, lambda: None)
 
     def load() -> None:
-        read_pieces(read_manifest(store.path(1)), target)
+        read_state(read_manifest(store.get_path(1)), target)
 
     def load_verified() -> None:
-        read_pieces(store.verify(1), target)
+        read_state(store.verify(1), target)
 
     found = {
-        "platform save": _milliseconds(save),
-        "dcp save": _milliseconds(lambda: dcp_save(state, checkpoint_id=peer, no_dist=True)),
-        "platform load": _milliseconds(load),
-        "dcp load": _milliseconds(lambda: dcp_load(into, checkpoint_id=peer, no_dist=True)),
-        "platform load, checksums verified": _milliseconds(load_verified),
+        "platform save": _time_ms(save),
+        "dcp save": _time_ms(lambda: dcp_save(state, checkpoint_id=peer, no_dist=True)),
+        "platform load": _time_ms(load),
+        "dcp load": _time_ms(lambda: dcp_load(into, checkpoint_id=peer, no_dist=True)),
+        "platform load, checksums verified": _time_ms(load_verified),
     }
     if any(not torch.equal(into[name], tensor) for name, tensor in state.items()):
         raise RuntimeError("what was loaded is not what was saved")
@@ -85,7 +85,7 @@ def _one_round(state: State, directory: Path) -> dict[str, float]:
     return found
 
 
-def _milliseconds(action: Callable[[], None]) -> float:
+def _time_ms(action: Callable[[], None]) -> float:
     began = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - began)

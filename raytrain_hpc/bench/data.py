@@ -11,23 +11,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_hpc.bench.contenders import say, scratch
+from raytrain_hpc.bench.contenders import log_progress, scratch_dir
 from raytrain_hpc.bench.idle_ray import idle_ray
-from raytrain_hpc.bench.local_readers import Case, bare_gather, loader_rate, local_rate
+from raytrain_hpc.bench.local_readers import BenchDataset, measure_dataloader, measure_gather, measure_local_engine
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.config.schema import DataConfig
-from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, Manifest
 from raytrain_hpc.data.dataset.token_shards import ShardWriter
 from raytrain_hpc.data.loader.block_stream import BlockPlan
-from raytrain_hpc.data.loader.stream import StreamRecipe
+from raytrain_hpc.data.loader.stream import StreamSpec
 
 TOKENS, SHARD_TOKENS, VOCAB = 128 << 20, 32 << 20, 50_257
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 2048, 64, 16
-STEPS = 768  # of 131,072 tokens; one arm of a round
-LOCAL_TURNS = 15  # an arm takes a fifth of a second: a round is the median of so many, in turns
+STEPS_PER_ROUND = 768  # of 131,072 tokens; one arm of a round
+LOCAL_TURNS_PER_ROUND = 15  # an arm takes a fifth of a second: a round is the median of so many, in turns
 READERS = 2
 LOCAL_GOAL, RAY_GOAL = 0.8, 2.0
-FAR_STEP = 10**6
+DISTANT_STEP = 10**6
 
 
 def run(rounds: int) -> Table:
@@ -36,21 +36,24 @@ def run(rounds: int) -> Table:
         f"bench data: windows of {SEQ_LEN:,} tokens in a shuffled order, microbatches of {MICRO_BATCH}, as int64",
         ("measure", "platform", "peer", "ratio", "ratio each round", "goal", "met"),
     )
-    with scratch() as directory:
-        case = _write(directory)
+    with scratch_dir() as directory:
+        case = _write_dataset(directory)
         ours, peers = [], []
         for _ in range(rounds):
-            turns = [(local_rate(case, STEPS), bare_gather(case, STEPS)) for _ in range(LOCAL_TURNS)]
+            turns = [
+                (measure_local_engine(case, STEPS_PER_ROUND), measure_gather(case, STEPS_PER_ROUND))
+                for _ in range(LOCAL_TURNS_PER_ROUND)
+            ]
             ours.append(median(mine for mine, _ in turns))
             peers.append(median(peer for _, peer in turns))
-            say(f"local engine {ours[-1] / 1e6:.0f}, bare gather {peers[-1] / 1e6:.0f} M tok/s")
-        _compare(table, "local engine; peer: bare gather, M tok/s", ours, peers, LOCAL_GOAL)
+            log_progress(f"local engine {ours[-1] / 1e6:.0f}, bare gather {peers[-1] / 1e6:.0f} M tok/s")
+        _add_comparison(table, "local engine; peer: bare gather, M tok/s", ours, peers, LOCAL_GOAL)
         with idle_ray(cpus=8):
             _measure_ray(rounds, case, directory / "parquet", table)
     table.notes += [
         f"{TOKENS:,} tokens of random text in uint16, in the page cache; rates are medians over the rounds",
         "bare gather: the same windows, placed beforehand, from numpy.memmap into the same two arrays; a round is the "
-        f"median of {LOCAL_TURNS} turns of both",
+        f"median of {LOCAL_TURNS_PER_ROUND} turns of both",
         f"Ray engine: {READERS} readers; microbatches in order in another process, from the first block on",
         "streaming_split: over Parquet of the same windows, iter_torch_batches in that process; in no set order",
         "DataLoader: 2 workers, a memory-mapped dataset of the same windows, shuffled, collated to int64",
@@ -60,16 +63,16 @@ def run(rounds: int) -> Table:
     return table
 
 
-def _compare(table: Table, measure: str, ours: list[float], peers: list[float], goal: float) -> None:
+def _add_comparison(table: Table, measure: str, ours: list[float], peers: list[float], goal: float) -> None:
     ratios = [mine / peer for mine, peer in zip(ours, peers, strict=True)]
     rates = (median(ours) / 1e6, median(peers) / 1e6)
-    table.add(measure, *rates, median(ratios), ratios, goal, median(ratios) >= goal)
+    table.add_row(measure, *rates, median(ratios), ratios, goal, median(ratios) >= goal)
 
 
-def _measure_ray(rounds: int, case: Case, parquet: Path, table: Table) -> None:
+def _measure_ray(rounds: int, case: BenchDataset, parquet: Path, table: Table) -> None:
     import ray
 
-    from raytrain_hpc.bench.ray_data_readers import Consumer, ray_rate, split_rate
+    from raytrain_hpc.bench.ray_data_readers import Consumer, measure_ray_engine, measure_streaming_split
 
     _write_parquet(case, parquet)
     consumer = Consumer.options(num_cpus=0).remote()  # type: ignore[attr-defined]
@@ -77,33 +80,35 @@ def _measure_ray(rounds: int, case: Case, parquet: Path, table: Table) -> None:
     engine, split, loader = [], [], []
     memory = 0.0
     for _ in range(rounds):
-        rate, memory = ray_rate(consumer, case, _plan(0, STEPS))
+        rate, memory = measure_ray_engine(consumer, case, _make_block_plan(0, STEPS_PER_ROUND))
         engine.append(rate)
-        split.append(split_rate(consumer, parquet, SEQ_LEN, MICRO_BATCH))
-        loader.append(loader_rate(case, STEPS))
-        say(f"Ray engine {rate / 1e6:.0f}, streaming_split {split[-1] / 1e6:.0f}, DataLoader {loader[-1] / 1e6:.0f}")
-    _compare(table, "Ray engine; peer: streaming_split, M tok/s", engine, split, RAY_GOAL)
-    _compare(table, "Ray engine; peer: DataLoader, M tok/s", engine, loader, RAY_GOAL)
-    for step in (0, FAR_STEP):
+        split.append(measure_streaming_split(consumer, parquet, SEQ_LEN, MICRO_BATCH))
+        loader.append(measure_dataloader(case, STEPS_PER_ROUND))
+        log_progress(
+            f"Ray engine {rate / 1e6:.0f}, streaming_split {split[-1] / 1e6:.0f}, DataLoader {loader[-1] / 1e6:.0f}"
+        )
+    _add_comparison(table, "Ray engine; peer: streaming_split, M tok/s", engine, split, RAY_GOAL)
+    _add_comparison(table, "Ray engine; peer: DataLoader, M tok/s", engine, loader, RAY_GOAL)
+    for step in (0, DISTANT_STEP):
         waits = [ray.get(consumer.local_first.remote(case.recipe, step)) for _ in range(rounds)]
-        table.add(f"first batch at step {step:,}, local engine, s", median(waits), None, None, None, None, None)
-        waits = [_first_on_ray(consumer, case, step) for _ in range(rounds)]
-        table.add(f"first block at step {step:,}, Ray engine, s", median(waits), None, None, None, None, None)
-    table.add("resident memory, Ray engine, MiB", memory, None, None, None, None, None)
+        table.add_row(f"first batch at step {step:,}, local engine, s", median(waits), None, None, None, None, None)
+        waits = [_time_first_block(consumer, case, step) for _ in range(rounds)]
+        table.add_row(f"first block at step {step:,}, Ray engine, s", median(waits), None, None, None, None, None)
+    table.add_row("resident memory, Ray engine, MiB", memory, None, None, None, None, None)
 
 
-def _first_on_ray(consumer: Any, case: Case, step: int) -> float:
-    from raytrain_hpc.bench.ray_data_readers import first_delivery
+def _time_first_block(consumer: Any, case: BenchDataset, step: int) -> float:
+    from raytrain_hpc.bench.ray_data_readers import time_first_block
 
-    return first_delivery(consumer, case, _plan(step, step + 64))
+    return time_first_block(consumer, case, _make_block_plan(step, step + 64))
 
 
-def _plan(first: int, stop: int) -> BlockPlan:
+def _make_block_plan(first: int, stop: int) -> BlockPlan:
     microbatch_bytes = MICRO_BATCH * (SEQ_LEN + 1) * 2
-    return BlockPlan.of(first, stop, (range(GLOBAL_BATCH // MICRO_BATCH),), (0,), microbatch_bytes)
+    return BlockPlan.build(first, stop, (range(GLOBAL_BATCH // MICRO_BATCH),), (0,), microbatch_bytes)
 
 
-def _write(directory: Path) -> Case:
+def _write_dataset(directory: Path) -> BenchDataset:
     """The tokens as a dataset, and once more as one flat file."""
     dataset = directory / "dataset"
     dataset.mkdir()
@@ -114,15 +119,15 @@ def _write(directory: Path) -> Case:
             writer.append(tokens)
             flat.write(tokens.tobytes())
     manifest = Manifest({"name": "byte"}, VOCAB, "uint16", False, None, {}, (), {"train": writer.close()})
-    (dataset / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    (dataset / MANIFEST_FILE).write_text(json.dumps(manifest.to_json()))
     data = DataConfig(path=str(dataset), readers=READERS)
-    recipe = StreamRecipe(data, VOCAB, 1, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH)
-    return Case(recipe, directory / "flat", TOKENS)
+    recipe = StreamSpec(data, VOCAB, 1, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH)
+    return BenchDataset(recipe, directory / "flat", TOKENS)
 
 
-def _write_parquet(case: Case, directory: Path) -> None:
+def _write_parquet(case: BenchDataset, directory: Path) -> None:
     directory.mkdir()
-    flat = np.memmap(case.flat, dtype=np.uint16, mode="r")
+    flat = np.memmap(case.flat_file, dtype=np.uint16, mode="r")
     windows = (TOKENS - 1) // SEQ_LEN
     for number in range(0, windows, 8192):
         some = range(number, min(number + 8192, windows))

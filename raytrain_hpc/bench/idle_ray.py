@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raytrain_hpc.bench.contenders import scratch
+from raytrain_hpc.bench.contenders import scratch_dir
 
 
 @contextmanager
@@ -14,10 +14,10 @@ def idle_ray(cpus: int) -> Iterator[str]:
     """A Ray with this many CPU slots; its address."""
     import ray
 
-    from raytrain_hpc.ray_address import auth_notice_hidden
+    from raytrain_hpc.ray_address import hide_auth_notice
 
-    with scratch() as directory:
-        with auth_notice_hidden():
+    with scratch_dir() as directory:
+        with hide_auth_notice():
             ray.init(
                 address="local",
                 num_cpus=cpus,

@@ -12,42 +12,42 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raytrain_hpc.data.loader.prefetch import Prefetcher
-from raytrain_hpc.data.loader.stream import Block, LocalStream, StreamRecipe
+from raytrain_hpc.data.loader.stream import Block, LocalStream, StreamSpec
 
-WORKERS = 2
-_AHEAD = 32
+NUM_WORKERS = 2
+_PREFETCH = 32
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchDataset:
     """The tokens as a dataset that a recipe opens, and as one flat file of uint16."""
 
-    recipe: StreamRecipe
-    flat: Path
-    tokens: int
+    recipe: StreamSpec
+    flat_file: Path
+    num_tokens: int
 
 
-def local_rate(case: Case, steps: int) -> float:
+def measure_local_engine(case: BenchDataset, steps: int) -> float:
     """Tokens a second of the local engine: a thread reads ahead, this one takes microbatches."""
-    stream = case.recipe.stream(case.recipe.dataset())
-    return prefetched_rate(stream, steps)
+    stream = case.recipe.open_stream(case.recipe.open_dataset())
+    return measure_prefetch(stream, steps)
 
 
-def prefetched_rate(stream: LocalStream, steps: int) -> float:
+def measure_prefetch(stream: LocalStream, steps: int) -> float:
     """Tokens a second through the thread that reads ahead."""
     share = range(stream.num_microbatches)
-    list(stream.microbatches(range(1), share))
+    list(stream.iter_microbatches(range(1), share))
     began = time.perf_counter()
     ahead: Prefetcher[Block] = Prefetcher(
-        stream.blocks(range(steps), share, _AHEAD // 4),
+        stream.iter_blocks(range(steps), share, _PREFETCH // 4),
         size=lambda block: block.nbytes,
         count=lambda block: len(block.samples) // stream.micro_batch,
-        max_items=_AHEAD,
+        max_items=_PREFETCH,
         max_bytes=1 << 30,
     )
     taken = tokens = 0
     while taken < steps * len(share):
-        for one in ahead.take().microbatches(stream.micro_batch):
+        for one in ahead.take().split_microbatches(stream.micro_batch):
             inputs, targets = one.inputs, one.targets
             tokens += min(inputs.size, targets.size)
             taken += 1
@@ -56,12 +56,14 @@ def prefetched_rate(stream: LocalStream, steps: int) -> float:
     return tokens / seconds
 
 
-def bare_gather(case: Case, steps: int) -> float:
+def measure_gather(case: BenchDataset, steps: int) -> float:
     """Tokens a second of nothing but the copies, from places computed beforehand."""
-    stream = case.recipe.stream(case.recipe.dataset())
+    stream = case.recipe.open_stream(case.recipe.open_dataset())
     share, length = range(stream.num_microbatches), case.recipe.seq_len
-    places = [stream.places(step, v) for step in range(steps) for v in share]
-    flat = np.asarray(np.memmap(case.flat, dtype=np.uint16, mode="r"))  # slicing it as a memmap takes twice as long
+    places = [stream.get_positions(step, v) for step in range(steps) for v in share]
+    flat = np.asarray(
+        np.memmap(case.flat_file, dtype=np.uint16, mode="r")
+    )  # slicing it as a memmap takes twice as long
     began = time.perf_counter()
     tokens = 0
     for starts in places:
@@ -73,7 +75,7 @@ def bare_gather(case: Case, steps: int) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class WindowDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Windows of a flat file; each worker maps it for itself."""
 
     def __init__(self, flat: Path, tokens: int, length: int):
@@ -91,13 +93,13 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return window[:-1], window[1:]
 
 
-def loader_rate(case: Case, steps: int) -> float:
+def measure_dataloader(case: BenchDataset, steps: int) -> float:
     """Tokens a second of a DataLoader with workers, from its first batch on."""
     batch = case.recipe.micro_batch
-    windows = Windows(case.flat, case.tokens, case.recipe.seq_len)
+    windows = WindowDataset(case.flat_file, case.num_tokens, case.recipe.seq_len)
     batches = min(steps * case.recipe.global_batch // batch, len(windows) // batch - 1)
     # Ray is up, and a fork of a process with its threads can hang.
-    loader = DataLoader(windows, batch, shuffle=True, num_workers=WORKERS, multiprocessing_context="forkserver")
+    loader = DataLoader(windows, batch, shuffle=True, num_workers=NUM_WORKERS, multiprocessing_context="forkserver")
     taken = iter(loader)
     next(taken)
     began, tokens = time.perf_counter(), 0

@@ -11,41 +11,41 @@ import torch
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.trainer import Trainer
 
 
-def the_gpu(bench: str) -> torch.device:
+def require_gpu(benchmark: str) -> torch.device:
     """The one to measure on. Raises ClusterError where there is none."""
     if not torch.cuda.is_available():
-        raise ClusterError(f"bench {bench}: this machine has no usable GPU; run it where there is one")
+        raise ClusterError(f"bench {benchmark}: this machine has no usable GPU; run it where there is one")
     return torch.device("cuda", 0)
 
 
 @contextmanager
-def one_worker(config: Config, device: torch.device) -> Iterator[Trainer]:
+def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
     """The one rank of a run of these settings, its data read ahead for all of train.steps."""
-    give_back_memory()
+    release_memory()
     prepared = prepare_run(config, None, lambda line: None)
-    layout, batching = prepared.layout(1)
+    layout, batching = prepared.resolve_layout(1)
     spec = WorkerSpec(
         config=prepared.config,
         layout=layout,
         batching=batching,
-        shape=prepared.shape,
+        model_spec=prepared.model_spec,
         custom=None,
         generation=1,
         resume_step=None,
-        steps_to=config.train.steps,
+        end_step=config.train.steps,
     )
-    trainer = build_trainer(spec, 0, device, None, Control())
-    with trainer.feed.reading(0, config.train.steps):
+    trainer = build_trainer(spec, 0, device, None, ControlChannel())
+    with trainer.loader.prefetch(0, config.train.steps):
         yield trainer
 
 
-def give_back_memory() -> None:
+def release_memory() -> None:
     """What trainers that are not used any more have left, on all GPUs; and what was compiled for them."""
     gc.collect()
     torch.compiler.reset()

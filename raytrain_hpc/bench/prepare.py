@@ -15,38 +15,38 @@ from statistics import median
 
 import numpy as np
 
-from raytrain_hpc.bench.contenders import say, scratch
+from raytrain_hpc.bench.contenders import log_progress, scratch_dir
 from raytrain_hpc.bench.corpus import write_corpus
-from raytrain_hpc.bench.process_memory import peak_of
+from raytrain_hpc.bench.process_memory import measure_peak_pss
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.data.dataset.manifest import Manifest
-from raytrain_hpc.data.preprocess.executors import cpus
+from raytrain_hpc.data.preprocess.executors import count_cpus
 from raytrain_hpc.data.preprocess.prepare import prepare
-from raytrain_hpc.ray_address import auth_notice_hidden
+from raytrain_hpc.ray_address import hide_auth_notice
 
 SPEED_BYTES, MEMORY_BYTES = 200 << 20, 2 << 30
-VOCABULARY = 8192
+VOCAB_SIZE = 8192
 GOAL, MEMORY_GOAL_MIB = 0.9, 1024.0
 
 
 def run(rounds: int) -> Table:
     """Speed in `rounds` alternating rounds, then one large input for memory."""
     table = Table(
-        f"bench prepare: byte-pair tokens on {cpus()} cores beside one process, and memory",
+        f"bench prepare: byte-pair tokens on {count_cpus()} cores beside one process, and memory",
         ("what", "input MiB", "one process MB/s", "Ray Data MB/s", "ratio", "ratio each round")
         + ("peak MiB", "goal", "met"),
     )
-    with scratch() as directory:
+    with scratch_dir() as directory:
         files = write_corpus(directory / "speed", SPEED_BYTES)
-        tokenizer = _trained(files[0], directory)
-        _speed(files, tokenizer, directory, rounds, table)
-        _memory("memory, byte pairs", directory / "speed", f"hf:{tokenizer}", table)
+        tokenizer = _train_tokenizer(files[0], directory)
+        _measure_speed(files, tokenizer, directory, rounds, table)
+        _measure_memory("memory, byte pairs", directory / "speed", f"hf:{tokenizer}", table)
         shutil.rmtree(directory / "speed")
         write_corpus(directory / "large", MEMORY_BYTES)
-        _memory("memory, bytes", directory / "large", "byte", table)
+        _measure_memory("memory, bytes", directory / "large", "byte", table)
     table.notes += [
         "input: source files of the standard library in random order, one a line of JSONL; byte-level BPE of "
-        f"{VOCABULARY} entries, trained on a part of it, its own threads off",
+        f"{VOCAB_SIZE} entries, trained on a part of it, its own threads off",
         "one process: json.loads, encode, append the tokens to a file; Ray Data: `prepare`, checksums, shards and "
         "manifest included, on a Ray that is up and has prepared something before",
         "goal: of the speed of one process times the number of cores; of memory, MiB",
@@ -57,36 +57,36 @@ def run(rounds: int) -> Table:
     return table
 
 
-def _trained(sample: Path, directory: Path) -> Path:
+def _train_tokenizer(sample: Path, directory: Path) -> Path:
     """A tokenizer.json for both."""
-    manifest = prepare([sample], directory / "sample", tokenizer=f"bpe:{VOCABULARY}", engine="local")
+    manifest = prepare([sample], directory / "sample", tokenizer=f"bpe:{VOCAB_SIZE}", engine="local")
     path = directory / "tokenizer.json"
     path.write_text(manifest.tokenizer["tokenizer"])
     return path
 
 
-def _speed(files: Sequence[Path], tokenizer: Path, directory: Path, rounds: int, table: Table) -> None:
+def _measure_speed(files: Sequence[Path], tokenizer: Path, directory: Path, rounds: int, table: Table) -> None:
     size = sum(path.stat().st_size for path in files)
     alone, together = [], []
-    with _ray(directory):
-        _prepare(files[:1], tokenizer, directory)
+    with _ray_cluster(directory):
+        _run_prepare(files[:1], tokenizer, directory)
         for _ in range(rounds):
             began = time.perf_counter()
-            tokens = _plain_loop(files, tokenizer, directory / "plain")
+            tokens = _tokenize_in_one_process(files, tokenizer, directory / "plain")
             alone.append(time.perf_counter() - began)
             began = time.perf_counter()
-            made = _prepare(files, tokenizer, directory)
+            made = _run_prepare(files, tokenizer, directory)
             together.append(time.perf_counter() - began)
             if sum(split.tokens for split in made.splits.values()) != tokens:
                 raise RuntimeError("the two made another number of tokens")
-            say(f"one process {alone[-1]:.1f} s, Ray Data {together[-1]:.1f} s")
+            log_progress(f"one process {alone[-1]:.1f} s, Ray Data {together[-1]:.1f} s")
     ratios = [one / all_ for one, all_ in zip(alone, together, strict=True)]
-    goal = GOAL * cpus()
+    goal = GOAL * count_cpus()
     speeds = [size / 1e6 / median(seconds) for seconds in (alone, together)]
-    table.add("speed", size / 2**20, *speeds, median(ratios), ratios, None, goal, median(ratios) >= goal)
+    table.add_row("speed", size / 2**20, *speeds, median(ratios), ratios, None, goal, median(ratios) >= goal)
 
 
-def _plain_loop(files: Sequence[Path], tokenizer: Path, out: Path) -> int:
+def _tokenize_in_one_process(files: Sequence[Path], tokenizer: Path, out: Path) -> int:
     """What a script would do; how many tokens there were."""
     from tokenizers import Tokenizer
 
@@ -95,36 +95,36 @@ def _plain_loop(files: Sequence[Path], tokenizer: Path, out: Path) -> int:
     end = np.array([encoder.token_to_id("<|endoftext|>")], dtype=np.uint16)
     total = 0
     with out.open("wb") as file:
-        for text in _texts(files):
+        for text in _read_texts(files):
             ids = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
             file.write(ids.tobytes() + end.tobytes())
             total += ids.size + 1
     return total
 
 
-def _texts(files: Sequence[Path]) -> Iterator[str]:
+def _read_texts(files: Sequence[Path]) -> Iterator[str]:
     for path in files:
         with path.open(encoding="utf-8") as lines:
             yield from (json.loads(line)["text"] for line in lines)
 
 
-def _prepare(files: Sequence[Path], tokenizer: Path, directory: Path) -> Manifest:
+def _run_prepare(files: Sequence[Path], tokenizer: Path, directory: Path) -> Manifest:
     out = directory / "prepared"
-    made = prepare(files, out, tokenizer=f"hf:{tokenizer}", engine="ray", workers=cpus())
+    made = prepare(files, out, tokenizer=f"hf:{tokenizer}", engine="ray", workers=count_cpus())
     shutil.rmtree(out)
     return made
 
 
 @contextmanager
-def _ray(directory: Path) -> Iterator[None]:
+def _ray_cluster(directory: Path) -> Iterator[None]:
     """A Ray of as many slots as there are cores."""
     import ray
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with auth_notice_hidden():
+    with hide_auth_notice():
         ray.init(
             address="local",
-            num_cpus=cpus(),
+            num_cpus=count_cpus(),
             object_store_memory=80 << 20,
             include_dashboard=False,
             log_to_driver=False,
@@ -137,13 +137,13 @@ def _ray(directory: Path) -> Iterator[None]:
         ray.shutdown()
 
 
-def _memory(what: str, folder: Path, tokenizer: str, table: Table) -> None:
+def _measure_memory(label: str, folder: Path, tokenizer: str, table: Table) -> None:
     size = sum(path.stat().st_size for path in folder.iterdir())
     out = folder.with_name("prepared")
     command = [sys.executable, "-m", "raytrain_hpc", "prepare", str(folder), "--out", str(out)]
     command += ["--engine", "ray", "--address", "local", "--tokenizer", tokenizer]
-    peak, seconds = peak_of(command, {"RAY_TMPDIR": str(folder.parent)}, folder.with_name("output"))
+    peak, seconds = measure_peak_pss(command, {"RAY_TMPDIR": str(folder.parent)}, folder.with_name("output"))
     shutil.rmtree(out)
-    say(f"{what}: {size / 2**20:.0f} MiB in {seconds:.0f} s, peak {peak:.0f} MiB")
+    log_progress(f"{label}: {size / 2**20:.0f} MiB in {seconds:.0f} s, peak {peak:.0f} MiB")
     met = peak <= MEMORY_GOAL_MIB
-    table.add(what, size / 2**20, None, size / 1e6 / seconds, None, None, peak, MEMORY_GOAL_MIB, met)
+    table.add_row(label, size / 2**20, None, size / 1e6 / seconds, None, None, peak, MEMORY_GOAL_MIB, met)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from raytrain_hpc.errors import RunFailed
+from raytrain_hpc.errors import RunFailedError
 
-_EVERY_S = 0.25
+_POLL_S = 0.25
 
 
-def peak_of(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[float, float]:
+def measure_peak_pss(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[float, float]:
     """Run a command; (peak of the sum of PSS over its processes in MiB, seconds). RunFailed where it fails.
 
     Pages of Ray's object store that some process has mapped are in it; the file system's cache is not.
@@ -23,18 +23,18 @@ def peak_of(command: Sequence[str], environment: Mapping[str, str], log: Path) -
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | dict(environment))
         try:
             while process.poll() is None:
-                peak = max(peak, sum(map(_pss, _family(process.pid))))
-                time.sleep(_EVERY_S)
+                peak = max(peak, sum(map(_read_pss_kib, _find_process_tree(process.pid))))
+                time.sleep(_POLL_S)
         finally:
             process.terminate()
     if process.returncode:
-        raise RunFailed(f"{' '.join(command)}: exit code {process.returncode}: {log.read_text().strip()[-500:]}")
+        raise RunFailedError(f"{' '.join(command)}: exit code {process.returncode}: {log.read_text().strip()[-500:]}")
     return peak / 2**10, time.perf_counter() - began
 
 
-def _family(root: int) -> set[int]:
+def _find_process_tree(root: int) -> set[int]:
     """A process and all its descendants."""
-    parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    parents = {int(path.name): _read_parent_pid(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
     family, more = {root}, True
     while more:
         found = {pid for pid, parent in parents.items() if parent in family} - family
@@ -43,14 +43,14 @@ def _family(root: int) -> set[int]:
     return family
 
 
-def _parent(process: Path) -> int:
+def _read_parent_pid(process: Path) -> int:
     try:
         return int((process / "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):  # it has ended
         return 0
 
 
-def _pss(pid: int) -> int:
+def _read_pss_kib(pid: int) -> int:
     """KiB."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -8,11 +8,11 @@ from typing import Any
 
 import ray
 
-from raytrain_hpc.bench.local_readers import Case
-from raytrain_hpc.data.loader.block_stream import BlockPlan, DeliveredStream
-from raytrain_hpc.data.loader.ray_loader import RayBlocks, start_feeder
-from raytrain_hpc.data.loader.stream import StreamRecipe
-from raytrain_hpc.errors import RunFailed
+from raytrain_hpc.bench.local_readers import BenchDataset
+from raytrain_hpc.data.loader.block_stream import BlockPlan, BlockStream
+from raytrain_hpc.data.loader.ray_loader import RayBlockSource, start_feeder
+from raytrain_hpc.data.loader.stream import StreamSpec
+from raytrain_hpc.errors import RunFailedError
 
 _TIMEOUT_S = 120.0
 
@@ -27,17 +27,17 @@ class Consumer:
 
         return torch.get_num_threads() > 0
 
-    def engine(self, feeder: Any, recipe: StreamRecipe, plan: BlockPlan) -> float:
+    def engine(self, feeder: Any, recipe: StreamSpec, plan: BlockPlan) -> float:
         """Tokens a second of what the feeder delivers."""
         notes: list[str] = []
-        stream = DeliveredStream(recipe.stream(recipe.dataset()), RayBlocks(feeder, plan, 0), notes.append)
+        stream = BlockStream(recipe.open_stream(recipe.open_dataset()), RayBlockSource(feeder, plan, 0), notes.append)
         began, tokens = time.perf_counter(), 0
-        for microbatch in stream.microbatches(range(plan.first, plan.stop), plan.shares[0]):
+        for microbatch in stream.iter_microbatches(range(plan.first, plan.stop), plan.microbatches_per_rank[0]):
             inputs, targets = microbatch.inputs, microbatch.targets
             tokens += min(inputs.size, targets.size)
         seconds = time.perf_counter() - began
-        if stream.delivered < plan.groups:
-            raise RunFailed(f"only {stream.delivered} of {plan.groups} blocks were delivered: {notes}")
+        if stream.num_delivered < plan.num_groups:
+            raise RunFailedError(f"only {stream.num_delivered} of {plan.num_groups} blocks were delivered: {notes}")
         return tokens / seconds
 
     def split(self, shard: Any, length: int, batch: int) -> float:
@@ -53,39 +53,39 @@ class Consumer:
             else:
                 began = time.perf_counter()
             if targets.shape[1] != length:
-                raise RunFailed("the split gave other windows")
+                raise RunFailedError("the split gave other windows")
         return tokens / (time.perf_counter() - began)
 
-    def local_first(self, recipe: StreamRecipe, step: int) -> float:
+    def local_first(self, recipe: StreamSpec, step: int) -> float:
         """Seconds until the local engine, opened anew, has read the first microbatch of a step."""
         began = time.perf_counter()
-        recipe.stream(recipe.dataset()).microbatch(step, 0)
+        recipe.open_stream(recipe.open_dataset()).read_microbatch(step, 0)
         return time.perf_counter() - began
 
 
-def ray_rate(consumer: Any, case: Case, plan: BlockPlan) -> tuple[float, float]:
+def measure_ray_engine(consumer: Any, case: BenchDataset, plan: BlockPlan) -> tuple[float, float]:
     """Tokens a second that the Ray engine delivers once it is up, and its resident memory in MiB."""
     feeder = start_feeder(case.recipe, plan)
     try:
-        _until_up(feeder)
+        _wait_for_first_block(feeder)
         rate: float = ray.get(consumer.engine.remote(feeder, case.recipe, plan), timeout=_TIMEOUT_S)
-        return rate, _unique_mib(("Feeder", "MapWorker", "Consumer"))
+        return rate, _read_private_mib(("Feeder", "MapWorker", "Consumer"))
     finally:
         ray.kill(feeder)
 
 
-def first_delivery(consumer: Any, case: Case, plan: BlockPlan) -> float:
+def time_first_block(consumer: Any, case: BenchDataset, plan: BlockPlan) -> float:
     """Seconds from starting the feeder until its first block is there."""
     began = time.perf_counter()
     feeder = start_feeder(case.recipe, plan)
     try:
-        _until_up(feeder)
+        _wait_for_first_block(feeder)
         return time.perf_counter() - began
     finally:
         ray.kill(feeder)
 
 
-def split_rate(consumer: Any, parquet: Path, length: int, batch: int) -> float:
+def measure_streaming_split(consumer: Any, parquet: Path, length: int, batch: int) -> float:
     """Tokens a second of plain Ray Data over the same windows in Parquet."""
     from ray.data import DataContext, read_parquet
 
@@ -95,18 +95,18 @@ def split_rate(consumer: Any, parquet: Path, length: int, batch: int) -> float:
     return rate
 
 
-def _until_up(feeder: Any) -> None:
+def _wait_for_first_block(feeder: Any) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         answer, value = ray.get(feeder.take.remote(0, 0), timeout=_TIMEOUT_S)
         if answer == "block":
             return
         if answer == "lost" or time.monotonic() > deadline:
-            raise RunFailed(f"the readers did not come up: {value}")
+            raise RunFailedError(f"the readers did not come up: {value}")
         time.sleep(0.01)
 
 
-def _unique_mib(names: tuple[str, ...]) -> float:
+def _read_private_mib(names: tuple[str, ...]) -> float:
     """Memory that no other process shares, of this user's Ray processes with these names."""
     total = 0
     for entry in Path("/proc").glob("[0-9]*"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-def train(setting: dict[str, Any]) -> None:
+def train(config: dict[str, Any]) -> None:
     """What TorchTrainer calls on every worker."""
     marks = {"actors": time.time()}
     import numpy as np
@@ -23,10 +23,10 @@ def train(setting: dict[str, Any]) -> None:
     import torch
     from ray.train.torch import prepare_model
 
-    from raytrain_hpc.bench.torch_baseline import Job, build_model, build_optimizer, train_step
+    from raytrain_hpc.bench.torch_baseline import BaselineJob, build_model, build_optimizer, train_step
 
     marks["imports"] = time.time()
-    job = Job.from_json(setting["job"])
+    job = BaselineJob.from_json(config["job"])
     torch.set_num_threads(job.threads)
     context = ray.train.get_context()
     rank, share = context.get_world_rank(), job.global_batch // context.get_world_size()
@@ -40,7 +40,7 @@ def train(setting: dict[str, Any]) -> None:
         marks.setdefault("first step", time.time())
         ray.train.report({"loss": loss})
     if rank == 0:
-        Path(setting["marks"]).write_text(json.dumps(setting["before"] | marks))
+        Path(config["marks"]).write_text(json.dumps(config["before"] | marks))
 
 
 def main(job: Path, marks: Path, workers: int, slots: int) -> None:

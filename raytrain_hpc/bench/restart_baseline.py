@@ -23,17 +23,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_hpc.bench.torch_baseline import Job, build_model, build_optimizer, train_step
+from raytrain_hpc.bench.torch_baseline import BaselineJob, build_model, build_optimizer, train_step
 
-EVERY = 10  # steps between checkpoints
+CHECKPOINT_INTERVAL = 10  # steps between checkpoints
 
 
-def loop(job: Job, directory: Path, rank: int, world: int, report: Any = None) -> None:
+def train_loop(job: BaselineJob, directory: Path, rank: int, world_size: int, on_checkpoint: Any = None) -> None:
     """Train from the newest checkpoint to the end. `report(step)` is called after a checkpoint, if given."""
     torch.set_num_threads(job.threads)
     model: nn.Module = DistributedDataParallel(build_model(job), gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
-    tokens, share, first = np.load(job.tokens, mmap_mode="r"), job.global_batch // world, 0
+    tokens, share, first = np.load(job.tokens, mmap_mode="r"), job.global_batch // world_size, 0
     saved = directory / "checkpoint.pt"
     if saved.exists():
         state = torch.load(saved, weights_only=True)
@@ -46,23 +46,23 @@ def loop(job: Job, directory: Path, rank: int, world: int, report: Any = None) -
             at = (step * job.global_batch) % len(tokens) + rank * share
             train_step(model, optimizer, np.array(tokens[at : at + share]), job)
             print(json.dumps({"step": step + 1, "time/unix": time.time()}), file=file, flush=True)
-            if (step + 1) % EVERY == 0:
+            if (step + 1) % CHECKPOINT_INTERVAL == 0:
                 if rank == 0:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                     torch.save(state, saved.with_suffix(".new"))
                     saved.with_suffix(".new").rename(saved)
-                if report is not None:
-                    report(step + 1)
+                if on_checkpoint is not None:
+                    on_checkpoint(step + 1)
 
 
-def under_torchrun(job: Job, directory: Path) -> None:
+def run_under_torchrun(job: BaselineJob, directory: Path) -> None:
     """One process of torchrun's."""
     dist.init_process_group("gloo")
-    loop(job, directory, dist.get_rank(), dist.get_world_size())
+    train_loop(job, directory, dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
 
 
-def under_ray_train(job: Job, directory: Path, workers: int, slots: int) -> None:
+def run_under_ray_train(job: BaselineJob, directory: Path, workers: int, slots: int) -> None:
     """The driver of a TorchTrainer that starts its workers again when one has failed."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -72,7 +72,7 @@ def under_ray_train(job: Job, directory: Path, workers: int, slots: int) -> None
         import ray.train
 
         context = ray.train.get_context()
-        loop(
+        train_loop(
             job,
             directory,
             context.get_world_rank(),
@@ -90,8 +90,8 @@ def under_ray_train(job: Job, directory: Path, workers: int, slots: int) -> None
 
 
 if __name__ == "__main__":
-    described, place = Job.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2])
+    described, place = BaselineJob.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2])
     if sys.argv[3:4] == ["ray-train"]:
-        under_ray_train(described, place, int(sys.argv[4]), int(sys.argv[5]))
+        run_under_ray_train(described, place, int(sys.argv[4]), int(sys.argv[5]))
     else:
-        under_torchrun(described, place)
+        run_under_torchrun(described, place)

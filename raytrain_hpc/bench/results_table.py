@@ -12,7 +12,7 @@ from typing import Any
 Value = str | int | float | bool | None | list[float]
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """The machine and the versions that a figure holds for."""
     packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "pyarrow", "numpy"))
     return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
@@ -27,34 +27,34 @@ class Table:
     rows: list[dict[str, Value]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, *values: Value) -> None:
+    def add_row(self, *values: Value) -> None:
         """One row, its values in the order of the columns. Raises ValueError where there are too many or too few."""
         self.rows.append(dict(zip(self.columns, values, strict=True)))
 
     def text(self) -> str:
         """The table in Markdown, lined up to be read on a terminal too."""
-        cells = [list(self.columns), *([_cell(row[name]) for name in self.columns] for row in self.rows)]
+        cells = [list(self.columns), *([_format_cell(row[name]) for name in self.columns] for row in self.rows)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
-        lines = [_line(line, widths) for line in cells]
-        lines.insert(1, _line(["-" * width for width in widths], widths))
-        return "\n".join([self.title, "", *lines, "", *(f"- {note}" for note in [*self.notes, machine()])])
+        lines = [_format_row(line, widths) for line in cells]
+        lines.insert(1, _format_row(["-" * width for width in widths], widths))
+        return "\n".join([self.title, "", *lines, "", *(f"- {note}" for note in [*self.notes, describe_machine()])])
 
     def to_json(self) -> dict[str, Any]:
         """Title, machine, rows as dicts with their values unrounded, notes."""
-        return {"title": self.title, "machine": machine(), "rows": self.rows, "notes": self.notes}
+        return {"title": self.title, "machine": describe_machine(), "rows": self.rows, "notes": self.notes}
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _format_row(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
 
-def _cell(value: Value) -> str:
+def _format_cell(value: Value) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return " ".join(_cell(one) for one in value)
+        return " ".join(_format_cell(one) for one in value)
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
     return str(value)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from raytrain_hpc.bench.contenders import plain, platform, say
+from raytrain_hpc.bench.contenders import launch_platform, launch_torch_baseline, log_progress
 from raytrain_hpc.bench.idle_ray import idle_ray
 from raytrain_hpc.bench.interleave import alternate
 from raytrain_hpc.bench.results_table import Table
-from raytrain_hpc.bench.workloads import MEDIUM, SMALL, settings
+from raytrain_hpc.bench.workloads import MEDIUM, SMALL, make_settings
 
 MEMORY_GOAL_MIB = 120.0
-PAIRS_A_ROUND = 8
-WARMUP = 4
+PAIRS_PER_ROUND = 8
+WARMUP_STEPS = 4
 STEPS = 1_000_000  # more than there is time for: a contestant is ended, not waited for
 
 
@@ -22,17 +22,17 @@ class Case:
     """One row: what is trained, on how many workers, and the share of the plain loop's speed that is the goal."""
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     workers: int
     goal: float
 
 
 # A quarter of the medium case's tokens a step, so that several steps fit into a turn; what a step costs beside its
 # arithmetic weighs the more.
-SHORT = (*MEDIUM, "train.seq_len=128", "train.global_batch=2", "train.micro_batch=1")
+MEDIUM_SHORT = (*MEDIUM, "train.seq_len=128", "train.global_batch=2", "train.micro_batch=1")
 CASES = (
-    Case("25M", SHORT, 1, 0.98),
-    Case("25M", SHORT, 2, 0.98),
+    Case("25M", MEDIUM_SHORT, 1, 0.98),
+    Case("25M", MEDIUM_SHORT, 2, 0.98),
     Case("quickstart", SMALL, 1, 0.95),
     Case("quickstart", SMALL, 2, 0.95),
 )
@@ -61,15 +61,20 @@ def run(rounds: int) -> Table:
 
 
 def _measure(case: Case, rounds: int, address: str, table: Table) -> None:
-    words, config = settings(case.words, case.workers, STEPS)
-    with plain(config, case.workers) as peer, platform([*words, f"cluster.address={address}"]) as ours:
-        times = alternate(peer, ours, rounds * PAIRS_A_ROUND, WARMUP)
-        peaks = peer.peak_mib(), ours.peak_mib()
+    words, config = make_settings(case.overrides, case.workers, STEPS)
+    with (
+        launch_torch_baseline(config, case.workers) as peer,
+        launch_platform([*words, f"cluster.address={address}"]) as ours,
+    ):
+        times = alternate(peer, ours, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
+        peaks = peer.read_peak_rss_mib(), ours.read_peak_rss_mib()
     tokens = config.train.global_batch * config.train.seq_len
     ratios = [theirs / mine for theirs, mine in times]
-    say(f"{case.name}, {case.workers} workers: {median(ratios):.3f} of {len(ratios)} pairs of turns; peaks {peaks} MiB")
+    log_progress(
+        f"{case.name}, {case.workers} workers: {median(ratios):.3f} of {len(ratios)} pairs of turns; peaks {peaks} MiB"
+    )
     low, _, high = quantiles(ratios, n=4)
-    table.add(
+    table.add_row(
         case.name,
         case.workers,
         tokens / median(theirs for theirs, _ in times),

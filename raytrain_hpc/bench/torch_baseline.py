@@ -26,17 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.param_init import initialise
+from raytrain_hpc.model.param_init import init_weights
 
 
 @dataclass(frozen=True)
-class Job:
+class BaselineJob:
     """What is trained. `tokens` names a .npy file of windows int64 [n * global_batch, seq_len + 1]: n steps, again and
     again. `model`: "decoder" or "transformers", for its Llama of the same shape."""
 
-    shape: ModelShape
+    shape: ModelSpec
     tokens: str
     seed: int
     steps: int
@@ -58,21 +58,21 @@ class Job:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Job:
+    def from_json(cls, data: dict[str, Any]) -> BaselineJob:
         """The inverse of `to_json`."""
-        return cls(**{**data, "shape": ModelShape(**data["shape"]), "betas": tuple(data["betas"])})
+        return cls(**{**data, "shape": ModelSpec(**data["shape"]), "betas": tuple(data["betas"])})
 
 
-def build_model(job: Job) -> nn.Module:
+def build_model(job: BaselineJob) -> nn.Module:
     """The decoder with its first weights, or transformers' Llama with weights of its own."""
     if job.model == "transformers":
-        return Logits(transformers_llama(job.shape))
+        return LogitsOnly(build_transformers_llama(job.shape))
     model = Decoder(job.shape)
-    initialise(model, job.seed)
+    init_weights(model, job.seed)
     return model
 
 
-class Logits(nn.Module):
+class LogitsOnly(nn.Module):
     """A model of transformers, of which only the logits are wanted."""
 
     def __init__(self, model: nn.Module):
@@ -85,7 +85,7 @@ class Logits(nn.Module):
         return logits
 
 
-def transformers_llama(shape: ModelShape) -> nn.Module:
+def build_transformers_llama(shape: ModelSpec) -> nn.Module:
     """Of this shape. Raises ImportError where transformers is not installed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -104,7 +104,7 @@ def transformers_llama(shape: ModelShape) -> nn.Module:
     return model
 
 
-def build_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, job: BaselineJob) -> torch.optim.Optimizer:
     """AdamW, with weight decay on the matrices."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -112,16 +112,18 @@ def build_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=job.lr, betas=job.betas, eps=job.eps, fused=True)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: npt.NDArray[np.int64], job: Job) -> float:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, windows: npt.NDArray[np.int64], job: BaselineJob
+) -> float:
     """One optimizer step over this rank's windows int64 [b, seq_len + 1]. Returns their mean loss."""
     optimizer.zero_grad()
     parts = [windows[i : i + job.micro_batch] for i in range(0, len(windows), job.micro_batch)]
     total = torch.zeros((), device=job.device)
-    loss_of = torch.compile(mean_loss) if job.compile else mean_loss
+    loss_of = torch.compile(compute_loss) if job.compile else compute_loss
     for number, part in enumerate(parts, start=1):
         tokens = torch.from_numpy(part).to(job.device)
         last = number == len(parts)
-        with nullcontext() if last else gradients_pile_up(model):
+        with nullcontext() if last else skip_gradient_sync(model):
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=job.dtype == "bf16"):
                 loss = loss_of(model, tokens) / len(parts)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -132,17 +134,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: npt.
     return total.item()
 
 
-def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross entropy of the next token, a scalar, over windows int64 [b, t + 1]."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def gradients_pile_up(model: nn.Module) -> AbstractContextManager[None]:
+def skip_gradient_sync(model: nn.Module) -> AbstractContextManager[None]:
     """The context of every microbatch of a step but the last: DDP synchronises once a step."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
-def main(job: Job, report: Path) -> None:
+def main(job: BaselineJob, report: Path) -> None:
     """Train, and report every step."""
     torch.set_num_threads(job.threads)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -167,4 +169,4 @@ def main(job: Job, report: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Job.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))
+    main(BaselineJob.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]))

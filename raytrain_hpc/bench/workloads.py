@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.bench.torch_baseline import Job
+from raytrain_hpc.bench.torch_baseline import BaselineJob
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 
 # The end of a run (evaluation, sample) is never part of a figure; a constant rate lets both arms take the same steps.
-COMMON = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")
+COMMON_OVERRIDES = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")
 
 # 25.0 M parameters; 1,024 tokens a step in two microbatches.
 MEDIUM = (
-    *COMMON,
+    *COMMON_OVERRIDES,
     "data.path=synthetic",
     "model.hidden_size=512",
     "model.num_layers=6",
@@ -32,13 +32,15 @@ MEDIUM = (
 )
 
 # The defaults, as the quickstart trains them.
-SMALL = COMMON
+SMALL = COMMON_OVERRIDES
 
 
-TOKEN_STEPS = 50  # of tokens written for the plain loop, which then begins again: a rate does not depend on them
+BASELINE_DATA_STEPS = (
+    50  # of tokens written for the plain loop, which then begins again: a rate does not depend on them
+)
 
 
-def plain_job(config: Config, workers: int, directory: Path) -> Job:
+def build_baseline_job(config: Config, workers: int, directory: Path) -> BaselineJob:
     """The job that trains the same weights on the same tokens in the same order; writes the tokens to `directory`."""
     train = config.train
     wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
@@ -51,11 +53,11 @@ def plain_job(config: Config, workers: int, directory: Path) -> Job:
         global_batch=train.global_batch,
         micro_batch=train.global_batch,
     )
-    steps = [stream.microbatch(step, 0) for step in range(min(train.steps, TOKEN_STEPS))]
+    steps = [stream.read_microbatch(step, 0) for step in range(min(train.steps, BASELINE_DATA_STEPS))]
     windows = [np.concatenate((step.inputs, step.targets[:, -1:]), axis=1) for step in steps]
     np.save(directory / "tokens.npy", np.concatenate(windows))
-    return Job(
-        shape=resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=train.seq_len),
+    return BaselineJob(
+        shape=resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=train.seq_len),
         tokens=str(directory / "tokens.npy"),
         seed=config.run.seed,
         steps=train.steps,
@@ -73,7 +75,7 @@ def plain_job(config: Config, workers: int, directory: Path) -> Job:
     )
 
 
-def settings(words: tuple[str, ...], workers: int, steps: int) -> tuple[list[str], Config]:
+def make_settings(overrides: tuple[str, ...], workers: int, steps: int) -> tuple[list[str], Config]:
     """The words of a command line, and the config that they make."""
-    line = [*words, f"cluster.workers={workers}", f"train.steps={steps}", "cluster.device=cpu"]
+    line = [*overrides, f"cluster.workers={workers}", f"train.steps={steps}", "cluster.device=cpu"]
     return line, load_config(None, line)

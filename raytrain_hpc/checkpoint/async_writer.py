@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.shard_io import write_shard
-from raytrain_hpc.state.host_buffer import Aside
-from raytrain_hpc.state.sharded_state import Held
+from raytrain_hpc.state.host_buffer import HostBuffer
+from raytrain_hpc.state.sharded_state import StateShard
 
 
-class CheckpointWriter:
+class AsyncCheckpointWriter:
     """Writes what one rank holds, one checkpoint at a time.
 
     `report` is called once for every save, from the writing thread, with {"step": N, "shard": a ShardReport as JSON} or
@@ -21,13 +21,13 @@ class CheckpointWriter:
     that goes wrong is reported too, and raised from the next `save` or `finish`.
     """
 
-    def __init__(self, report: Callable[[dict[str, Any]], None]) -> None:
-        self._report = report
+    def __init__(self, on_report: Callable[[dict[str, Any]], None]) -> None:
+        self._on_report = on_report
         self._thread: threading.Thread | None = None
-        self._unexpected: Exception | None = None
-        self._aside = Aside()
+        self._error: Exception | None = None
+        self._buffer = HostBuffer()
 
-    def save(self, held: Sequence[Held], path: Path, step: int, *, wait: bool) -> float:
+    def save(self, shards: Sequence[StateShard], path: Path, step: int, *, wait: bool) -> float:
         """Write these slices to `path`. Returns the seconds the caller was held up.
 
         What is written is what the tensors hold now; they may change once `copied` has returned. A write that is still
@@ -35,7 +35,7 @@ class CheckpointWriter:
         """
         start = time.monotonic()
         self.finish()
-        copies = self._aside.copy(held).slices
+        copies = self._buffer.copy(shards).shards
         # A daemon: an interpreter that wants to exit must not hang on a file server that does not answer. A file that
         # is cut short by that was not reported, and so is never published.
         self._thread = threading.Thread(
@@ -46,9 +46,9 @@ class CheckpointWriter:
             self.finish()
         return time.monotonic() - start
 
-    def copied(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until the tensors that are saved have been copied: those on a GPU are behind the next step."""
-        self._aside.arrive()
+        self._buffer.synchronize()
 
     def finish(self, timeout: float | None = None) -> bool:
         """Wait for the write that is going on, at most `timeout` seconds. Returns whether none is going on any more."""
@@ -57,21 +57,21 @@ class CheckpointWriter:
             if self._thread.is_alive():
                 return False
             self._thread = None
-        unexpected, self._unexpected = self._unexpected, None
+        unexpected, self._error = self._error, None
         if unexpected is not None:
             raise unexpected
         return True
 
-    def _write(self, copies: Sequence[Held], path: Path, step: int) -> None:
+    def _write(self, copies: Sequence[StateShard], path: Path, step: int) -> None:
         try:
-            self._aside.arrive()
+            self._buffer.synchronize()
             outcome: dict[str, Any] = {"step": step, "shard": write_shard(path, copies).to_json()}
         except OSError as error:
             outcome = {"step": step, "error": f"{path} cannot be written: {error.strerror or error}"}
         except Exception as error:
-            self._unexpected = error
+            self._error = error
             outcome = {"step": step, "error": f"{path} cannot be written: {error!r}"}
         try:
-            self._report(outcome)
+            self._on_report(outcome)
         except Exception as error:
-            self._unexpected = error
+            self._error = error

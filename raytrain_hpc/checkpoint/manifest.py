@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
+from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
 
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 FORMAT = "raytrain-hpc-1"
-ADAPTERS = "adapters"  # in `meta`, of a model with low-rank adapters: their rank and alpha
+LORA_META_KEY = "adapters"  # in `meta`, of a model with low-rank adapters: their rank and alpha
 
 
-def shard_name(rank: int) -> str:
+def get_shard_name(rank: int) -> str:
     """The file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -62,7 +62,7 @@ class ShardReport:
 
 
 @dataclass(frozen=True)
-class FileSum:
+class FileChecksum:
     """What a file must be: its length in bytes and the hex SHA-256 of its content."""
 
     bytes: int
@@ -70,7 +70,7 @@ class FileSum:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardLocation:
     """Where one box lies: `key` in `file`."""
 
     file: str
@@ -88,13 +88,13 @@ class Checkpoint:
     path: Path
     step: int
     generation: int
-    files: Mapping[str, FileSum]
+    files: Mapping[str, FileChecksum]
     index: StateIndex
-    parts: Mapping[str, tuple[Part, ...]]
+    locations: Mapping[str, tuple[ShardLocation, ...]]
     meta: Mapping[str, Any]
 
 
-def combined_index(reports: Sequence[ShardReport]) -> StateIndex:
+def build_index(reports: Sequence[ShardReport]) -> StateIndex:
     """What these files hold together; boxes in the order of the reports.
 
     Raises CheckpointError where two entries disagree on a tensor's shape or dtype.
@@ -146,33 +146,35 @@ def read_manifest(path: Path) -> Checkpoint:
     Raises CheckpointDamaged where the manifest is missing, is no JSON, or does not add up.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path}: {MANIFEST} is missing") from error
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is missing") from error
     except OSError as error:
-        raise CheckpointDamaged(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from error
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointDamaged(f"{path}: {MANIFEST} is not JSON: {error}") from error
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointDamaged(f"{path}: {MANIFEST} is not of format {FORMAT}")
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not of format {FORMAT}")
     if manifest.get("checksum") != _checksum(manifest):
-        raise CheckpointDamaged(f"{path}: {MANIFEST} does not match its own checksum")
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} does not match its own checksum")
     try:
-        return _checkpoint(path, manifest)
+        return _parse_checkpoint(path, manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path}: {MANIFEST} is malformed: {error!r}") from error
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is malformed: {error!r}") from error
 
 
-def _checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
-    files = {name: FileSum(int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+def _parse_checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    files = {name: FileChecksum(int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the directory")
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[ShardLocation, ...]] = {}
     tensors = []
     for name, entry in manifest["index"].items():
         parts[name] = tuple(
-            Part(part["file"], part["key"], Box(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"]))))
+            ShardLocation(
+                part["file"], part["key"], Box(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"])))
+            )
             for part in entry["parts"]
         )
         if unlisted := {part.file for part in parts[name]} - files.keys():

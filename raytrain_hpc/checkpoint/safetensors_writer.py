@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raytrain_hpc.state.shard_index import ITEM_BYTES
 
-_FORMAT_DTYPES = {
+_SAFETENSORS_DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -32,7 +32,7 @@ _CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of the file: its name in it, its dtype (a key of ITEM_BYTES) and its shape."""
 
     key: str
@@ -40,13 +40,13 @@ class Entry:
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of its data."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, entries: Sequence[TensorEntry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Write these tensors, in this order, as one safetensors file, synced: (bytes, hex SHA-256).
 
@@ -55,7 +55,7 @@ def write_tensors(
     and ValueError where one name is given twice.
     """
     try:
-        return _write(path, _header(entries, metadata), map(_bytes_of, tensors))
+        return _write(path, _build_header(entries, metadata), map(_view_bytes, tensors))
     except OSError:
         # On a full disk the partial file is what stands in the way of everybody else.
         with contextlib.suppress(OSError):
@@ -77,22 +77,22 @@ def _write(path: Path, header: bytes, blocks: Iterable[memoryview]) -> tuple[int
         return file.tell(), checksum.hexdigest()
 
 
-def _header(entries: Iterable[Entry], metadata: Mapping[str, str] | None) -> bytes:
+def _build_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None) -> bytes:
     """The safetensors header: its length as 8 bytes, little-endian, then JSON padded to a multiple of 8."""
     table: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
         if entry.key in table:
             raise ValueError(f"{entry.key} is given twice")
-        start, end = end, end + entry.bytes
-        kind = _FORMAT_DTYPES[entry.dtype]
+        start, end = end, end + entry.nbytes
+        kind = _SAFETENSORS_DTYPES[entry.dtype]
         table[entry.key] = {"dtype": kind, "shape": entry.shape, "data_offsets": (start, end)}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     """The raw little-endian, row-major bytes; a view wherever the tensor is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

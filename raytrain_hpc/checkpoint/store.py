@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE,
     Checkpoint,
-    FileSum,
+    FileChecksum,
     ShardReport,
+    build_index,
     build_manifest,
-    combined_index,
     read_manifest,
 )
-from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
-from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, missing
+from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, find_missing
 
-_PUBLISHED = re.compile(r"step-(\d+)")
-_ASIDE = re.compile(r"\.replaced-(step-\d+)")
+_STEP_PATTERN = re.compile(r"step-(\d+)")
+_REPLACED_PATTERN = re.compile(r"\.replaced-(step-\d+)")
 _HASH_THREADS = 4
 
 
@@ -43,17 +43,17 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
-    def path(self, step: int) -> Path:
+    def get_path(self, step: int) -> Path:
         """Where the checkpoint of this step is or would be."""
         return self.root / f"step-{step:08d}"
 
-    def staging(self, step: int, generation: int) -> Path:
+    def create_staging(self, step: int, generation: int) -> Path:
         """The directory that the ranks of this generation write into, made by whichever comes first.
 
         Generation numbers only grow, so that no two generations share one. Raises CheckpointError where it cannot be
         made. The directory around `root` is not: where that is gone, so is what is mounted there.
         """
-        path = self._staging_path(step, generation)
+        path = self._get_staging_path(step, generation)
         try:
             self.root.mkdir(exist_ok=True)
             path.mkdir(exist_ok=True)
@@ -63,10 +63,10 @@ class CheckpointStore:
 
     def discard(self, step: int, generation: int) -> None:
         """Give up an unfinished checkpoint: a rank could not write its part."""
-        shutil.rmtree(self._staging_path(step, generation), ignore_errors=True)
+        shutil.rmtree(self._get_staging_path(step, generation), ignore_errors=True)
 
-    def _staging_path(self, step: int, generation: int) -> Path:
-        return self.root / f".staging-{self.path(step).name}-g{generation}"
+    def _get_staging_path(self, step: int, generation: int) -> Path:
+        return self.root / f".staging-{self.get_path(step).name}-g{generation}"
 
     def publish(
         self,
@@ -74,7 +74,7 @@ class CheckpointStore:
         generation: int,
         reports: Sequence[ShardReport],
         meta: Mapping[str, Any],
-        guard: Callable[[], None],
+        pre_publish: Callable[[], None],
     ) -> Path:
         """Turn the staging directory into the checkpoint of `step`, replacing an earlier one, and return its path.
 
@@ -83,31 +83,31 @@ class CheckpointStore:
         when publishing fails the staging directory is removed. Raises what `guard` raises, and CheckpointError where
         the reports do not add up to whole tensors, a file is not as reported, or the disk refuses.
         """
-        staging = self._staging_path(step, generation)
+        staging = self._get_staging_path(step, generation)
         published = False
         try:
-            self._complete(staging, step, generation, reports, meta)
-            guard()
-            self._rename(staging, self.path(step))
+            self._finalize(staging, step, generation, reports, meta)
+            pre_publish()
+            self._rename(staging, self.get_path(step))
             published = True
         except OSError as error:
-            raise CheckpointError(f"{self.path(step)} cannot be published: {error.strerror}") from error
+            raise CheckpointError(f"{self.get_path(step)} cannot be published: {error.strerror}") from error
         finally:
             if not published:
                 shutil.rmtree(staging, ignore_errors=True)
-        return self.path(step)
+        return self.get_path(step)
 
-    def _complete(
+    def _finalize(
         self, staging: Path, step: int, generation: int, reports: Sequence[ShardReport], meta: Mapping[str, Any]
     ) -> None:
         """Check what the ranks wrote against their reports, and add the manifest."""
         manifest = build_manifest(step, generation, reports, meta)
-        if gap := _gap(combined_index(reports)):
+        if gap := _find_gap(build_index(reports)):
             raise CheckpointError(f"step {step} cannot be published: no rank has written {gap}")
         for report in reports:
-            if problem := _wrong_size(staging / report.file, report.bytes):
+            if problem := _find_size_problem(staging / report.file, report.bytes):
                 raise CheckpointError(f"step {step} cannot be published: {problem}")
-        with (staging / MANIFEST).open("w") as file:
+        with (staging / MANIFEST_FILE).open("w") as file:
             json.dump(manifest, file)
             file.flush()
             os.fsync(file.fileno())
@@ -129,15 +129,15 @@ class CheckpointStore:
         _sync_directory(self.root)
         shutil.rmtree(aside, ignore_errors=True)
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Steps with a manifest, ascending. Nothing is verified."""
-        return [step for step, path in self._directories() if (path / MANIFEST).is_file()]
+        return [step for step, path in self._list_directories() if (path / MANIFEST_FILE).is_file()]
 
-    def _directories(self) -> list[tuple[int, Path]]:
+    def _list_directories(self) -> list[tuple[int, Path]]:
         """Every `step-*` directory, with a manifest or without, by ascending step."""
         if not self.root.is_dir():
             return []
-        found = ((_PUBLISHED.fullmatch(path.name), path) for path in self.root.iterdir())
+        found = ((_STEP_PATTERN.fullmatch(path.name), path) for path in self.root.iterdir())
         return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
     def verify(self, step: int) -> Checkpoint:
@@ -145,18 +145,18 @@ class CheckpointStore:
 
         Raises CheckpointDamaged naming the file and what is wrong with it.
         """
-        return _verify(self.path(step))
+        return _verify(self.get_path(step))
 
-    def newest_valid(self, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
+    def find_newest_valid(self, on_corrupted: Callable[[Path, str], None]) -> Checkpoint | None:
         """The newest checkpoint that verifies; None where there is none.
 
         Each newer directory that does not is passed to `on_damaged` with the reason, newest first.
         """
-        for _, path in reversed(self._directories()):
+        for _, path in reversed(self._list_directories()):
             try:
                 return _verify(path)
-            except CheckpointDamaged as error:
-                on_damaged(path, str(error))
+            except CheckpointCorruptedError as error:
+                on_corrupted(path, str(error))
         return None
 
     def prune(self, keep: int) -> list[Path]:
@@ -165,8 +165,8 @@ class CheckpointStore:
         Only checkpoints with a readable manifest and files of the right size count as kept, so the last one that
         could be loaded is never deleted. Returns what was deleted; raises CheckpointError where deleting fails.
         """
-        directories = self._directories()
-        good = [step for step, path in directories if _looks_valid(path)]
+        directories = self._list_directories()
+        good = [step for step, path in directories if _has_expected_files(path)]
         if keep <= 0 or not good:
             return []
         oldest_kept = good[-keep:][0]
@@ -184,7 +184,7 @@ class CheckpointStore:
             deleted.append(path)
         return deleted
 
-    def discard_staging(self) -> None:
+    def remove_leftovers(self) -> None:
         """Clear what a driver that died has left: unfinished checkpoints and unfinished deletions.
 
         For the driver that holds the run, before its first checkpoint. A checkpoint that had stepped aside for a new
@@ -193,7 +193,7 @@ class CheckpointStore:
         if not self.root.is_dir():
             return
         for path in list(self.root.iterdir()):
-            aside = _ASIDE.fullmatch(path.name)
+            aside = _REPLACED_PATTERN.fullmatch(path.name)
             try:
                 if aside and not (self.root / aside[1]).exists():
                     path.rename(self.root / aside[1])
@@ -203,10 +203,10 @@ class CheckpointStore:
                 raise CheckpointError(f"{path} cannot be cleared: {error.strerror}") from error
 
 
-def _gap(held: StateIndex) -> str | None:
+def _find_gap(index: StateIndex) -> str | None:
     """The first region of a tensor that nobody holds."""
-    whole = StateIndex(TensorSlices(t.name, t.shape, t.dtype, (Box.whole(t.shape),)) for t in held.values())
-    for name, region in missing([held], whole):
+    whole = StateIndex(TensorSlices(t.name, t.shape, t.dtype, (Box.from_shape(t.shape),)) for t in index.values())
+    for name, region in find_missing([index], whole):
         return f"{name}{region}"
     return None
 
@@ -214,17 +214,17 @@ def _gap(held: StateIndex) -> str | None:
 def _verify(path: Path) -> Checkpoint:
     checkpoint = read_manifest(path)
     if path.name != f"step-{checkpoint.step:08d}":
-        raise CheckpointDamaged(f"{path}: {MANIFEST} is that of step {checkpoint.step}")
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is that of step {checkpoint.step}")
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        problems = pool.map(_file_problem, (path / name for name in checkpoint.files), checkpoint.files.values())
+        problems = pool.map(_find_file_problem, (path / name for name in checkpoint.files), checkpoint.files.values())
         for problem in problems:
             if problem:
-                raise CheckpointDamaged(problem)
+                raise CheckpointCorruptedError(problem)
     return checkpoint
 
 
-def _file_problem(path: Path, expected: FileSum) -> str | None:
-    if problem := _wrong_size(path, expected.bytes):
+def _find_file_problem(path: Path, expected: FileChecksum) -> str | None:
+    if problem := _find_size_problem(path, expected.bytes):
         return problem
     try:
         with path.open("rb") as file:
@@ -236,7 +236,7 @@ def _file_problem(path: Path, expected: FileSum) -> str | None:
     return None
 
 
-def _wrong_size(path: Path, expected: int) -> str | None:
+def _find_size_problem(path: Path, expected: int) -> str | None:
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -244,13 +244,13 @@ def _wrong_size(path: Path, expected: int) -> str | None:
     return None if size == expected else f"{path}: {size} bytes, expected {expected}"
 
 
-def _looks_valid(path: Path) -> bool:
+def _has_expected_files(path: Path) -> bool:
     """Whether the manifest reads and every file has its size: cheap, where `verify` reads every byte."""
     try:
         checkpoint = read_manifest(path)
-    except CheckpointDamaged:
+    except CheckpointCorruptedError:
         return False
-    return not any(_wrong_size(path / name, expected.bytes) for name, expected in checkpoint.files.items())
+    return not any(_find_size_problem(path / name, expected.bytes) for name, expected in checkpoint.files.items())
 
 
 def _sync_directory(path: Path) -> None:

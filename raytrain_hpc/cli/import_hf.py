@@ -16,7 +16,7 @@ def import_hf(directory: str, out: str) -> None:
     from raytrain_hpc.huggingface.importer import import_model
 
     made = import_model(directory, out)
-    click.echo(f"{made.shape.num_parameters():,} parameters, tokenizer: {made.tokenizer or 'none'}")
-    data = f"raytrain-hpc prepare INPUT --out DIR --tokenizer hf:{out}/huggingface" if made.tokenizer else ""
+    click.echo(f"{made.model_spec.num_parameters():,} parameters, tokenizer: {made.tokenizer_kind or 'none'}")
+    data = f"raytrain-hpc prepare INPUT --out DIR --tokenizer hf:{out}/huggingface" if made.tokenizer_kind else ""
     for line in filter(None, (f"next: {data}" if data else "", f"next: raytrain-hpc train run.init_from={out}")):
         click.echo(line)

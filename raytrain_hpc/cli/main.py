@@ -25,7 +25,7 @@ COMMANDS = (
 )
 
 
-class CommandFiles(click.Group):
+class LazyGroup(click.Group):
     """A group whose commands are the modules of this package, so that `train` does not import what `bench` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -41,7 +41,7 @@ class CommandFiles(click.Group):
         return command
 
 
-@click.group(cls=CommandFiles, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="raytrain-hpc")
 def main() -> None:
     """Train language models on a Ray cluster that changes under you."""

@@ -11,8 +11,8 @@ import click
 
 from raytrain_hpc.errors import ConfigError, RaytrainError
 
-STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
-POSITIVE = click.FloatRange(min=0, min_open=True)
+EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
+POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
 def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:

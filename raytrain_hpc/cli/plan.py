@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import POSITIVE, one_line_errors, split_words
+from raytrain_hpc.cli.options import POSITIVE_FLOAT, one_line_errors, split_words
 
 
 @click.command()
@@ -21,12 +21,20 @@ from raytrain_hpc.cli.options import POSITIVE, one_line_errors, split_words
 @click.option("--running", is_flag=True, help="Plan for the Ray cluster that is running.")
 @click.option("--inside", default="", help="Link inside a node, as nvlink4 or pcie,gbs=20.  [default: the device's]")
 @click.option("--across", default="", help="Link across nodes, as infiniband-ndr, slingshot or ethernet.")
-@click.option("--tokens", type=POSITIVE, help="Tokens to train on.  [default: those of train.steps]")
+@click.option("--tokens", type=POSITIVE_FLOAT, help="Tokens to train on.  [default: those of train.steps]")
 @click.option(
-    "--device-hours", default=50_000.0, show_default=True, type=POSITIVE, help="Hours in which a device fails once."
+    "--device-hours",
+    default=50_000.0,
+    show_default=True,
+    type=POSITIVE_FLOAT,
+    help="Hours in which a device fails once.",
 )
 @click.option(
-    "--restart-seconds", default=300.0, show_default=True, type=POSITIVE, help="Starting all again from a checkpoint."
+    "--restart-seconds",
+    default=300.0,
+    show_default=True,
+    type=POSITIVE_FLOAT,
+    help="Starting all again from a checkpoint.",
 )
 @click.option("--measure", type=click.IntRange(min=1), help="Train the first so many on the running cluster instead.")
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(min=1), help="Of each, with --measure.")
@@ -41,17 +49,17 @@ def plan(
     list to choose from.
     """
     from raytrain_hpc.api import plan as make_plan
-    from raytrain_hpc.cli.plan_table import plan_lines
+    from raytrain_hpc.cli.plan_table import format_plan
     from raytrain_hpc.config.loader import load_config
 
     path, overrides = split_words(words)
     if measure:
-        from raytrain_hpc.cli.autotune import measure as measured
+        from raytrain_hpc.cli.autotune import measure_layouts as measured
 
         trials = measured(load_config(path, overrides), measure, steps, lambda line: click.echo(line, err=True))
-        for line in [json.dumps(trials.to_json(), indent=2)] if as_json else trials.lines():
+        for line in [json.dumps(trials.to_json(), indent=2)] if as_json else trials.format_lines():
             click.echo(line)
         return
     made = make_plan(load_config(path, overrides), restart_s=restart_seconds, **options)
-    for line in [json.dumps(made, indent=2)] if as_json else plan_lines(made):
+    for line in [json.dumps(made, indent=2)] if as_json else format_plan(made):
         click.echo(line)

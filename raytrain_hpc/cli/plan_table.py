@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def plan_lines(plan: dict[str, Any], most: int = 8) -> list[str]:
+def format_plan(plan: dict[str, Any], max_rows: int = 8) -> list[str]:
     """A plan for a terminal: the verdict, the best layout and the ones after it, and what to expect."""
     cluster, cut, expected, budget = plan["machine"], plan["microbatches"], plan["failures"], plan["budget"]
     device = cluster["device"]
@@ -31,15 +31,15 @@ def plan_lines(plan: dict[str, Any], most: int = 8) -> list[str]:
         f"goodput       {100 * expected['in_memory']:.2f}% going on in memory ({expected['pause_s']:g} s a failure), "
         f"{100 * expected['from_checkpoints']:.2f}% from checkpoints ({expected['restart_s']:g} s to start again)",
     ]
-    return [*lines, "", *_table(plan["layouts"][:most]), *_left_out(plan["layouts"], most)]
+    return [*lines, "", *_format_table(plan["layouts"][:max_rows]), *_format_omitted(plan["layouts"], max_rows)]
 
 
-def _left_out(layouts: list[dict[str, Any]], most: int) -> list[str]:
+def _format_omitted(layouts: list[dict[str, Any]], max_rows: int) -> list[str]:
     fitting = sum(row["fits"] for row in layouts)
-    return [f"{len(layouts)} legal layouts, {fitting} fit; --json prints all"] if len(layouts) > most else []
+    return [f"{len(layouts)} legal layouts, {fitting} fit; --json prints all"] if len(layouts) > max_rows else []
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _format_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["dp_rep dp_shard  tp  cp  pp  ep zero  micro x acc  recompute    step s     tok/s    mfu     GiB  why"]
     for row in rows:
         cut = f"{row['micro_batch']} x {row['grad_acc']}"

@@ -32,7 +32,7 @@ def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
     """Turn text, JSONL and Parquet (.gz, .zst too) in files, folders and patterns into token shards."""
     from rich.progress import Progress
 
-    from raytrain_hpc.data.dataset.inspect import closing_lines
+    from raytrain_hpc.data.dataset.inspect import format_prepare_summary
     from raytrain_hpc.data.preprocess.prepare import prepare as write_dataset
 
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
@@ -43,6 +43,6 @@ def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             **options,
         )
-    for line in closing_lines(manifest):
+    for line in format_prepare_summary(manifest):
         click.echo(line)
     click.echo(f"next: raytrain-hpc train data.path={out}")

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from raytrain_hpc.cli.options import STOPPED, one_line_errors, split_words
+from raytrain_hpc.cli.options import EXIT_STOPPED, one_line_errors, split_words
 
 _SCRIPT_DEFAULTS = (
     "data.path=synthetic",
@@ -24,13 +24,13 @@ def run(script: str, words: tuple[str, ...]) -> None:
     from pathlib import Path
 
     from raytrain_hpc.api import run_script
-    from raytrain_hpc.cli.train_summary import closing_lines
+    from raytrain_hpc.cli.train_summary import format_summary
     from raytrain_hpc.config.loader import load_config
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides, beneath=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
+    config = load_config(path, overrides, defaults=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
     result = run_script(config, script)
-    for line in closing_lines(config, result):
+    for line in format_summary(config, result):
         click.echo(line)
     if result.outcome == "stopped":
-        sys.exit(STOPPED)
+        sys.exit(EXIT_STOPPED)

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from raytrain_hpc.cli.options import STOPPED, one_line_errors, split_words
+from raytrain_hpc.cli.options import EXIT_STOPPED, one_line_errors, split_words
 
 
 @click.command()
@@ -19,12 +19,12 @@ def train(words: tuple[str, ...]) -> None:
     path, overrides = split_words(words)
     config = load_config(path, overrides)
     from raytrain_hpc.api import train as run_training
-    from raytrain_hpc.cli.train_summary import closing_lines, sample_lines
+    from raytrain_hpc.cli.train_summary import format_sample, format_summary
 
     result = run_training(config)
-    for line in sample_lines(config, result):
+    for line in format_sample(config, result):
         click.echo(line)
-    for line in closing_lines(config, result):
+    for line in format_summary(config, result):
         click.echo(line)
     if result.outcome == "stopped":
-        sys.exit(STOPPED)
+        sys.exit(EXIT_STOPPED)

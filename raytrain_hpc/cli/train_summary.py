@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
 
 
-def sample_lines(config: Config, result: Result) -> Iterator[str]:
+def format_sample(config: Config, result: Result) -> Iterator[str]:
     """A sample of the model's own text, where the run has a tokenizer."""
     run_dir = Path(config.run.dir)
     if result.outcome != "done" or not config.observe.sample_tokens or not (run_dir / "tokenizer.json").exists():
@@ -28,10 +28,10 @@ def sample_lines(config: Config, result: Result) -> Iterator[str]:
         yield f"  | {line}"
 
 
-def closing_lines(config: Config, result: Result) -> Iterator[str]:
+def format_summary(config: Config, result: Result) -> Iterator[str]:
     """Figures, paths, and what to type next."""
     if result.outcome == "stopped":
-        yield f"stopped at step {result.steps} of {config.train.steps}; saved in {_shown(config, result)}"
+        yield f"stopped at step {result.steps} of {config.train.steps}; saved in {_display_path(config, result)}"
         yield "next: the same command goes on from there"
         return
     losses = [f"train loss {result.train_loss:.4f}" if result.train_loss is not None else ""]
@@ -45,12 +45,12 @@ def closing_lines(config: Config, result: Result) -> Iterator[str]:
     if config.observe.tensorboard:
         yield f"  tensorboard  tensorboard --logdir {run_dir}/tb"
     if result.checkpoint:
-        yield f"  checkpoint   {_shown(config, result)}"
+        yield f"  checkpoint   {_display_path(config, result)}"
     prompt = ' --prompt "def "' if config.data.path == STDLIB and not config.data.sources else ""
     yield f"next: raytrain-hpc generate {run_dir}{prompt}"
 
 
-def _shown(config: Config, result: Result) -> Path | None:
+def _display_path(config: Config, result: Result) -> Path | None:
     """The checkpoint's path as the user gave it."""
     if result.checkpoint is None:
         return None

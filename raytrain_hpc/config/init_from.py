@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config.model_spec import ModelShape, settings_of
+from raytrain_hpc.config.model_spec import ModelSpec, spec_to_settings
 from raytrain_hpc.errors import ConfigError
 
-KEY = "run.init_from"
+INIT_FROM_KEY = "run.init_from"
 
 
-def model_settings(directory: str, origin: str) -> dict[str, Any]:
+def read_model_settings(directory: str, origin: str) -> dict[str, Any]:
     """Keys of section `model` that make the decoder in this run directory.
 
     Raises ConfigError where it holds no checkpoint of a decoder.
@@ -20,11 +20,11 @@ def model_settings(directory: str, origin: str) -> dict[str, Any]:
     manifests = sorted(Path(directory).expanduser().glob("checkpoints/step-*/manifest.json"))
     if not manifests:
         remedy = "has no checkpoint; give a run directory, or what `raytrain-hpc import-hf` wrote"
-        raise ConfigError(KEY, directory, origin, remedy)
+        raise ConfigError(INIT_FROM_KEY, directory, origin, remedy)
     try:
         meta = json.loads(manifests[-1].read_text())["meta"]
         if meta["model"] is None:  # a module of the caller's own
             return {}
-        return {"max_positions": meta.get("positions", meta["seq_len"]), **settings_of(ModelShape(**meta["model"]))}
+        return {"max_positions": meta.get("positions", meta["seq_len"]), **spec_to_settings(ModelSpec(**meta["model"]))}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(KEY, directory, origin, f"{manifests[-1]} cannot be read ({error!r})") from error
+        raise ConfigError(INIT_FROM_KEY, directory, origin, f"{manifests[-1]} cannot be read ({error!r})") from error

@@ -12,13 +12,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from raytrain_hpc.config.init_from import model_settings
+from raytrain_hpc.config.init_from import read_model_settings
 from raytrain_hpc.config.presets import PRESETS
-from raytrain_hpc.config.schema import AUTO, PLANNED, Config, SourceConfig, StageConfig, to_plain
-from raytrain_hpc.config.validation import check_rules
+from raytrain_hpc.config.schema import AUTO, PLANNABLE_KEYS, Config, SourceConfig, StageConfig, to_dict
+from raytrain_hpc.config.validation import validate_config
 from raytrain_hpc.errors import ConfigError
 
-_KINDS = {
+_TYPE_DESCRIPTIONS = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Sequence[str] = (), *, beneath: Sequence[str] = ()
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, defaults: Sequence[str] = ()
 ) -> Config:
     """The resolved config: defaults, then the YAML file and its bases, then `key=value` words, in that order.
 
@@ -51,96 +51,96 @@ def load_config(
 
     Raises ConfigError naming key, value, origin and remedy for an unknown key, a wrong type or an impossible value.
     """
-    settings = list(_from_file(Path(path), ())) if path is not None else []
+    settings = list(_load_file(Path(path), ())) if path is not None else []
     if path is not None and not any(s.key == "run.name" for s in settings):
         settings.insert(0, Setting("run.name", Path(path).stem, str(path)))
-    settings += [_from_word(word) for word in overrides]
-    return build_config([*(_from_word(word)._replace(origin="") for word in beneath), *settings])
+    settings += [_parse_override(word) for word in overrides]
+    return build_config([*(_parse_override(word)._replace(origin="") for word in defaults), *settings])
 
 
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
     tree = OmegaConf.structured(Config)
     among: dict[str, list[Any] | None] = {}
-    for setting in _with_model(settings):
-        if setting.key in PLANNED:
+    for setting in _prepend_model_settings(settings):
+        if setting.key in PLANNABLE_KEYS:
             among.pop(setting.key, None)
-            if isinstance(setting.value, list) or (setting.value == AUTO and _default(setting.key) != AUTO):
-                among[setting.key] = _options(tree, setting)
+            if isinstance(setting.value, list) or (setting.value == AUTO and _get_default(setting.key) != AUTO):
+                among[setting.key] = _collect_choices(tree, setting)
                 continue
-        _apply(tree, setting)
+        _apply_setting(tree, setting)
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         # Only references between keys are resolved this late: name the text that holds the one that leads nowhere.
         last = {s.key: s for s in settings}.get(str(error.full_key), Setting(str(error.full_key), "", ""))
-        raise ConfigError(last.key, last.value, last.origin, _first_line(error)) from error
+        raise ConfigError(last.key, last.value, last.origin, _get_first_line(error)) from error
     if not isinstance(config, Config):
         raise TypeError("OmegaConf did not give back a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
-    config.__dict__["_among"] = among
-    check_rules(config)
+    config.__dict__["_auto_choices"] = among
+    validate_config(config)
     config.run.dir = str(Path(config.run.dir).expanduser())
     if config.run.init_from:
         config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
     return config
 
 
-def _options(tree: Any, setting: Setting) -> list[Any] | None:
+def _collect_choices(tree: Any, setting: Setting) -> list[Any] | None:
     """What the planner may choose from: each value as good as if it stood alone. Leaves the first one in the tree."""
-    OmegaConf.update(tree, setting.key, _default(setting.key))
+    OmegaConf.update(tree, setting.key, _get_default(setting.key))
     if setting.value == AUTO:
         return None
     if not setting.value:
         raise ConfigError(setting.key, "[]", setting.origin, "a list to choose from needs a value")
     for value in [*setting.value, setting.value[0]]:
-        _apply(tree, setting._replace(value=value))
-        if isinstance(value, int) and value < (low := _declared(setting.key).metadata["minimum"] or 0):
+        _apply_setting(tree, setting._replace(value=value))
+        if isinstance(value, int) and value < (low := _find_field(setting.key).metadata["minimum"] or 0):
             raise ConfigError(setting.key, value, setting.origin, f"needs at least {low:g}")
     return list(dict.fromkeys(setting.value))
 
 
-def _declared(dotted: str) -> Any:
-    return next(f for f in fields(_section_type(dotted.split(".")[0])) if _dotted_end(f.name, dotted))
+def _find_field(key: str) -> Any:
+    return next(f for f in fields(_get_section_class(key.split(".")[0])) if _is_field_of_key(f.name, key))
 
 
-def _default(dotted: str) -> Any:
-    return _declared(dotted).default
+def _get_default(key: str) -> Any:
+    return _find_field(key).default
 
 
-def config_text(config: Config) -> str:
+def config_to_yaml(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to the same values."""
-    plain = to_plain(config)
+    plain = to_dict(config)
     plain["model"]["preset"] = ""
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def known_keys() -> dict[str, str]:
+def get_key_docs() -> dict[str, str]:
     """Every dotted key and its documentation."""
     return {
         f"{section.name}.{f.name.rstrip('_')}": f.metadata["doc"]
         for section in fields(Config)
-        for f in fields(_section_type(section.name))
+        for f in fields(_get_section_class(section.name))
     }
 
 
-def _from_word(word: str) -> Setting:
-    name, equals, text = word.partition("=")
+def _parse_override(override: str) -> Setting:
+    name, equals, text = override.partition("=")
     if not equals or not name:
-        raise ConfigError(word, "", "command line", "a setting is written key=value")
+        raise ConfigError(override, "", "command line", "a setting is written key=value")
     name = name.strip()
     try:
         value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
-        if not _takes_text(name):
+        if not _is_text_key(name):
             raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
         value = text
-    if _takes_text(name) and not isinstance(value, str):
+    if _is_text_key(name) and not isinstance(value, str):
         value = text  # 2026_11_21 is a name, not a number
     return Setting(name, value, "command line")
 
 
-def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
+def _load_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     if path.resolve() in chain:
         raise ConfigError("base", str(path), str(chain[-1]), "the files name each other; break the circle")
     try:
@@ -148,7 +148,7 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     except OSError as error:
         raise ConfigError("config", str(path), "", f"cannot be read: {error.strerror}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), "", f"not valid YAML: {_yaml_problem(error)}") from error
+        raise ConfigError("config", str(path), "", f"not valid YAML: {_describe_yaml_error(error)}") from error
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
@@ -156,11 +156,11 @@ def _from_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     own = list(_flatten(root, "", path))
     for setting in own:
         if setting.key == "base":
-            yield from _from_file(path.parent / str(setting.value), (*chain, path.resolve()))
+            yield from _load_file(path.parent / str(setting.value), (*chain, path.resolve()))
     yield from (setting for setting in own if setting.key != "base")
 
 
-def _yaml_problem(error: Exception) -> str:
+def _describe_yaml_error(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = "" if mark is None else f"line {mark.line + 1}: "
     return where + " ".join(str(getattr(error, "problem", None) or error).split())
@@ -175,7 +175,7 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
             yield from _flatten(value_node, f"{dotted}.", path)
         elif dotted in sections and value_node.tag == "tag:yaml.org,2002:null":
             continue
-        elif _takes_text(dotted) and value_node.tag.rpartition(":")[2] in ("int", "float", "bool", "timestamp"):
+        elif _is_text_key(dotted) and value_node.tag.rpartition(":")[2] in ("int", "float", "bool", "timestamp"):
             yield Setting(dotted, value_node.value, origin)
         else:
             try:
@@ -185,92 +185,92 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
             yield Setting(dotted, value, origin)
 
 
-def _with_model(settings: list[Setting]) -> list[Setting]:
+def _prepend_model_settings(settings: list[Setting]) -> list[Setting]:
     """Keys of the preset, then of the model that the run starts from, go before all others, so that a key given beside
     them wins wherever it was given."""
     start = [s for s in settings if s.key == "run.init_from"][-1:]
     for _, directory, origin in (s for s in start if s.value):
-        there = model_settings(str(directory), origin)
+        there = read_model_settings(str(directory), origin)
         settings = [Setting(f"model.{k}", v, f"{directory}") for k, v in there.items()] + settings
     chosen = [s for s in settings if s.key == "model.preset" and s.value]
     if not chosen:
         return settings
     name = str(chosen[-1].value)
     if name not in PRESETS:
-        raise ConfigError("model.preset", name, chosen[-1].origin, _one_of(name, list(PRESETS)))
+        raise ConfigError("model.preset", name, chosen[-1].origin, _suggest(name, list(PRESETS)))
     return [Setting(f"model.{k}", v, f"preset {name}") for k, v in PRESETS[name].items()] + settings
 
 
-def _apply(tree: Any, setting: Setting) -> None:
+def _apply_setting(tree: Any, setting: Setting) -> None:
     section, _, name = setting.key.partition(".")
-    keys = known_keys()
+    keys = get_key_docs()
     if setting.key not in keys:
         sections = {f.name: f.type for f in fields(Config)}
         if section in sections and not name:
             raise ConfigError(setting.key, setting.value, setting.origin, f"{section} is a section; set {section}.KEY")
-        remedy = f"no such key; {_one_of(setting.key, list(keys))}"
+        remedy = f"no such key; {_suggest(setting.key, list(keys))}"
         raise ConfigError(setting.key, setting.value, setting.origin, remedy)
-    field_name = next(f.name for f in fields(_section_type(section)) if f.name.rstrip("_") == name)
+    field_name = next(f.name for f in fields(_get_section_class(section)) if f.name.rstrip("_") == name)
     if setting.value is None:
         raise ConfigError(setting.key, setting.value, setting.origin, "has no value")
     try:
-        OmegaConf.update(tree, f"{section}.{field_name}", _exact(setting))
+        OmegaConf.update(tree, f"{section}.{field_name}", _check_type(setting))
     except OmegaConfBaseException as error:
-        unknown = _first_line(error) if "Did you mean" in str(error) else ""
-        remedy = f"needs {_kind_name(_kind(setting))}" + (f"; {unknown}" if unknown else "")
+        unknown = _get_first_line(error) if "Did you mean" in str(error) else ""
+        remedy = f"needs {_describe_type(_get_type_name(setting))}" + (f"; {unknown}" if unknown else "")
         raise ConfigError(setting.key, setting.value, setting.origin, remedy) from error
 
 
-def _kind(setting: Setting) -> str:
+def _get_type_name(setting: Setting) -> str:
     """The declared type of a key, as written in config.py."""
-    return str(_declared(setting.key).type)
+    return str(_find_field(setting.key).type)
 
 
-def _exact(setting: Setting) -> Any:
+def _check_type(setting: Setting) -> Any:
     """Refuse the silent conversions: true is no number; a list of sources has known keys."""
-    kind = _kind(setting)
+    kind = _get_type_name(setting)
     if kind == "bool | str":
         return setting.value
     if isinstance(setting.value, bool) != (kind == "bool"):
-        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}")
+        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_describe_type(kind)}")
     if kind.endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
         try:
             return int(setting.value) if "int" in kind else float(setting.value)
         except ValueError:
-            raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_kind_name(kind)}") from None
+            raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_describe_type(kind)}") from None
     if kind == "float | str" and isinstance(setting.value, int):
         return float(setting.value)
     return setting.value
 
 
-def _takes_text(dotted: str) -> bool:
-    section, _, name = dotted.partition(".")
-    of_section = fields(_section_type(section)) if section in {f.name for f in fields(Config)} else ()
+def _is_text_key(key: str) -> bool:
+    section, _, name = key.partition(".")
+    of_section = fields(_get_section_class(section)) if section in {f.name for f in fields(Config)} else ()
     return any(f.type == "str" and f.name.rstrip("_") == name for f in of_section)
 
 
-def _dotted_end(field_name: str, dotted: str) -> bool:
-    return field_name.rstrip("_") == dotted.split(".", 1)[1]
+def _is_field_of_key(field_name: str, key: str) -> bool:
+    return field_name.rstrip("_") == key.split(".", 1)[1]
 
 
-def _kind_name(kind: str) -> str:
-    if kind.startswith("Literal["):
-        return "one of " + ", ".join(kind[len("Literal[") : -1].replace('"', "").replace("'", "").split(", "))
-    return _KINDS.get(kind, f"a value of type {kind}")
+def _describe_type(type_name: str) -> str:
+    if type_name.startswith("Literal["):
+        return "one of " + ", ".join(type_name[len("Literal[") : -1].replace('"', "").replace("'", "").split(", "))
+    return _TYPE_DESCRIPTIONS.get(type_name, f"a value of type {type_name}")
 
 
-def _section_type(section: str) -> Any:
+def _get_section_class(section: str) -> Any:
     made = next(f for f in fields(Config) if f.name == section).default_factory
     if not is_dataclass(made):
         raise TypeError(section)
     return made
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return str(error).splitlines()[0].strip()
 
 
-def _one_of(word: str, options: list[str]) -> str:
+def _suggest(word: str, options: list[str]) -> str:
     # A wrong section with the right last part ("optim.lr") is the commonest slip after a typing error.
     near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     near = near or [o for o in options if o.split(".")[-1] == word.split(".")[-1]]
@@ -280,4 +280,4 @@ def _one_of(word: str, options: list[str]) -> str:
     return f"known: {', '.join(sections)}"
 
 
-__all__ = ["Setting", "SourceConfig", "StageConfig", "build_config", "config_text", "known_keys", "load_config"]
+__all__ = ["Setting", "SourceConfig", "StageConfig", "build_config", "config_to_yaml", "get_key_docs", "load_config"]

@@ -8,14 +8,14 @@ from typing import Any, Literal
 from raytrain_hpc.config.schema import AUTO, ModelConfig
 from raytrain_hpc.errors import ConfigError
 
-VOCABULARY_TILE = 64  # rows of the head's table, of which a GPU multiplies whole tiles
+VOCAB_SIZE_MULTIPLE = 64  # rows of the head's table, of which a GPU multiplies whole tiles
 
 _FFN_MULTIPLE = 64
-_BALANCE = ("balance", "balance_weight", "balance_rate")
+_BALANCE_KEYS = ("balance", "balance_weight", "balance_rate")
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelSpec:
     """A ModelConfig with nothing left to choose. `dataclasses.asdict` gives it as JSON, `ModelShape(**...)` back."""
 
     vocab_size: int
@@ -62,58 +62,58 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def norm_parameters(self) -> int:
+    def num_norm_parameters(self) -> int:
         """Parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layernorm" and self.bias else 1)
 
     @property
-    def head_norm_parameters(self) -> int:
+    def num_qk_norm_parameters(self) -> int:
         """Parameters of the norms of queries and of keys in one block."""
-        return 2 * self.head_dim * self.norm_parameters // self.hidden_size if self.qk_norm else 0
+        return 2 * self.head_dim * self.num_norm_parameters // self.hidden_size if self.qk_norm else 0
 
     @property
-    def feed_forward_matrices(self) -> int:
+    def num_ffn_matrices(self) -> int:
         """Matrices of one feed-forward."""
         return 3 if self.activation == "swiglu" else 2
 
     @property
-    def channels_met(self) -> int:
+    def active_ffn_size(self) -> int:
         """Feed-forward channels that a position goes through, of all experts that it goes to."""
         if not self.num_experts:
             return self.ffn_size
         return self.experts_per_token * self.ffn_size + self.shared_expert_size
 
-    def layer_matrix_weights(self) -> int:
+    def num_active_matmul_parameters(self) -> int:
         """Weights of one block's matrix products that a position meets; no biases, no norms.
 
         Queries, keys, values, output and feed-forward, or router, shared expert and as many experts as it goes to.
         """
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
-        return attention + self.hidden_size * (self.feed_forward_matrices * self.channels_met + self.num_experts)
+        return attention + self.hidden_size * (self.num_ffn_matrices * self.active_ffn_size + self.num_experts)
 
-    def expert_parameters(self) -> int:
+    def num_expert_parameters(self) -> int:
         """Parameters of all experts of one block that are chosen among; 0 where feed-forwards are dense."""
-        return self.num_experts * self.feed_forward_matrices * self.hidden_size * self.ffn_size
+        return self.num_experts * self.num_ffn_matrices * self.hidden_size * self.ffn_size
 
-    def layer_parameters(self) -> int:
+    def num_layer_parameters(self) -> int:
         """Parameters of one block, all of them."""
         biases, dense = 0, self.shared_expert_size if self.num_experts else self.ffn_size
         if self.bias:
             biases = self.attention_size + 2 * self.kv_size + self.hidden_size
             if dense:
-                biases += self.hidden_size + (self.feed_forward_matrices - 1) * dense
+                biases += self.hidden_size + (self.num_ffn_matrices - 1) * dense
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
-        feed_forward = self.hidden_size * (self.feed_forward_matrices * dense + self.num_experts)
-        norms = 2 * self.norm_parameters + self.head_norm_parameters
-        return attention + feed_forward + self.expert_parameters() + biases + norms
+        feed_forward = self.hidden_size * (self.num_ffn_matrices * dense + self.num_experts)
+        norms = 2 * self.num_norm_parameters + self.num_qk_norm_parameters
+        return attention + feed_forward + self.num_expert_parameters() + biases + norms
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, exactly; a tied head is counted once."""
         tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_positions
-        return tables * self.hidden_size + self.num_layers * self.layer_parameters() + self.norm_parameters
+        return tables * self.hidden_size + self.num_layers * self.num_layer_parameters() + self.num_norm_parameters
 
 
-def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -> ModelShape:
+def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -> ModelSpec:
     """Fill in what the config leaves "auto". vocab_size is the dataset's, None where there is no dataset.
 
     Raises ConfigError where the vocabulary is known from neither side, or is smaller than the dataset's.
@@ -124,14 +124,14 @@ def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -
     if vocab_size is not None and vocabulary < vocab_size:
         remedy = f"the dataset has {vocab_size} tokens; give at least that, or auto"
         raise ConfigError("model.vocab_size", model.vocab_size, "", remedy)
-    return ModelShape(
+    return ModelSpec(
         vocab_size=vocabulary,
         hidden_size=model.hidden_size,
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_heads if model.num_kv_heads == AUTO else int(model.num_kv_heads),
-        ffn_size=_ffn_size(model),
-        max_positions=_max_positions(model, seq_len),
+        ffn_size=_resolve_ffn_size(model),
+        max_positions=_resolve_max_positions(model, seq_len),
         norm=model.norm,
         norm_eps=model.norm_eps,
         activation=model.activation,
@@ -147,20 +147,20 @@ def resolve_shape(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -
         rope_low_factor=model.rope_low_factor,
         rope_high_factor=model.rope_high_factor,
         rope_original=model.rope_original,
-        **_experts(model),
+        **_resolve_experts(model),
     )
 
 
-def settings_of(shape: ModelShape) -> dict[str, Any]:
+def spec_to_settings(spec: ModelSpec) -> dict[str, Any]:
     """The keys of section `model` that resolve to this shape, whatever the dataset and train.seq_len."""
-    settings = asdict(shape)
-    left_out = [] if shape.positions == "learned" else ["max_positions"]
-    if not shape.num_experts:
-        left_out += ["num_experts", "experts_per_token", "shared_expert_size", *_BALANCE]
+    settings = asdict(spec)
+    left_out = [] if spec.positions == "learned" else ["max_positions"]
+    if not spec.num_experts:
+        left_out += ["num_experts", "experts_per_token", "shared_expert_size", *_BALANCE_KEYS]
     return {key: value for key, value in settings.items() if key not in left_out}
 
 
-def _max_positions(model: ModelConfig, seq_len: int) -> int:
+def _resolve_max_positions(model: ModelConfig, seq_len: int) -> int:
     if model.positions != "learned":
         return 0
     if model.max_positions == AUTO:
@@ -171,7 +171,7 @@ def _max_positions(model: ModelConfig, seq_len: int) -> int:
     return int(model.max_positions)
 
 
-def _experts(model: ModelConfig) -> dict[str, Any]:
+def _resolve_experts(model: ModelConfig) -> dict[str, Any]:
     if not model.num_experts:
         return {}
     return {
@@ -184,7 +184,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _ffn_size(model: ModelConfig) -> int:
+def _resolve_ffn_size(model: ModelConfig) -> int:
     if model.ffn_size != AUTO:
         return int(model.ffn_size)
     if model.activation == "gelu":

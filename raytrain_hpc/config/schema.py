@@ -13,7 +13,7 @@ from raytrain_hpc.config.field import AUTO, key
 from raytrain_hpc.config.model import ModelConfig
 
 # What the planner can choose: these keys also take `auto`, or a list of values to choose from.
-PLANNED = (
+PLANNABLE_KEYS = (
     *(f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero")),
     *(f"parallel.{name}" for name in ("schedule", "recompute", "offload")),
     "train.micro_batch",
@@ -347,27 +347,27 @@ class Config:
     fault: FaultConfig = field(default_factory=FaultConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
-    def origin(self, dotted: str) -> str:
+    def origin(self, key: str) -> str:
         """Where a key was set ("conf/x.yaml:12", "command line"), or "" for a default."""
         origins: dict[str, str] = self.__dict__.get("_origins", {})
-        return origins.get(dotted, "")
+        return origins.get(key, "")
 
     @property
-    def among(self) -> dict[str, list[Any] | None]:
+    def auto_choices(self) -> dict[str, list[Any] | None]:
         """Keys that were left to the planner in so many words: a list to choose from, or None for `auto`.
 
         Until it has chosen, such a key holds its default, or the first of the list.
         """
-        found: dict[str, list[Any] | None] = self.__dict__.get("_among", {})
+        found: dict[str, list[Any] | None] = self.__dict__.get("_auto_choices", {})
         return found
 
 
-def to_plain(config: object) -> Any:
+def to_dict(config: object) -> Any:
     """A config (or a section) as dicts and lists, with the keys as a user writes them."""
     if is_dataclass(config):
-        return {f.name.rstrip("_"): to_plain(getattr(config, f.name)) for f in fields(config)}
+        return {f.name.rstrip("_"): to_dict(getattr(config, f.name)) for f in fields(config)}
     if isinstance(config, list):
-        return [to_plain(item) for item in config]
+        return [to_dict(item) for item in config]
     return config
 
 
@@ -382,11 +382,11 @@ __all__ = [
     "InjectConfig",
     "ModelConfig",
     "ObserveConfig",
-    "PLANNED",
+    "PLANNABLE_KEYS",
     "ParallelConfig",
     "RunConfig",
     "SourceConfig",
     "StageConfig",
     "TrainConfig",
-    "to_plain",
+    "to_dict",
 ]

@@ -9,21 +9,21 @@ from raytrain_hpc.config.schema import AUTO, Config, DataConfig, TrainConfig
 from raytrain_hpc.errors import ConfigError
 
 
-def check_rules(config: Config) -> None:
+def validate_config(config: Config) -> None:
     """Raise ConfigError for the first rule that a config breaks."""
-    _ranges(config)
-    for rule in (_run, _model, _data, _train, _parallel, _fault, _observe):
+    _check_ranges(config)
+    for rule in (_check_run, _check_model, _check_data, _check_train, _check_parallel, _check_fault, _check_observe):
         rule(config)
 
 
-def _fail(config: Config, key: str, remedy: str) -> ConfigError:
+def _make_error(config: Config, key: str, remedy: str) -> ConfigError:
     section, name = key.split(".")
     part = getattr(config, section)
     value = getattr(part, name if hasattr(part, name) else f"{name}_")
     return ConfigError(key, value, config.origin(key), remedy)
 
 
-def _ranges(config: Config) -> None:
+def _check_ranges(config: Config) -> None:
     for section in fields(config):
         part = getattr(config, section.name)
         for f in fields(part):
@@ -33,87 +33,87 @@ def _ranges(config: Config) -> None:
                 continue
             low, above = f.metadata["minimum"], f.metadata["above"]
             if value != value or value in (float("inf"), float("-inf")):
-                raise _fail(config, key, "needs a finite number")
+                raise _make_error(config, key, "needs a finite number")
             if low is not None and value < low:
-                raise _fail(config, key, f"needs at least {low:g}")
+                raise _make_error(config, key, f"needs at least {low:g}")
             if above is not None and value <= above:
-                raise _fail(config, key, f"needs more than {above:g}")
+                raise _make_error(config, key, f"needs more than {above:g}")
 
 
-def _run(config: Config) -> None:
+def _check_run(config: Config) -> None:
     if not config.run.dir or "\0" in config.run.dir:
-        raise _fail(config, "run.dir", "needs a directory")
+        raise _make_error(config, "run.dir", "needs a directory")
     if config.run.seed >= 1 << 63:
-        raise _fail(config, "run.seed", "needs a number below 2**63")
+        raise _make_error(config, "run.seed", "needs a number below 2**63")
 
 
-def _model(config: Config) -> None:
+def _check_model(config: Config) -> None:
     m = config.model
     if m.head_dim == AUTO and m.hidden_size % m.num_heads:
         remedy = f"must divide model.hidden_size={m.hidden_size}, or model.head_dim be given"
-        raise _fail(config, "model.num_heads", remedy)
+        raise _make_error(config, "model.num_heads", remedy)
     head_dim = m.hidden_size // m.num_heads if m.head_dim == AUTO else int(m.head_dim)
     if m.positions == "rotary" and head_dim % 2:
-        raise _fail(config, "model.num_heads", "rotary positions need an even number of channels a head")
+        raise _make_error(config, "model.num_heads", "rotary positions need an even number of channels a head")
     if m.rope_factor > 1 and m.rope_high_factor <= m.rope_low_factor:
-        raise _fail(config, "model.rope_high_factor", f"must exceed model.rope_low_factor={m.rope_low_factor:g}")
+        raise _make_error(config, "model.rope_high_factor", f"must exceed model.rope_low_factor={m.rope_low_factor:g}")
     if m.num_kv_heads != AUTO and m.num_heads % int(m.num_kv_heads):
-        raise _fail(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
+        raise _make_error(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
     if m.num_experts and m.experts_per_token > m.num_experts:
-        raise _fail(config, "model.experts_per_token", f"must not exceed model.num_experts={m.num_experts}")
+        raise _make_error(config, "model.experts_per_token", f"must not exceed model.num_experts={m.num_experts}")
     if m.num_experts and config.train.compile:
-        raise _fail(config, "model.num_experts", "not proven under train.compile yet; set train.compile=false")
+        raise _make_error(config, "model.num_experts", "not proven under train.compile yet; set train.compile=false")
     if not m.dropout < 1:
-        raise _fail(config, "model.dropout", "needs a probability below 1")
+        raise _make_error(config, "model.dropout", "needs a probability below 1")
 
 
-def _data(config: Config) -> None:
+def _check_data(config: Config) -> None:
     d = config.data
     # A default written out, as in a resolved config.yaml, contradicts nothing; here and for the warmup.
     if d.sources and d.path != DataConfig().path:
-        raise _fail(config, "data.path", "give data.path or data.sources, not both")
+        raise _make_error(config, "data.path", "give data.path or data.sources, not both")
     for source in d.sources:
         if not source.path:
-            raise _fail(config, "data.sources", "every source needs a path")
+            raise _make_error(config, "data.sources", "every source needs a path")
         if not 0 <= source.weight < float("inf"):
-            raise _fail(config, "data.sources", "weights are numbers of at least 0")
+            raise _make_error(config, "data.sources", "weights are numbers of at least 0")
     if d.sources and not sum(source.weight for source in d.sources):
-        raise _fail(config, "data.sources", "one weight at least must be above 0")
-    _stages(config)
+        raise _make_error(config, "data.sources", "one weight at least must be above 0")
+    _check_stages(config)
     if d.engine == "ray" and config.cluster.workers == 0:
-        raise _fail(config, "data.engine", "cluster.workers=0 trains without Ray; use engine=local")
+        raise _make_error(config, "data.engine", "cluster.workers=0 trains without Ray; use engine=local")
     if not d.path and not d.sources:
-        raise _fail(config, "data.path", "needs a dataset directory, stdlib or synthetic")
+        raise _make_error(config, "data.path", "needs a dataset directory, stdlib or synthetic")
 
 
-def _stages(config: Config) -> None:
+def _check_stages(config: Config) -> None:
     if config.data.stages and not config.data.sources:
-        raise _fail(config, "data.stages", "change the weights of a mixture: they need data.sources")
+        raise _make_error(config, "data.stages", "change the weights of a mixture: they need data.sources")
     before = 0
     for stage in config.data.stages:
         if len(stage.weights) != len(config.data.sources):
-            raise _fail(config, "data.stages", f"a stage needs {len(config.data.sources)} weights, one a source")
+            raise _make_error(config, "data.stages", f"a stage needs {len(config.data.sources)} weights, one a source")
         if not all(0 <= weight < float("inf") for weight in stage.weights) or not sum(stage.weights):
-            raise _fail(config, "data.stages", "weights are numbers of at least 0, and one of a stage above it")
+            raise _make_error(config, "data.stages", "weights are numbers of at least 0, and one of a stage above it")
         if stage.from_tokens <= before:
-            raise _fail(config, "data.stages", "from_tokens must be above 0 and ascend")
+            raise _make_error(config, "data.stages", "from_tokens must be above 0 and ascend")
         before = stage.from_tokens
 
 
-def _train(config: Config) -> None:
+def _check_train(config: Config) -> None:
     t = config.train
     if t.micro_batch != AUTO and t.global_batch % int(t.micro_batch):
-        near = _nearest_divisor(t.global_batch, int(t.micro_batch))
-        raise _fail(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
+        near = _find_nearest_divisor(t.global_batch, int(t.micro_batch))
+        raise _make_error(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
     if isinstance(t.deterministic, str) and t.deterministic != "elastic":
-        raise _fail(config, "train.deterministic", "needs false, true or elastic")
+        raise _make_error(config, "train.deterministic", "needs false, true or elastic")
     if t.min_lr != AUTO and float(t.min_lr) > t.lr:
-        raise _fail(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
+        raise _make_error(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
     if t.warmup != TrainConfig().warmup and t.warmup > t.steps > 0:
-        raise _fail(config, "train.warmup", f"must not exceed train.steps={t.steps}")
+        raise _make_error(config, "train.warmup", f"must not exceed train.steps={t.steps}")
     if t.lr_scaling != "none" and t.lr_base_batch == 0:
-        raise _fail(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")
-    _adapters(config)
+        raise _make_error(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")
+    _check_lora(config)
     checks: list[tuple[str, float, Callable[[float], bool], str]] = [
         ("train.beta1", t.beta1, lambda v: v < 1, "needs a number below 1"),
         ("train.beta2", t.beta2, lambda v: v < 1, "needs a number below 1"),
@@ -121,46 +121,48 @@ def _train(config: Config) -> None:
     ]
     for key, value, holds, remedy in checks:
         if not holds(value):
-            raise _fail(config, key, remedy)
+            raise _make_error(config, key, remedy)
 
 
-def _adapters(config: Config) -> None:
+def _check_lora(config: Config) -> None:
     t, p = config.train, config.parallel
     if not t.lora_rank:
         return
     known = TrainConfig().lora_targets
     if not t.lora_targets or not set(t.lora_targets) <= set(known):
-        raise _fail(config, "train.lora_targets", f"choose some of {', '.join(known)}")
+        raise _make_error(config, "train.lora_targets", f"choose some of {', '.join(known)}")
     for axis in ("tp", "cp", "pp", "ep"):
         if getattr(p, axis) > 1:
-            raise _fail(config, f"parallel.{axis}", "adapters train data-parallel, replicated or by ZeRO; set it to 1")
+            raise _make_error(
+                config, f"parallel.{axis}", "adapters train data-parallel, replicated or by ZeRO; set it to 1"
+            )
     if p.tile_mib:
-        raise _fail(config, "parallel.tile_mib", "layers with adapters are not tiled; set it to 0")
+        raise _make_error(config, "parallel.tile_mib", "layers with adapters are not tiled; set it to 0")
 
 
-def _parallel(config: Config) -> None:
+def _check_parallel(config: Config) -> None:
     p = config.parallel
-    if max([p.zero, *(config.among.get("parallel.zero") or ())]) > 3:
-        raise _fail(config, "parallel.zero", "ZeRO has the stages 0, 1, 2 and 3")
+    if max([p.zero, *(config.auto_choices.get("parallel.zero") or ())]) > 3:
+        raise _make_error(config, "parallel.zero", "ZeRO has the stages 0, 1, 2 and 3")
     if p.offload != "none" and config.train.optimizer == "sgd":
-        raise _fail(config, "parallel.offload", "train.optimizer=sgd keeps no state; use none")
+        raise _make_error(config, "parallel.offload", "train.optimizer=sgd keeps no state; use none")
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
-        raise _fail(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
+        raise _make_error(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 
 
-def _fault(config: Config) -> None:
+def _check_fault(config: Config) -> None:
     workers, least = config.cluster.workers, config.cluster.min_workers
     if AUTO not in (workers, least) and int(least) > max(1, int(workers)):
-        raise _fail(config, "cluster.min_workers", f"must not exceed cluster.workers={workers}")
+        raise _make_error(config, "cluster.min_workers", f"must not exceed cluster.workers={workers}")
     if workers == 0 and any(fault.kind not in ("nan", "exception") for fault in config.fault.inject):
-        raise _fail(config, "fault.inject", "cluster.workers=0 has one process, which would be gone; use workers")
+        raise _make_error(config, "fault.inject", "cluster.workers=0 has one process, which would be gone; use workers")
 
 
-def _observe(config: Config) -> None:
+def _check_observe(config: Config) -> None:
     steps = config.observe.profile_steps
     if len(steps) != 2 or steps[0] >= steps[1] or steps[0] < 0:
-        raise _fail(config, "observe.profile_steps", "needs [first, end] with first < end")
+        raise _make_error(config, "observe.profile_steps", "needs [first, end] with first < end")
 
 
-def _nearest_divisor(whole: int, wanted: int) -> int:
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - wanted), d))
+def _find_nearest_divisor(number: int, target: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - target), d))

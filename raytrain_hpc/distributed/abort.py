@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-End = tuple[str, int]  # address and port
+Endpoint = tuple[str, int]  # address and port
 
 
 class Connection(NamedTuple):
@@ -24,63 +24,67 @@ class Connection(NamedTuple):
 
     descriptor: int
     name: str
-    here: End
-    there: End
+    local_endpoint: Endpoint
+    remote_endpoint: Endpoint
 
 
-class Abort:
+class CollectiveAbort:
     """What there is to break in one generation."""
 
     def __init__(self, sockets: Mapping[int, str]):
         """`sockets`: those to other ranks, descriptor -> name."""
         self._lock = threading.Lock()
-        self._over, self.called = False, False
+        self._is_disarmed, self.is_aborted = False, False
         self._sockets = sockets
 
     def __call__(self) -> None:
         """Have what waits in a collective of this rank go on with an error. Any thread's; nothing once it is over."""
         with self._lock:
-            if self._over:
+            if self._is_disarmed:
                 return
-            self.called = True
+            self.is_aborted = True
             for descriptor, name in self._sockets.items():
                 _shut_down(descriptor, name)
             _abort_nccl()
 
-    def end(self) -> None:
+    def disarm(self) -> None:
         """The groups are being given up: their descriptors may become other files."""
         with self._lock:
-            self._over = True
+            self._is_disarmed = True
 
 
-def between_ranks(mine: Sequence[Connection], ends: Sequence[Collection[End]], rank: int) -> dict[int, str]:
+def find_peer_sockets(
+    own_connections: Sequence[Connection], endpoints: Sequence[Collection[Endpoint]], rank: int
+) -> dict[int, str]:
     """Of all connections that a process has, those of its groups: whose other end is one of another rank's `ends`.
 
     Descriptor -> name.
     """
-    others = {end for other, theirs in enumerate(ends) if other != rank for end in theirs}
-    return {one.descriptor: one.name for one in mine if one.there in others}
+    others = {end for other, theirs in enumerate(endpoints) if other != rank for end in theirs}
+    return {one.descriptor: one.name for one in own_connections if one.remote_endpoint in others}
 
 
-def connections() -> list[Connection]:
+def list_connections() -> list[Connection]:
     """Every TCP connection of this process."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        name = _name(descriptor)
+        name = _read_socket_name(descriptor)
         if not name.startswith("socket:"):
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or gone
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                found.append(Connection(descriptor, name, _end(one.getsockname()), _end(one.getpeername())))
+                found.append(
+                    Connection(descriptor, name, _to_endpoint(one.getsockname()), _to_endpoint(one.getpeername()))
+                )
     return found
 
 
-def _end(address: Any) -> End:
+def _to_endpoint(address: Any) -> Endpoint:
     """An end of a connection, the same from both sides: IPv4 may be dressed as IPv6."""
     return address[0].removeprefix("::ffff:"), address[1]
 
 
-def _name(descriptor: int) -> str:
+def _read_socket_name(descriptor: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # closed meanwhile
@@ -91,7 +95,7 @@ def _shut_down(descriptor: int, name: str) -> None:
     with contextlib.suppress(OSError):  # closed, or never connected any more
         own = os.dup(descriptor)
         with socket.socket(fileno=own) as connection:
-            if _name(own) == name:
+            if _read_socket_name(own) == name:
                 connection.shutdown(socket.SHUT_RDWR)
 
 

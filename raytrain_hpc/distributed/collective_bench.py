@@ -9,51 +9,53 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-_LEAST_S, _MOST = 0.05, 40  # seconds that a size is measured for at least, and repetitions at most
+_MIN_SECONDS, _MAX_REPEATS = 0.05, 40  # seconds that a size is measured for at least, and repetitions at most
 
 
-def measure(sizes: Sequence[int], device: torch.device) -> dict[str, dict[int, float]]:
+def measure_collectives(sizes: Sequence[int], device: torch.device) -> dict[str, dict[int, float]]:
     """Operation -> bytes -> median seconds over all ranks of the world group. Collective.
 
     `sizes`: of the whole tensor that an operation is about, as nccl-tests count; rounded up to whole ranks.
     """
     ranks, found = dist.get_world_size(), {}
-    for operation in _operations():
-        found[operation] = {size: _seconds(operation, -(-size // (4 * ranks)) * ranks, device) for size in sizes}
+    for operation in _list_operations():
+        found[operation] = {
+            size: _measure_operation(operation, -(-size // (4 * ranks)) * ranks, device) for size in sizes
+        }
     return found
 
 
-def _operations() -> list[str]:
+def _list_operations() -> list[str]:
     return ["all_reduce", "reduce", "broadcast", "all_gather", "scatter", "reduce_scatter", "all_to_all", "send"]
 
 
-def _seconds(operation: str, elements: int, device: torch.device) -> float:
+def _measure_operation(operation: str, numel: int, device: torch.device) -> float:
     """Of one of so many fp32 elements: the slowest rank's time in each round, the median over rounds."""
-    once = _prepared(operation, elements, device)
-    _timed(once, device)  # connections are made by the first
-    first = _slowest(_timed(once, device), device)
-    rounds = int(min(_MOST, max(3, _LEAST_S / max(first, 1e-6))))
-    return median(_slowest(_timed(once, device), device) for _ in range(rounds))
+    once = _make_operation(operation, numel, device)
+    _time_once(once, device)  # connections are made by the first
+    first = _reduce_max(_time_once(once, device), device)
+    rounds = int(min(_MAX_REPEATS, max(3, _MIN_SECONDS / max(first, 1e-6))))
+    return median(_reduce_max(_time_once(once, device), device) for _ in range(rounds))
 
 
-def _timed(once: Callable[[], object], device: torch.device) -> float:
+def _time_once(run: Callable[[], object], device: torch.device) -> float:
     dist.barrier()
     began = time.perf_counter()
-    once()
+    run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
+def _reduce_max(seconds: float, device: torch.device) -> float:
     worst = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
 
-def _prepared(operation: str, elements: int, device: torch.device) -> Callable[[], object]:
+def _make_operation(operation: str, numel: int, device: torch.device) -> Callable[[], object]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole, part = torch.ones(elements, device=device), torch.ones(elements // ranks, device=device)
+    whole, part = torch.ones(numel, device=device), torch.ones(numel // ranks, device=device)
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole)
     if operation == "reduce":
@@ -61,12 +63,12 @@ def _prepared(operation: str, elements: int, device: torch.device) -> Callable[[
     if operation == "broadcast":
         return lambda: dist.broadcast(whole, src=0)
     if operation == "all_gather":
-        gather = _named("all_gather_single", "all_gather_into_tensor")
+        gather = _get_collective("all_gather_single", "all_gather_into_tensor")
         return lambda: gather(whole, part)
     if operation == "scatter":
         return lambda: dist.scatter(part, list(whole.chunk(ranks)) if rank == 0 else None, src=0)
     if operation == "reduce_scatter":
-        reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter = _get_collective("reduce_scatter_single", "reduce_scatter_tensor")
         return lambda: reduce_scatter(part, whole)
     if operation == "all_to_all":
         other = torch.empty_like(whole)
@@ -76,7 +78,7 @@ def _prepared(operation: str, elements: int, device: torch.device) -> Callable[[
     return (lambda: dist.recv(whole, src=0)) if rank == ranks - 1 else lambda: None
 
 
-def _named(name: str, before: str) -> Callable[..., object]:
+def _get_collective(name: str, old_name: str) -> Callable[..., object]:
     """A function of torch.distributed by its name since torch 2.13, or the one it had before."""
-    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, old_name)
     return found

@@ -9,7 +9,7 @@ import struct
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Name of the interface that has this IPv4 address, None where there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECIDED = "decided"  # key that says which of the two a generation is: all are there, or it will not be formed
-FORMED, FALLEN = "formed", "fallen"
+DECISION_KEY = "decided"  # key that says which of the two a generation is: all are there, or it will not be formed
+FORMED, ABORTED = "formed", "fallen"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from raytrain_hpc.driver.run_directory import RunDirectory
-from raytrain_hpc.errors import WorkerFailed
+from raytrain_hpc.errors import WorkerFailedError
 
 
 class IncidentLog:
@@ -19,26 +19,26 @@ class IncidentLog:
 
     def __init__(self, directory: RunDirectory):
         self._directory = directory
-        self._lines = directory.past_incidents()
-        self._open: dict[str, Any] | None = None
+        self._lines = directory.read_incidents()
+        self._open_incident: dict[str, Any] | None = None
 
-    def failed(self, failure: WorkerFailed, generation: int, committed: int, world: int) -> None:
+    def record_failure(self, failure: WorkerFailedError, generation: int, committed_step: int, world: int) -> None:
         """A generation of `world` ranks ended with this failure after `committed` steps."""
         seen = failure.last_seen
-        self._open = {
+        self._open_incident = {
             "kind": failure.kind,
             "rank": failure.rank,
             "ranks": list(failure.ranks),
             "node": failure.node,
             "pid": failure.pid,
-            "operation": failure.operation or f"training step {committed + 1}",
+            "operation": failure.operation or f"training step {committed_step + 1}",
             "reason": failure.reason,
             "generation": generation,
             "world": world,
             "world_after": None,
-            "step": committed,
-            "time": failure.detected,
-            "detected_s": None if seen is None else failure.detected - seen,
+            "step": committed_step,
+            "time": failure.detected_at,
+            "detected_s": None if seen is None else failure.detected_at - seen,
             "recovered_s": None,
             "steps_lost": None,
             "stacks": failure.stacks,
@@ -46,30 +46,30 @@ class IncidentLog:
         self._lines.append("")
         self._write()
 
-    def noted(self, record: dict[str, Any], generation: int, committed: int) -> None:
+    def record_incident(self, record: dict[str, Any], generation: int, committed_step: int) -> None:
         """Something that a rank reports, and that is over. Written before an incident that still goes on."""
         line: dict[str, Any] = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s"))
         line |= {"time": time.time(), "detected_s": 0.0, "steps_lost": 0} | record
-        line |= {"generation": generation, "step": committed}
+        line |= {"generation": generation, "step": committed_step}
         line.pop("type")
-        self._lines.insert(len(self._lines) - (self._open is not None), json.dumps(line))
+        self._lines.insert(len(self._lines) - (self._open_incident is not None), json.dumps(line))
         self._directory.write_incidents(self._lines)
 
-    def resumed(self, first: int, world: int) -> None:
+    def record_resumption(self, first_step: int, world: int) -> None:
         """The next generation starts from `first` committed steps on `world` ranks."""
-        if self._open is not None:
-            self._open |= {"steps_lost": self._open["step"] - first, "world_after": world}
+        if self._open_incident is not None:
+            self._open_incident |= {"steps_lost": self._open_incident["step"] - first_step, "world_after": world}
             self._write()
 
-    def committed(self, when: float) -> dict[str, Any] | None:
+    def record_commit(self, commit_unix: float) -> dict[str, Any] | None:
         """A step was committed at this unix time. Returns the incident that the run has recovered from with it."""
-        if self._open is None:
+        if self._open_incident is None:
             return None
-        recovered, self._open["recovered_s"] = self._open, when - self._open["time"]
+        recovered, self._open_incident["recovered_s"] = self._open_incident, commit_unix - self._open_incident["time"]
         self._write()
-        self._open = None
+        self._open_incident = None
         return recovered
 
     def _write(self) -> None:
-        self._lines[-1] = json.dumps(self._open)
+        self._lines[-1] = json.dumps(self._open_incident)
         self._directory.write_incidents(self._lines)

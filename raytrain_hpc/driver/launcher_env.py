@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
+class LauncherTask:
     """One process of `size` that a launcher has started together. `local_rank`: its number on its node, where said."""
 
     launcher: str
     rank: int
-    size: int
+    num_tasks: int
     local_rank: int | None
 
 
 # Launcher, and its words for rank, size and number on the node; first what is sure: several speak MPICH's words, too.
-_LAUNCHERS = (
+_LAUNCHER_VARIABLES = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # sbatch's own script has no step
     ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # Polaris and Aurora
@@ -26,18 +26,18 @@ _LAUNCHERS = (
 )
 
 
-def task_of(environment: Mapping[str, str]) -> Task | None:
+def detect_launcher_task(environment: Mapping[str, str]) -> LauncherTask | None:
     """This process's; None where no launcher started it, or none whose words are known.
 
     Words that are no numbers are nobody's. Of two launchers with the same words the one counts that says more.
     """
     found = []
-    for launcher, *words in _LAUNCHERS:
-        rank, size, local = (_number(environment.get(word)) for word in words)
+    for launcher, *words in _LAUNCHER_VARIABLES:
+        rank, size, local = (_parse_number(environment.get(word)) for word in words)
         if rank is not None and size is not None and rank < size:
-            found.append(Task(launcher, rank, size, local))
+            found.append(LauncherTask(launcher, rank, size, local))
     return next((task for task in found if task.local_rank is not None), next(iter(found), None))
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() else None

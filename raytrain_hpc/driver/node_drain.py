@@ -6,20 +6,20 @@ import time
 
 import ray._private.state  # no public call tells
 
-_EVERY_S = 0.5
+_QUERY_INTERVAL_S = 0.5
 
 
-class Drains:
+class NodeDrainMonitor:
     """Asks Ray now and then."""
 
     def __init__(self) -> None:
-        self._asked = 0.0
-        self._found: frozenset[str] = frozenset()
+        self._last_query_time = 0.0
+        self._draining_nodes: frozenset[str] = frozenset()
 
-    def nodes(self) -> frozenset[str]:
+    def get_draining_nodes(self) -> frozenset[str]:
         """Ids of the nodes that are being drained, as Ray said at most half a second ago."""
         now = time.monotonic()
-        if now - self._asked > _EVERY_S:
-            self._asked = now
-            self._found = frozenset(ray._private.state.state.get_draining_nodes())
-        return self._found
+        if now - self._last_query_time > _QUERY_INTERVAL_S:
+            self._last_query_time = now
+            self._draining_nodes = frozenset(ray._private.state.state.get_draining_nodes())
+        return self._draining_nodes

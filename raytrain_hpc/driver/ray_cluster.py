@@ -13,19 +13,19 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.driver.launcher_env import task_of
+from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.ray_address import LOCAL, answers, auth_notice_hidden, named_address
+from raytrain_hpc.ray_address import LOCAL, get_cluster_address, hide_auth_notice, is_reachable
 
 
 @contextmanager
-def connected(config: Config, workers_wanted: int) -> Iterator[bool]:
+def connect_ray(config: Config, num_workers: int) -> Iterator[bool]:
     """Be connected to Ray inside; True where it was started here. Leaves a connection that was there before alone."""
     if ray.is_initialized():
         yield False
         return
-    with _signal_handlers_kept():
-        started = _connect(config, workers_wanted)
+    with _preserve_signal_handlers():
+        started = _connect(config, num_workers)
     try:
         yield started
     finally:
@@ -33,7 +33,7 @@ def connected(config: Config, workers_wanted: int) -> Iterator[bool]:
 
 
 @contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
+def _preserve_signal_handlers() -> Iterator[None]:
     """Ray replaces the SIGTERM handler by one that exits at once; a run wants to save first."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,21 +46,23 @@ def _signal_handlers_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(config: Config, workers_wanted: int) -> bool:
+def _connect(config: Config, num_workers: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = _address(config)
+    address = _resolve_address(config)
     if address is not None:
         try:
-            with auth_notice_hidden():
+            with hide_auth_notice():
                 ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, RayError) as error:
-            raise ClusterError(f"cluster.address={address}: Ray did not answer: {_first_line(error)}") from error
+            raise ClusterError(
+                f"cluster.address={address}: Ray did not answer: {_extract_first_line(error)}"
+            ) from error
         return False
-    task = task_of(os.environ)
+    task = detect_launcher_task(os.environ)
     if task is not None and task.rank > 0:  # the first may be somebody's shell
         raise ClusterError(
-            f"{task.launcher} has started {task.size} of these, and this is number {task.rank}: it would train alone, "
+            f"{task.launcher} has started {task.num_tasks} of these, and this is number {task.rank}: it would train alone, "
             "on a Ray of its own; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
             "(ray symmetric-run), or name a cluster that is there (cluster.address)"
         )
@@ -68,31 +70,31 @@ def _connect(config: Config, workers_wanted: int) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Our own Ray on one machine: enough slots for the run, and one CPU more, since trainers that hold every CPU
     # starve Ray Data.
-    cpus = max(os.cpu_count() or 1, workers_wanted + 1)
+    cpus = max(os.cpu_count() or 1, num_workers + 1)
     try:
-        with auth_notice_hidden():
+        with hide_auth_notice():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises a plain one where its processes start too slowly
-        raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}; see /tmp/ray") from error
+        raise ClusterError(f"Ray did not start on this machine: {_extract_first_line(error)}; see /tmp/ray") from error
     return True
 
 
-def _address(config: Config) -> str | None:
+def _resolve_address(config: Config) -> str | None:
     """The cluster to join, None to start one."""
-    address = named_address(config)
+    address = get_cluster_address(config)
     if address == LOCAL:
         return None
     # What runs here is joined as "auto": by its own address Ray would not look for the token it asks for.
-    return address if address != AUTO or _running_here() else None
+    return address if address != AUTO or _is_ray_running_locally() else None
 
 
-def _running_here() -> bool:
+def _is_ray_running_locally() -> bool:
     """Whether a cluster that `ray start` left running on this machine still answers."""
     from ray._private.utils import read_ray_address  # no public call tells without connecting
 
     address: str | None = read_ray_address()
-    return address is not None and answers(address)
+    return address is not None and is_reachable(address)
 
 
-def _first_line(error: BaseException) -> str:
+def _extract_first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,14 +9,14 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from raytrain_hpc.observability.metrics import KEYS
+from raytrain_hpc.observability.metrics import METRIC_KEYS
 
 
-class Gauges:
+class RayMetricsTracker:
     """One gauge a metric, named raytrain_SECTION_NAME and tagged with the run's name."""
 
-    def __init__(self, run: str):
-        self._run = run
+    def __init__(self, run_name: str):
+        self._run_name = run_name
         self._gauges: dict[str, Gauge] = {}
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -25,13 +25,13 @@ class Gauges:
             return
         for key, value in metrics.items():
             if value is not None:
-                self._gauge(key).set(float(value), {"run": self._run})
+                self._get_gauge(key).set(float(value), {"run": self._run_name})
 
     def close(self, *, failed: bool) -> None:
         """Nothing to do: what is shown last stays until Ray ends."""
 
-    def _gauge(self, key: str) -> Gauge:
+    def _get_gauge(self, key: str) -> Gauge:
         if key not in self._gauges:
             name = "raytrain_" + re.sub(r"\W", "_", key)
-            self._gauges[key] = Gauge(name, description=KEYS.get(key, key), tag_keys=("run",))
+            self._gauges[key] = Gauge(name, description=METRIC_KEYS.get(key, key), tag_keys=("run",))
         return self._gauges[key]

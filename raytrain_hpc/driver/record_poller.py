@@ -9,65 +9,66 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.driver.throttle import Sparing
-from raytrain_hpc.elastic.watchdog import Signs
+from raytrain_hpc.driver.throttle import Throttle
+from raytrain_hpc.elastic.watchdog import WorkerHealth
 from raytrain_hpc.runtime.control_channel import Record
 
-_EVERY_S = 1.0  # often enough to read along, seldom enough to cost nothing
-_A_SECOND = 500  # questions at most: the first rank has the steps to tell, the others little
-_HURRY_S = 0.05  # while stopping, and where a record is urgent
-_ANSWER_S = 10.0
+_POLL_INTERVAL_S = 1.0  # often enough to read along, seldom enough to cost nothing
+_MAX_POLLS_PER_S = 500  # questions at most: the first rank has the steps to tell, the others little
+_URGENT_INTERVAL_S = 0.05  # while stopping, and where a record is urgent
+_REPLY_TIMEOUT_S = 10.0
 
 
-class Listener:
+class RecordPoller:
     """Asks each rank for its records again and again, one question at a time."""
 
-    def __init__(self, actors: Sequence[Any], handle: Callable[[Record], None]):
-        self._actors, self._handle = actors, handle
+    def __init__(self, actors: Sequence[Any], on_record: Callable[[Record], None]):
+        self._actors, self._on_record = actors, on_record
         now = time.time()
-        self._asked: dict[int, tuple[float, Any]] = {}
-        self._looking = Sparing(0.0)
-        self._urged = [0] * len(actors)  # urgent records that each rank had made when it was last asked
-        self.seen = [now] * len(actors)  # when each rank last answered, unix time
+        self._pending: dict[int, tuple[float, Any]] = {}
+        self._throttle = Throttle(0.0)
+        self._urgent_counts = [0] * len(actors)  # urgent records that each rank had made when it was last asked
+        self.last_reply_unix = [now] * len(actors)  # when each rank last answered, unix time
 
-    def listen(self, signs: Mapping[int, Signs], *, hurry: bool = False) -> None:
+    def poll(self, health: Mapping[int, WorkerHealth], *, urgent: bool = False) -> None:
         """Take what has come, and ask who has not been asked for a while, or has something urgent. Returns at once."""
-        if not self._looking.due():
+        if not self._throttle.is_ready():
             return
-        with self._looking.doing():
-            self._take(0.0)
-            now, seldom = time.time(), len(self._actors) / _A_SECOND
+        with self._throttle.measure():
+            self._receive(0.0)
+            now, seldom = time.time(), len(self._actors) / _MAX_POLLS_PER_S
             for rank, actor in enumerate(self._actors):
-                urgent = signs[rank].urgent if rank in signs else 0
-                often = max(_HURRY_S if hurry or urgent > self._urged[rank] else _EVERY_S, seldom)
-                patience = often if rank else min(often, _EVERY_S)
-                if rank not in self._asked and now - self.seen[rank] > patience:
-                    self._asked[rank], self._urged[rank] = (now, actor.drain.remote()), urgent
+                num_urgent = health[rank].num_urgent_records if rank in health else 0
+                is_urgent = urgent or num_urgent > self._urgent_counts[rank]
+                often = max(_URGENT_INTERVAL_S if is_urgent else _POLL_INTERVAL_S, seldom)
+                patience = often if rank else min(often, _POLL_INTERVAL_S)
+                if rank not in self._pending and now - self.last_reply_unix[rank] > patience:
+                    self._pending[rank], self._urgent_counts[rank] = (now, actor.drain.remote()), num_urgent
 
-    def finish(self, timeout_s: float = _ANSWER_S, without: Collection[int] = ()) -> None:
+    def fetch_remaining(self, timeout_s: float = _REPLY_TIMEOUT_S, exclude: Collection[int] = ()) -> None:
         """Take all records that there are, of the ranks that answer in time; `without` those that are gone."""
         until = time.monotonic() + timeout_s
-        self._asked = {rank: asked for rank, asked in self._asked.items() if rank not in without}
-        self._take(timeout_s)
-        left = [(rank, actor) for rank, actor in enumerate(self._actors) if rank not in without]
-        self._asked |= {rank: (time.time(), actor.drain.remote()) for rank, actor in left}
-        self._take(max(0.0, until - time.monotonic()))
+        self._pending = {rank: asked for rank, asked in self._pending.items() if rank not in exclude}
+        self._receive(timeout_s)
+        left = [(rank, actor) for rank, actor in enumerate(self._actors) if rank not in exclude]
+        self._pending |= {rank: (time.time(), actor.drain.remote()) for rank, actor in left}
+        self._receive(max(0.0, until - time.monotonic()))
 
-    def silent(self) -> list[int]:
+    def find_silent_ranks(self) -> list[int]:
         """Ranks whose answer has been waited for too long."""
-        return [rank for rank, (when, _) in self._asked.items() if time.time() - when > _ANSWER_S]
+        return [rank for rank, (when, _) in self._pending.items() if time.time() - when > _REPLY_TIMEOUT_S]
 
-    def _take(self, timeout_s: float) -> None:
-        asked = {answer: rank for rank, (_, answer) in self._asked.items()}
+    def _receive(self, timeout_s: float) -> None:
+        asked = {answer: rank for rank, (_, answer) in self._pending.items()}
         if not asked:
             return
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
         for rank in sorted(asked[answer] for answer in ready):
-            _, answer = self._asked.pop(rank)
+            _, answer = self._pending.pop(rank)
             try:
                 records = ray.get(answer)
             except RayError:
                 continue  # its run call reports the death
-            self.seen[rank] = time.time()
+            self.last_reply_unix[rank] = time.time()
             for record in records:
-                self._handle(record)
+                self._on_record(record)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.distributed.rendezvous import DECIDED, FALLEN, Rendezvous
+from raytrain_hpc.distributed.rendezvous import ABORTED, DECISION_KEY, Rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -33,12 +33,12 @@ class RendezvousStore:
         patience = timedelta(seconds=self._timeout_s)
         return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=patience)
 
-    def fall(self, generation: int) -> None:
+    def abort_generation(self, generation: int) -> None:
         """Tell the ranks that still wait for others of this generation that it will not be formed."""
         from torch._C._distributed_c10d import PrefixStore
 
-        PrefixStore(f"generation-{generation}", self._store).set(DECIDED, FALLEN)
+        PrefixStore(f"generation-{generation}", self._store).set(DECISION_KEY, ABORTED)
 
-    def meeting(self, generation: int) -> Rendezvous:
+    def create_rendezvous(self, generation: int) -> Rendezvous:
         """Where the ranks of `generation` meet."""
         return Rendezvous(self._host, self._store.port, generation, self._timeout_s)

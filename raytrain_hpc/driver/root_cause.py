@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.elastic.fault_attribution import peer_gone
-from raytrain_hpc.errors import WorkerFailed
+from raytrain_hpc.elastic.fault_attribution import is_peer_failure
+from raytrain_hpc.errors import WorkerFailedError
 
-PEER_GONE = 3
-_GIVEN_UP = (
+CONSEQUENCE = 3
+_PRIMARY_KINDS = (
     "died",
     "node lost",
     "corrupt",
@@ -19,12 +19,12 @@ _GIVEN_UP = (
 )
 
 
-def innocence(failure: WorkerFailed) -> int:
+def cascade_order(failure: WorkerFailedError) -> int:
     """0: a dead process, or one given up on; up to PEER_GONE: what follows from the end of another one."""
-    if failure.kind in _GIVEN_UP:
+    if failure.kind in _PRIMARY_KINDS:
         return 0
     if failure.kind == "replicas differ":
-        return PEER_GONE
+        return CONSEQUENCE
     if failure.kind != "raised":
         return 1
-    return PEER_GONE if peer_gone(failure.reason) else 2
+    return CONSEQUENCE if is_peer_failure(failure.reason) else 2

@@ -5,60 +5,69 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from raytrain_hpc.driver.auto_layout import expected
+from raytrain_hpc.driver.auto_layout import estimate_run
 from raytrain_hpc.driver.run_setup import PreparedRun
-from raytrain_hpc.observability.console import short_count
-from raytrain_hpc.planner.explain import described, expectation
-from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, flops_per_token
+from raytrain_hpc.observability.console import format_count
+from raytrain_hpc.planner.explain import describe_estimate, describe_expectation
+from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
-from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
-from raytrain_hpc.planner.workload import work_of
+from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
+from raytrain_hpc.planner.workload import make_workload
 
 
-def announce(
-    prepared: PreparedRun, layout: Layout, batching: Batching, there: Machine, line: Callable[[str], None]
+def announce_run(
+    prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine, print_line: Callable[[str], None]
 ) -> None:
     """Write the settings and the plan to the run directory, and say what is about to be trained, on what is there."""
-    estimate, work = expected(prepared, layout, batching, there), work_of(prepared.config, prepared.shape)
-    config, shape, train = prepared.config, prepared.shape, prepared.config.train
-    own = parameters_of_rank(shape, layout, train.seq_len)
-    state = None if prepared.custom else state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
+    estimate, work = (
+        estimate_run(prepared, layout, batching, machine),
+        make_workload(prepared.config, prepared.model_spec),
+    )
+    config, shape, train = prepared.config, prepared.model_spec, prepared.config.train
+    own = count_max_rank_parameters(shape, layout, train.seq_len)
+    state = (
+        None
+        if prepared.custom
+        else compute_state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
+    )
     plan = {
         "layout": asdict(layout),
-        "workers": layout.world,
+        "workers": layout.world_size,
         "microbatches": asdict(batching),
         "state_bytes_per_rank": state,
-        "flops_per_token": None if prepared.custom else flops_per_token(shape, train.seq_len),
+        "flops_per_token": None if prepared.custom else compute_flops_per_token(shape, train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
         "memory": None if estimate is None else asdict(estimate.footprint),
-        "expected": None if estimate is None else described(estimate, estimate, work, there),
+        "expected": None if estimate is None else describe_estimate(estimate, estimate, work, machine),
     }
     tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
     prepared.directory.write_start(config, plan, tokenizer)
-    line(f"run     {config.run.dir}  seed {config.run.seed}")
+    print_line(f"run     {config.run.dir}  seed {config.run.seed}")
     if prepared.custom:
-        line("model   given by the caller")
+        print_line("model   given by the caller")
     else:
-        line(
-            f"model   {short_count(shape.num_parameters())} parameters: {shape.num_layers} layers, width "
+        print_line(
+            f"model   {format_count(shape.num_parameters())} parameters: {shape.num_layers} layers, width "
             f"{shape.hidden_size}, {shape.num_heads} heads, vocabulary {shape.vocab_size}; {train.dtype}"
         )
-    line(f"data    {_data_line(prepared)}")
+    print_line(f"data    {_describe_data(prepared)}")
     memory = "" if state is None else f"; {state / 2**30:.2f} GiB of state a worker"
-    line(f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}")
+    print_line(
+        f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}"
+    )
     if estimate is not None:
-        line(f"expect  {expectation(estimate, work, there)}")
-    line(
+        print_line(f"expect  {describe_expectation(estimate, work, machine)}")
+    print_line(
         f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
         f"(observe.peak_tflops={config.observe.peak_tflops})"
     )
 
 
-def _data_line(prepared: PreparedRun) -> str:
+def _describe_data(prepared: PreparedRun) -> str:
     data, dataset = prepared.config.data, prepared.dataset
     name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
     kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
-    counts = f"{short_count(sum(s.num_tokens for s in dataset.train))} for training"
-    val = "none" if dataset.val is None else short_count(dataset.val.num_tokens)
+    counts = f"{format_count(sum(s.num_tokens for s in dataset.train))} for training"
+    val = "none" if dataset.val is None else format_count(dataset.val.num_tokens)
     return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"

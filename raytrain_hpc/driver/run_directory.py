@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config.loader import config_text
+from raytrain_hpc.config.loader import config_to_yaml
 from raytrain_hpc.config.schema import Config
 
 
@@ -30,28 +30,28 @@ class RunDirectory:
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
         """What the run is about to do."""
-        self._replace(self.config, config_text(config))
-        self._replace(self.path / "plan.json", _json(plan))
+        self._write_atomically(self.config, config_to_yaml(config))
+        self._write_atomically(self.path / "plan.json", _to_json(plan))
         if tokenizer is not None:
-            self._replace(self.tokenizer, _json(tokenizer))
+            self._write_atomically(self.tokenizer, _to_json(tokenizer))
 
     def write_workers(self, generation: int, workers: list[dict[str, Any]]) -> None:
         """The generation now running."""
-        self._replace(self.path / "workers.json", _json({"generation": generation, "workers": workers}))
+        self._write_atomically(self.path / "workers.json", _to_json({"generation": generation, "workers": workers}))
 
     def write_result(self, result: dict[str, Any]) -> None:
         """How the run ended."""
-        self._replace(self.result, _json(result))
+        self._write_atomically(self.result, _to_json(result))
 
-    def past_incidents(self) -> list[str]:
+    def read_incidents(self) -> list[str]:
         """The lines of incidents.jsonl."""
         return self.incidents.read_text().splitlines() if self.incidents.exists() else []
 
     def write_incidents(self, lines: list[str]) -> None:
         """All lines of incidents.jsonl. They are few, and the last one is completed when the run has recovered."""
-        self._replace(self.incidents, "".join(f"{line}\n" for line in lines))
+        self._write_atomically(self.incidents, "".join(f"{line}\n" for line in lines))
 
-    def committed_metrics(self) -> Iterator[dict[str, Any]]:
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl in file order. A last line cut short by a kill is left out."""
         if not self.metrics.exists():
             return
@@ -62,14 +62,14 @@ class RunDirectory:
                 except json.JSONDecodeError:
                     continue
 
-    def metrics_of(self, step: int) -> dict[str, Any] | None:
+    def read_step_metrics(self, step: int) -> dict[str, Any] | None:
         """The line of `step` that counts: the last one."""
         found = None
-        for metrics in self.committed_metrics():
+        for metrics in self.read_metrics():
             found = metrics if metrics["step"] == step else found
         return found
 
-    def _replace(self, path: Path, text: str) -> None:
+    def _write_atomically(self, path: Path, text: str) -> None:
         """In one step. A disk that refuses leaves the file as it was, and is an alarm: the run is worth more."""
         temporary = self.path / f".{path.name}.tmp"
         try:
@@ -81,5 +81,5 @@ class RunDirectory:
             self._alarm(f"alarm: {path} cannot be written: {error.strerror}; the run goes on")
 
 
-def _json(content: object) -> str:
+def _to_json(content: object) -> str:
     return json.dumps(content, indent=2) + "\n"

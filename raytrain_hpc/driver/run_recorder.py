@@ -13,19 +13,19 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.pipeline_timelines import Timelines
+from raytrain_hpc.driver.pipeline_timelines import TimelineWriter
 from raytrain_hpc.driver.run_directory import RunDirectory
-from raytrain_hpc.errors import CheckpointError, LeaseLost, RunDirectoryError
-from raytrain_hpc.observability.console import Console, step_line
+from raytrain_hpc.errors import CheckpointError, LeaseLostError, RunDirectoryError
+from raytrain_hpc.observability.console import Console, format_step_line
 from raytrain_hpc.observability.experiment_trackers import Tracker
-from raytrain_hpc.observability.metric_writers import JsonlSink, TensorBoardSink
-from raytrain_hpc.observability.metrics import mfu
+from raytrain_hpc.observability.metric_writers import JsonlWriter, TensorBoardWriter
+from raytrain_hpc.observability.metrics import compute_mfu
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class DeviceInfo:
     """What MFU and the memory share are measured against; None where unknown."""
 
     peak_tflops: float | None
@@ -33,16 +33,18 @@ class DeviceFacts:
 
 
 @dataclass
-class Tally:
+class RunTotals:
     """Sums over the run, for its result."""
 
-    last: dict[str, Any] = field(default_factory=dict)
+    last_metrics: dict[str, Any] = field(default_factory=dict)
     val_loss: float | None = None
     best_val_loss: float | None = None
-    step_s: float = 0.0  # of the steps committed since this driver began, a step that is run again counted once
-    at_risk: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) since the newest checkpoint
+    productive_step_s: float = (
+        0.0  # of the steps committed since this driver began, a step that is run again counted once
+    )
+    unsaved_steps: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) since the newest checkpoint
     first_step_unix: float | None = None
-    checkpoint: str | None = None
+    checkpoint_path: str | None = None
     save_error: str | None = None
 
 
@@ -56,59 +58,63 @@ class RunRecorder:
         console: Console,
         store: CheckpointStore,
         lease: Lease,
-        meta_of_step: Callable[[int], dict[str, Any]],
+        checkpoint_metadata: Callable[[int], dict[str, Any]],
         flops_per_token: float | None,
         trackers: Sequence[Tracker] = (),
-        published: Callable[[int], None] = lambda step: None,
+        on_published: Callable[[int], None] = lambda step: None,
     ):
         """`trackers`: where the metrics of committed steps go too; none of them may raise or wait. `published` hears of
         the step of every checkpoint that is there."""
         self._config, self._directory, self._console = config, directory, console
-        self._store, self._lease, self._meta_of_step = store, lease, meta_of_step
-        self._flops = flops_per_token
+        self._store, self._lease, self._checkpoint_metadata = store, lease, checkpoint_metadata
+        self._flops_per_token = flops_per_token
         self._lock = threading.RLock()
-        self._jsonl = JsonlSink(directory.metrics, self._alarm)
-        self._tensorboard: TensorBoardSink | None = None
-        self._trackers, self._published = tuple(trackers), published
+        self._jsonl = JsonlWriter(directory.metrics, self._alarm)
+        self._tensorboard: TensorBoardWriter | None = None
+        self._trackers, self._on_published = tuple(trackers), on_published
         self._shards: dict[int, dict[int, ShardReport | str]] = {}
-        self._timelines = Timelines(directory.timeline)
-        self._step = 0
-        self.tally = Tally()
-        self.ready: dict[int, Record] = {}  # of the generation that made this driver's first step
-        self._recall()
+        self._timelines = TimelineWriter(directory.timeline)
+        self._committed_step = 0
+        self.totals = RunTotals()
+        self.ready_records: dict[int, Record] = {}  # of the generation that made this driver's first step
+        self._restore_totals()
 
-    def begin(self, generation: int, world: int, facts: DeviceFacts, first_step: int) -> None:
+    def begin_generation(self, generation: int, world: int, device: DeviceInfo, first_step: int) -> None:
         """A generation starts: what earlier ones left half-done will never be finished."""
         with self._lock:
-            self._generation, self._world, self._facts = generation, world, facts
-            self._shards, self._step = {}, first_step
-            self._starting = self.tally.first_step_unix is None
-            if self._starting:
-                self.ready = {}
-            self._timelines.restart()
-            self.tally.step_s -= sum(seconds for step, seconds in self.tally.at_risk if step > first_step)
-            self.tally.at_risk = [(step, seconds) for step, seconds in self.tally.at_risk if step <= first_step]
+            self._generation, self._world, self._device = generation, world, device
+            self._shards, self._committed_step = {}, first_step
+            self._awaits_first_step = self.totals.first_step_unix is None
+            if self._awaits_first_step:
+                self.ready_records = {}
+            self._timelines.discard_incomplete()
+            self.totals.productive_step_s -= sum(
+                seconds for step, seconds in self.totals.unsaved_steps if step > first_step
+            )
+            self.totals.unsaved_steps = [
+                (step, seconds) for step, seconds in self.totals.unsaved_steps if step <= first_step
+            ]
             if self._tensorboard is not None:
-                self._tensorboard.restart(first_step)
+                self._tensorboard.discard_steps_after(first_step)
 
-    def handle(self, record: Record) -> None:
+    def handle_record(self, record: Record) -> None:
         """Take one record from a worker."""
         with self._lock:
             if record["type"] == "step":
-                self._take_step(record["metrics"])
+                self._handle_step(record["metrics"])
             elif record["type"] == "shard":
-                self._take_shard(record)
-            elif record["type"] == "ready" and self._starting:
-                self.ready[record["rank"]] = record
+                self._handle_shard(record)
+            elif record["type"] == "ready" and self._awaits_first_step:
+                self.ready_records[record["rank"]] = record
             elif record["type"] == "timeline":
-                self._take_timeline(record)
+                self._handle_timeline(record)
             elif record["type"] == "note":
-                self._console.line(record["text"])
+                self._console.print_line(record["text"])
 
     @property
-    def step(self) -> int:
+    def committed_step(self) -> int:
         """The last step known to be committed in this generation, or the one it started from."""
-        return self._step
+        return self._committed_step
 
     @property
     def world(self) -> int:
@@ -124,72 +130,78 @@ class RunRecorder:
         for tracker in self._trackers:
             tracker.close(failed=failed)
 
-    def _recall(self) -> None:
+    def _restore_totals(self) -> None:
         """Pick up the tally where an earlier life of the run left it."""
-        for metrics in self._directory.committed_metrics():
-            self._count(metrics)
+        for metrics in self._directory.read_metrics():
+            self._update_totals(metrics)
 
-    def _count(self, metrics: dict[str, Any]) -> None:
-        tally = self.tally
-        tally.last = metrics
+    def _update_totals(self, metrics: dict[str, Any]) -> None:
+        tally = self.totals
+        tally.last_metrics = metrics
         if "val/loss" in metrics:
             tally.val_loss = metrics["val/loss"]
             best = tally.best_val_loss
             tally.best_val_loss = tally.val_loss if best is None else min(best, metrics["val/loss"])
 
-    def _take_step(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] > self._step:
-            rate, peak = metrics["throughput/tokens_per_sec"], self._facts.peak_tflops
-            metrics["throughput/mfu"] = mfu(rate, self._flops, self._world, peak) if self._flops else None
-            self._step = metrics["step"]
-            self.tally.step_s += metrics["time/step_s"]
-            self.tally.at_risk.append((self._step, metrics["time/step_s"]))
-            if self.tally.first_step_unix is None:
-                self.tally.first_step_unix = metrics["time/unix"]
-        self._count(metrics)  # a step that was committed before comes again with its evaluation
+    def _handle_step(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"] > self._committed_step:
+            rate, peak = metrics["throughput/tokens_per_sec"], self._device.peak_tflops
+            metrics["throughput/mfu"] = (
+                compute_mfu(rate, self._flops_per_token, self._world, peak) if self._flops_per_token else None
+            )
+            self._committed_step = metrics["step"]
+            self.totals.productive_step_s += metrics["time/step_s"]
+            self.totals.unsaved_steps.append((self._committed_step, metrics["time/step_s"]))
+            if self.totals.first_step_unix is None:
+                self.totals.first_step_unix = metrics["time/unix"]
+        self._update_totals(metrics)  # a step that was committed before comes again with its evaluation
         self._jsonl.write(metrics)
         if self._config.observe.tensorboard:
             if self._tensorboard is None:  # only now: its import is slow, and until here workers would wait for it
-                self._tensorboard = TensorBoardSink(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
+                self._tensorboard = TensorBoardWriter(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
         for tracker in self._trackers:
             tracker.write(metrics)
-        self._console.advance(self._step)
+        self._console.advance(self._committed_step)
         steps = self._config.train.steps
-        if self._step % self._config.observe.log_every == 0 or self._step in (1, steps) or "val/loss" in metrics:
-            left = (steps - self._step) * metrics["time/step_s"]
-            self._console.line(step_line(metrics, steps, self._facts.memory_gib, left))
-        self._publish_complete()
+        if (
+            self._committed_step % self._config.observe.log_every == 0
+            or self._committed_step in (1, steps)
+            or "val/loss" in metrics
+        ):
+            left = (steps - self._committed_step) * metrics["time/step_s"]
+            self._console.print_line(format_step_line(metrics, steps, self._device.memory_gib, left))
+        self._publish_complete_checkpoints()
 
-    def _take_timeline(self, record: Record) -> None:
+    def _handle_timeline(self, record: Record) -> None:
         try:
-            written = self._timelines.take(record, self._world)
+            written = self._timelines.add_rank(record, self._world)
         except OSError as error:
             self._alarm(f"timeline of step {record['step']} not written: {error}; the run goes on")
             return
         if written is not None:
-            self._console.line(f"timeline {Path(self._config.run.dir) / 'timeline' / written}")
+            self._console.print_line(f"timeline {Path(self._config.run.dir) / 'timeline' / written}")
 
-    def _take_shard(self, record: Record) -> None:
+    def _handle_shard(self, record: Record) -> None:
         if record["generation"] != self._generation:
             return
         step, rank = record["step"], record["rank"]
         report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
         self._shards.setdefault(step, {})[rank] = report
-        self._publish_complete()
+        self._publish_complete_checkpoints()
 
-    def _publish_complete(self) -> None:
+    def _publish_complete_checkpoints(self) -> None:
         """Publish every checkpoint whose shards are all written and whose step is in metrics.jsonl."""
         for step in sorted(self._shards):
             reports = self._shards[step]
-            if len(reports) < self._world or step > self._step:
+            if len(reports) < self._world or step > self._committed_step:
                 continue
             del self._shards[step]
             errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
             if errors:
                 first = min(errors)
                 others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-                self._not_saved(step, f"rank {first}{others}: {errors[first]}")
+                self._report_save_failure(step, f"rank {first}{others}: {errors[first]}")
                 continue
             self._publish(step, [report for report in reports.values() if not isinstance(report, str)])
 
@@ -197,26 +209,28 @@ class RunRecorder:
         began = time.perf_counter()
         try:
             self._jsonl.sync()
-            path = self._store.publish(step, self._generation, reports, self._meta_of_step(step), self._lease.check)
-        except LeaseLost:
+            path = self._store.publish(
+                step, self._generation, reports, self._checkpoint_metadata(step), self._lease.check
+            )
+        except LeaseLostError:
             raise
         except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk is an alarm, not a crash
-            self._not_saved(step, str(error))
+            self._report_save_failure(step, str(error))
             return
-        self.tally.checkpoint, self.tally.save_error = str(path), None
-        self.tally.at_risk = [(s, seconds) for s, seconds in self.tally.at_risk if s > step]
+        self.totals.checkpoint_path, self.totals.save_error = str(path), None
+        self.totals.unsaved_steps = [(s, seconds) for s, seconds in self.totals.unsaved_steps if s > step]
         shown = Path(self._config.run.dir) / "checkpoints" / path.name  # as the user gave it
-        self._console.line(f"checkpoint {shown} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
-        self._published(step)
+        self._console.print_line(f"checkpoint {shown} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
+        self._on_published(step)
         try:
             self._store.prune(self._config.checkpoint.keep)
         except CheckpointError as error:
             self._alarm(f"old checkpoints stay: {error}; the run goes on")
 
-    def _not_saved(self, step: int, reason: str) -> None:
+    def _report_save_failure(self, step: int, reason: str) -> None:
         self._store.discard(step, self._generation)
         self._alarm(f"checkpoint of step {step} not saved: {reason}; the run goes on")
-        self.tally.save_error = reason
+        self.totals.save_error = reason
 
     def _alarm(self, text: str) -> None:
-        self._console.line(f"alarm: {text}")
+        self._console.print_line(f"alarm: {text}")

@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.checkpoint.lease import Lease, probe_writable
-from raytrain_hpc.checkpoint.manifest import ADAPTERS, Checkpoint
+from raytrain_hpc.checkpoint.lease import Lease, check_writable
+from raytrain_hpc.checkpoint.manifest import LORA_META_KEY, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.dataset.storage import is_remote
-from raytrain_hpc.data.loader.packing import Padded, packing_of
+from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import (
@@ -25,27 +25,27 @@ from raytrain_hpc.errors import (
     ConfigError,
     DataError,
     LayoutError,
-    MissingDependency,
+    MissingDependencyError,
     RunDirectoryError,
 )
 from raytrain_hpc.observability.experiment_trackers import check_trackers
 from raytrain_hpc.observability.profiler import check_profiler
-from raytrain_hpc.planner.comm_volume import by_axis
+from raytrain_hpc.planner.comm_volume import compute_bytes_by_axis
 from raytrain_hpc.planner.layout import (
     Batching,
     Layout,
     check_axes,
-    check_shape,
-    fixed_world,
+    check_model_divisible,
+    get_fixed_world_size,
     resolve_batching,
     resolve_layout,
 )
-from raytrain_hpc.planner.workload import work_of
+from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 
 # Of a model's shape, what may be another one than in the run that its first weights are from.
-_FREE = {"dropout", "init_std", "balance", "balance_weight", "balance_rate"}
-_JOB_COPIES = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
+_INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "balance", "balance_weight", "balance_rate"}
+_RAY_WORKING_DIRS = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
 @dataclass(frozen=True)
@@ -53,51 +53,53 @@ class PreparedRun:
     """A run whose settings, data, directory and checkpoint fit together."""
 
     config: Config
-    shape: ModelShape
+    model_spec: ModelSpec
     dataset: Dataset
     custom: CustomModel | Script | None
     directory: RunDirectory
     store: CheckpointStore
     stream: LocalStream  # for its data state; nothing is read here
-    stored: Batching | None = None  # how an earlier life of the run cut its batch
-    initial: Path | None = None  # the checkpoint whose weights it begins with
+    stored_batching: Batching | None = None  # how an earlier life of the run cut its batch
+    init_checkpoint: Path | None = None  # the checkpoint whose weights it begins with
 
-    def layout(self, world: int) -> tuple[Layout, Batching]:
+    def resolve_layout(self, world: int) -> tuple[Layout, Batching]:
         """Layout and microbatches on `world` ranks."""
         layout = resolve_layout(self.config, world)
-        return layout, resolve_batching(self.config, layout, self.stored)
+        return layout, resolve_batching(self.config, layout, self.stored_batching)
 
-    def sent(self, layout: Layout, batching: Batching) -> dict[str, float]:
+    def estimate_comm_bytes(self, layout: Layout, batching: Batching) -> dict[str, float]:
         """Bytes a step along each axis of the mesh; of a module of the user's own nothing is known."""
-        return {} if self.custom else by_axis(work_of(self.config, self.shape), layout, batching)
+        return (
+            {} if self.custom else compute_bytes_by_axis(make_workload(self.config, self.model_spec), layout, batching)
+        )
 
-    def meta(self, batching: Batching) -> Callable[[int], dict[str, Any]]:
+    def make_checkpoint_metadata(self, batching: Batching) -> Callable[[int], dict[str, Any]]:
         """What a checkpoint says of its run beside the tensors."""
 
         def of_step(step: int) -> dict[str, Any]:
-            return self.identity() | {
+            return self.build_identity() | {
                 "microbatches": asdict(batching),
-                "data_state": self.stream.state(step).to_json(),
-                "positions": self.positions,
+                "data_state": self.stream.get_state(step).to_json(),
+                "positions": self.max_positions,
             }
 
         return of_step
 
     @property
-    def positions(self) -> int:
+    def max_positions(self) -> int:
         """That the model is made for: more than it is trained on, where it was imported."""
         wanted = self.config.model.max_positions
         return self.config.train.seq_len if wanted == AUTO else int(wanted)
 
-    def identity(self) -> dict[str, Any]:
+    def build_identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to continue this run."""
-        shape = None if self.custom else asdict(self.shape)
+        shape = None if self.custom else asdict(self.model_spec)
         train, data = self.config.train, self.config.data
         return {
             "model": shape,
             "dtype": train.dtype,
             "optimizer": train.optimizer,
-            **({ADAPTERS: {"rank": train.lora_rank, "alpha": train.lora_alpha}} if train.lora_rank else {}),
+            **({LORA_META_KEY: {"rank": train.lora_rank, "alpha": train.lora_alpha}} if train.lora_rank else {}),
             "data": {
                 "seed": self.config.run.seed,
                 "dataset_hash": self.dataset.dataset_hash,
@@ -114,9 +116,9 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     check_profiler(config.observe)
     check_trackers(config.observe)
     if config.train.lora_rank and find_spec("peft") is None:
-        raise MissingDependency(f"train.lora_rank={config.train.lora_rank}: needs peft; run `pip install peft`")
+        raise MissingDependencyError(f"train.lora_rank={config.train.lora_rank}: needs peft; run `pip install peft`")
     check_axes(config)
-    world = fixed_world(config)
+    world = get_fixed_world_size(config)
     if world is not None:
         resolve_batching(config, resolve_layout(config, world))
     directory = RunDirectory(Path(config.run.dir).absolute(), warn)
@@ -124,13 +126,13 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     _check_directory(config, directory, store)
     wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
-    shape = resolve_shape(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    shape = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     if custom is None:
-        check_shape(config, shape)
+        check_model_divisible(config, shape)
     else:
-        _only_data_parallel(config)
+        _check_data_parallel(config)
         if isinstance(custom, Script):
-            _only_replicated(config)
+            _check_replicated(config)
     stream = open_stream(
         dataset,
         config.data,
@@ -139,37 +141,37 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         global_batch=config.train.global_batch,
         micro_batch=1,
     )
-    if _JOB_COPIES in directory.path.parts:
+    if _RAY_WORKING_DIRS in directory.path.parts:
         warn(
             f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
             "after the job, and no other node sees it; give an absolute path on a shared file system"
         )
-    _warn_of_samples(dataset, stream, config, warn)
+    _warn_about_samples(dataset, stream, config, warn)
     prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
-    newest = newest_checkpoint(store, warn)
+    newest = find_newest_checkpoint(store, warn)
     if newest is None:
-        return replace(prepared, initial=_initial(prepared, warn))
-    _same_run(prepared, newest)
-    stream.step_of(DataState.from_json(newest.meta["data_state"]))
-    prepared = replace(prepared, stored=Batching(**newest.meta["microbatches"]))
+        return replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
+    _check_same_run(prepared, newest)
+    stream.get_resume_step(DataState.from_json(newest.meta["data_state"]))
+    prepared = replace(prepared, stored_batching=Batching(**newest.meta["microbatches"]))
     if world is not None:
-        prepared.layout(world)
+        prepared.resolve_layout(world)
     return prepared
 
 
-def _initial(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
+def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
     """The checkpoint that run.init_from names, if any. Raises CheckpointError where it is of another model, and
     DataError where it is of another tokenizer."""
     if not run.config.run.init_from:
         return None
     directory = RunDirectory(Path(run.config.run.init_from))
-    found = newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
+    found = find_newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
     if found is None:
         raise CheckpointError(f"run.init_from={directory.path}: has no checkpoint any more")
-    there, here = found.meta["model"], None if run.custom else asdict(run.shape)
+    there, here = found.meta["model"], None if run.custom else asdict(run.model_spec)
     if there is not None and here is not None:
-        there = asdict(ModelShape(**there))
-        for key in here.keys() - _FREE:
+        there = asdict(ModelSpec(**there))
+        for key in here.keys() - _INDEPENDENT_MODEL_KEYS:
             if there[key] != here[key]:
                 remedy = f"the model in {directory.path} has {there[key]!r}; leave the key out"
                 raise ConfigError(f"model.{key}", here[key], run.config.origin(f"model.{key}"), remedy)
@@ -183,27 +185,27 @@ def _initial(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
     return found.path
 
 
-def _warn_of_samples(dataset: Dataset, stream: LocalStream, config: Config, warn: Callable[[str], None]) -> None:
+def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, warn: Callable[[str], None]) -> None:
     """Say what a reader of the settings would not expect of the samples."""
     named = [source.path for source in config.data.sources] or [config.data.path]
-    for path, source, size in zip(named, dataset.train, stream.sizes, strict=True):
-        packing = packing_of(config.data.packing, config.train.seq_len)
+    for path, source, size in zip(named, dataset.train, stream.source_sizes, strict=True):
+        packing = build_packing(config.data.packing, config.train.seq_len)
         if size < stream.global_batch:
             warn(f"data: {path} has {size} samples, a step takes {stream.global_batch}: some repeat within a step")
-        if isinstance(packing, Padded) and (cut := packing.cut(source)):
+        if isinstance(packing, PaddedPacking) and (cut := packing.count_truncated(source)):
             warn(
                 f"data: {cut} of {source.num_documents} documents of {path} are longer than train.seq_len + 1 = "
                 f"{config.train.seq_len + 1} tokens: what lies behind is not read"
             )
 
 
-def _only_replicated(config: Config) -> None:
+def _check_replicated(config: Config) -> None:
     if zero := config.parallel.zero:
         key = "parallel.zero"
         raise LayoutError(key, zero, config.origin(key), "a script's own optimizer needs whole parameters; set it to 0")
 
 
-def _only_data_parallel(config: Config) -> None:
+def _check_data_parallel(config: Config) -> None:
     if config.data.packing == "documents":
         key = "data.packing"
         remedy = "a model of your own is given tokens alone; use stream or padded"
@@ -218,31 +220,31 @@ def _only_data_parallel(config: Config) -> None:
 
 
 def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
-    probe_writable(directory.path)
-    Lease.refuse_if_held(directory.path)
-    if config.run.resume == "never" and (store.steps() or directory.metrics.exists()):
+    check_writable(directory.path)
+    Lease.check_available(directory.path)
+    if config.run.resume == "never" and (store.list_steps() or directory.metrics.exists()):
         raise RunDirectoryError(
             f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
         )
 
 
-def located(config: Config) -> Config:
+def make_paths_absolute(config: Config) -> Config:
     """The settings with absolute paths, for processes whose current directory is another one."""
     moved = deepcopy(config)
     moved.run.dir = str(Path(config.run.dir).absolute())
-    moved.data.path = _absolute(config.data.path)
-    moved.data.preload = _absolute(config.data.preload)
-    moved.parallel.offload_dir = _absolute(config.parallel.offload_dir)
+    moved.data.path = _to_absolute(config.data.path)
+    moved.data.preload = _to_absolute(config.data.preload)
+    moved.parallel.offload_dir = _to_absolute(config.parallel.offload_dir)
     for source in moved.data.sources:
-        source.path = _absolute(source.path)
+        source.path = _to_absolute(source.path)
     return moved
 
 
-def _absolute(path: str) -> str:
+def _to_absolute(path: str) -> str:
     return path if path in ("", STDLIB, SYNTHETIC) or is_remote(path) else str(Path(path).expanduser().absolute())
 
 
-def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
+def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest valid checkpoint; damaged ones are reported and passed over. None where none was ever published.
 
     Raises CheckpointError where checkpoints exist and none is valid: starting over is the user's to decide.
@@ -253,7 +255,7 @@ def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Ch
         damaged.append(path.name)
         warn(f"damaged checkpoint passed over: {path}: {reason}")
 
-    newest = store.newest_valid(note)
+    newest = store.find_newest_valid(note)
     if newest is None and damaged:
         raise CheckpointError(
             f"{store.root}: none of its checkpoints is valid ({', '.join(damaged)}); remove them to start over"
@@ -261,27 +263,27 @@ def newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Ch
     return newest
 
 
-def _same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
-    here = run.identity()
+def _check_same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
+    here = run.build_identity()
     for name, mine in here.items():
         there = checkpoint.meta.get(name)
         if name == "model" and there is not None:  # of before a shape had all that it has now
-            there = asdict(ModelShape(**there))
+            there = asdict(ModelSpec(**there))
         if there == mine:
             continue
-        what, old, new = _difference(name, there, mine)
+        what, old, new = _find_difference(name, there, mine)
         raise CheckpointError(
             f"{checkpoint.path}: belongs to another run: {what} is {old!r} there and {new!r} here; "
             "choose another run.dir, or set it back"
         )
 
 
-def _difference(name: str, there: Any, here: Any) -> tuple[str, Any, Any]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in here:
-            if there.get(key) != here[key]:
-                old, new = there.get(key), here[key]
+def _find_difference(name: str, stored: Any, current: Any) -> tuple[str, Any, Any]:
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in current:
+            if stored.get(key) != current[key]:
+                old, new = stored.get(key), current[key]
                 if key.endswith("_hash"):
                     old, new = str(old)[:12], str(new)[:12]
                 return f"{name}.{key}", old, new
-    return name, there, here
+    return name, stored, current

@@ -6,23 +6,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SHARE = 0.1  # of the driver's time
+_MAX_TIME_FRACTION = 0.1  # of the driver's time
 
 
-class Sparing:
+class Throttle:
     """Says when it is time again: `every_s` after the last time, or later where that took more than a tenth of it."""
 
-    def __init__(self, every_s: float):
-        self._every_s, self._next = every_s, 0.0
+    def __init__(self, interval_s: float):
+        self._interval_s, self._next_time = interval_s, 0.0
 
-    def due(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it is time."""
-        return time.monotonic() >= self._next
+        return time.monotonic() >= self._next_time
 
     @contextmanager
-    def doing(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """While it is done."""
         began = time.monotonic()
         yield
         ended = time.monotonic()
-        self._next = ended + max(self._every_s, (ended - began) / _SHARE)
+        self._next_time = ended + max(self._interval_s, (ended - began) / _MAX_TIME_FRACTION)

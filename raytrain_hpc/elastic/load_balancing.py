@@ -14,28 +14,28 @@ class UnevenBatching(Batching):
 
     counts: tuple[int, ...]
 
-    def shares(self, degree: int) -> list[range]:
+    def split_by_rank(self, dp_size: int) -> list[range]:
         """The microbatches of each data-parallel rank: contiguous runs. For another degree they are even again."""
-        if degree != len(self.counts):
-            return super().shares(degree)
-        ends = [sum(self.counts[: rank + 1]) for rank in range(degree)]
+        if dp_size != len(self.counts):
+            return super().split_by_rank(dp_size)
+        ends = [sum(self.counts[: rank + 1]) for rank in range(dp_size)]
         return [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
 
-def by_pace(batching: Batching, layout: Layout, pace: Sequence[float]) -> Batching:
+def balance_by_speed(batching: Batching, layout: Layout, microbatch_times: Sequence[float]) -> Batching:
     """The same microbatches, shared out so that the last rank to finish finishes soonest.
 
     `pace[r]`: how long rank r takes for a microbatch, in any unit; of a data-parallel rank the slowest member counts.
     Everyone keeps one at least. As it was where all ranks must run equally many passes, or a schedule refuses it.
     """
-    took = [0.0] * layout.data_parallel
-    for rank, seconds in enumerate(pace):
-        took[layout.data_rank(rank)] = max(took[layout.data_rank(rank)], seconds)
-    counts = [1] * layout.data_parallel
-    for _ in range(batching.count - layout.data_parallel):
+    took = [0.0] * layout.dp_size
+    for rank, seconds in enumerate(microbatch_times):
+        took[layout.get_dp_rank(rank)] = max(took[layout.get_dp_rank(rank)], seconds)
+    counts = [1] * layout.dp_size
+    for _ in range(batching.count - layout.dp_size):
         soonest = min(range(len(counts)), key=lambda rank: ((counts[rank] + 1) * took[rank], rank))
         counts[soonest] += 1
-    refused = any(layout.pipeline.refusal(count) is not None for count in set(counts))
-    if layout.lockstep or refused or counts == [len(share) for share in batching.shares(layout.data_parallel)]:
+    refused = any(layout.pipeline.find_conflict(count) is not None for count in set(counts))
+    if layout.is_lockstep or refused or counts == [len(share) for share in batching.split_by_rank(layout.dp_size)]:
         return batching
     return UnevenBatching(batching.count, batching.size, tuple(counts))

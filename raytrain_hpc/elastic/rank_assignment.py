@@ -8,8 +8,8 @@ from collections.abc import Hashable, Sequence
 from raytrain_hpc.planner.placement import Site
 
 
-def staying(
-    placed: Sequence[int], sites: Sequence[Site], held: Sequence[Sequence[int]], needed: Sequence[int]
+def assign_ranks(
+    placement: Sequence[int], sites: Sequence[Site], held_parts: Sequence[Sequence[int]], needed_parts: Sequence[int]
 ) -> tuple[int, ...]:
     """The same places with as many workers as can be where the part of the state is needed that they hold.
 
@@ -18,38 +18,38 @@ def staying(
     of these with one another, and the workers of a node theirs: that brings no two ranks nearer or further apart.
     """
     ranks_of: dict[Site, list[int]] = {}
-    for rank, worker in enumerate(placed):
+    for rank, worker in enumerate(placement):
         ranks_of.setdefault(sites[worker], []).append(rank)
-    if len(set(needed)) == 1:  # everybody has all of it
-        return tuple(placed)
+    if len(set(needed_parts)) == 1:  # everybody has all of it
+        return tuple(placement)
     alike: dict[Hashable, list[Site]] = {}
     for site, ranks in ranks_of.items():
         alike.setdefault((site.rack, len(ranks)), []).append(site)
-    found = list(placed)
+    found = list(placement)
     for group in alike.values():
-        workers = {site: [placed[rank] for rank in ranks_of[site]] for site in group}
-        for site, other in _matched(group, workers, ranks_of, held, needed).items():
-            for rank, worker in _seated(ranks_of[other], workers[site], held, needed).items():
+        workers = {site: [placement[rank] for rank in ranks_of[site]] for site in group}
+        for site, other in _match_nodes(group, workers, ranks_of, held_parts, needed_parts).items():
+            for rank, worker in _assign_on_node(ranks_of[other], workers[site], held_parts, needed_parts).items():
                 found[rank] = worker
     return tuple(found)
 
 
-def _matched(
-    group: Sequence[Site],
-    workers: dict[Site, list[int]],
-    ranks_of: dict[Site, list[int]],
-    held: Sequence[Sequence[int]],
-    needed: Sequence[int],
+def _match_nodes(
+    nodes: Sequence[Site],
+    workers_by_node: dict[Site, list[int]],
+    ranks_by_node: dict[Site, list[int]],
+    held_parts: Sequence[Sequence[int]],
+    needed_parts: Sequence[int],
 ) -> dict[Site, Site]:
     """Whose ranks each node gets: first those that find most of what they need there."""
     needing: dict[int, list[int]] = {}
-    for number, site in enumerate(group):
-        for part in {needed[rank] for rank in ranks_of[site]}:
+    for number, site in enumerate(nodes):
+        for part in {needed_parts[rank] for rank in ranks_by_node[site]}:
             needing.setdefault(part, []).append(number)
     common = []
-    for number, site in enumerate(group):
-        own = {part for worker in workers[site] for part in held[worker][:1]}
-        there = {part for worker in workers[site] for part in held[worker]}
+    for number, site in enumerate(nodes):
+        own = {part for worker in workers_by_node[site] for part in held_parts[worker][:1]}
+        there = {part for worker in workers_by_node[site] for part in held_parts[worker]}
         counts = Counter(other for part in there for other in needing.get(part, ()))
         counts.update(
             other for part in own for other in needing.get(part, ())
@@ -61,18 +61,18 @@ def _matched(
         if number not in chosen and other not in taken:
             chosen[number] = other
             taken.add(other)
-    rest = iter(number for number in range(len(group)) if number not in taken)
-    return {group[n]: group[chosen[n] if n in chosen else next(rest)] for n in range(len(group))}
+    rest = iter(number for number in range(len(nodes)) if number not in taken)
+    return {nodes[n]: nodes[chosen[n] if n in chosen else next(rest)] for n in range(len(nodes))}
 
 
-def _seated(
-    ranks: Sequence[int], workers: Sequence[int], held: Sequence[Sequence[int]], needed: Sequence[int]
+def _assign_on_node(
+    ranks: Sequence[int], workers: Sequence[int], held_parts: Sequence[Sequence[int]], needed_parts: Sequence[int]
 ) -> dict[int, int]:
     """Who of a node's workers gets which of these ranks."""
     left, seats = list(workers), dict[int, int]()
     for of_worker in (slice(1), slice(None)):  # what is its own, then copies
         for rank in (rank for rank in ranks if rank not in seats):
-            fitting = next((worker for worker in left if needed[rank] in held[worker][of_worker]), None)
+            fitting = next((worker for worker in left if needed_parts[rank] in held_parts[worker][of_worker]), None)
             if fitting is not None:
                 left.remove(fitting)
                 seats[rank] = fitting

@@ -12,10 +12,10 @@ from typing import Any
 
 from raytrain_hpc.errors import CheckpointError, ModelError
 
-GENERATION = "generation_config.json"
-END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GENERATION_CONFIG_FILE = "generation_config.json"
+SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What a model's directory has beside its weights, and what uses it needs as it is.
-PASSED_ON = (
+PASSTHROUGH_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -23,12 +23,12 @@ PASSED_ON = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
-    GENERATION,
+    GENERATION_CONFIG_FILE,
 )
 
 
 @contextmanager
-def filled(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path) -> Iterator[Path]:
     """A new directory to fill, which becomes `out` at the end; nothing of it stays where that is not reached.
 
     Raises CheckpointError where `out` holds something already, or the disk refuses.
@@ -48,7 +48,7 @@ def filled(out: Path) -> Iterator[Path]:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def json_of(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where there is none."""
     try:
         found = json.loads(path.read_text())

@@ -16,77 +16,83 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from raytrain_hpc.checkpoint.manifest import shard_name
+from raytrain_hpc.checkpoint.manifest import get_shard_name
 from raytrain_hpc.checkpoint.shard_io import write_slices
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config.loader import Setting, build_config, config_text
-from raytrain_hpc.config.model_spec import ModelShape, settings_of
+from raytrain_hpc.config.loader import Setting, build_config, config_to_yaml
+from raytrain_hpc.config.model_spec import ModelSpec, spec_to_settings
 from raytrain_hpc.data.tokenizer.base import TokenizerSpec
 from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.huggingface.atomic_dir import END_IDS, GENERATION, PASSED_ON, filled, json_of
-from raytrain_hpc.huggingface.model_configs import positions_of, shape_of
-from raytrain_hpc.huggingface.weight_mapping import IGNORED_ENDS, Twin, twins_of
+from raytrain_hpc.huggingface.atomic_dir import (
+    GENERATION_CONFIG_FILE,
+    PASSTHROUGH_FILES,
+    SPECIAL_TOKEN_KEYS,
+    atomic_directory,
+    read_json,
+)
+from raytrain_hpc.huggingface.model_configs import get_max_positions, parse_hf_config
+from raytrain_hpc.huggingface.weight_mapping import IGNORED_SUFFIXES, WeightMapping, build_weight_mappings
 from raytrain_hpc.state.shard_index import TensorSlices
 
 SHARD_BYTES = 1 << 30
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """What was written."""
 
-    shape: ModelShape
-    tokenizer: str | None  # its kind; None where the directory has no tokenizer.json
+    model_spec: ModelSpec
+    tokenizer_kind: str | None  # its kind; None where the directory has no tokenizer.json
 
 
-def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Imported:
+def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHARD_BYTES) -> ImportResult:
     """Write the model in directory `source` as a run directory `out`, with weights in fp32.
 
     One tensor at a time is in memory. Raises ModelError for a model that no Decoder can be, or whose files do not hold
     what its config.json says; CheckpointError where `out` exists or cannot be written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
-    config = json_of(source / "config.json")
-    shape = shape_of(config)
-    positions, twins = positions_of(config), twins_of(shape)
-    where = _located(source, shape, twins)
-    with filled(out) as directory:
-        tokenizer = _tokenizer(source, directory, config)
-        settings = settings_of(shape) | {"max_positions": positions}
+    config = read_json(source / "config.json")
+    shape = parse_hf_config(config)
+    positions, twins = get_max_positions(config), build_weight_mappings(shape)
+    where = _locate_tensors(source, shape, twins)
+    with atomic_directory(out) as directory:
+        tokenizer = _import_tokenizer(source, directory, config)
+        settings = spec_to_settings(shape) | {"max_positions": positions}
         made = [Setting(f"model.{key}", value, "config.json") for key, value in settings.items()]
         made += [Setting("run.name", out.name, ""), Setting("run.dir", str(out), "")]
-        (directory / "config.yaml").write_text(config_text(build_config(made)))
+        (directory / "config.yaml").write_text(config_to_yaml(build_config(made)))
         store = CheckpointStore(directory / "checkpoints")
-        staging, reports = store.staging(0, 0), []
-        for number, group in enumerate(_groups(twins, shard_bytes)):
+        staging, reports = store.create_staging(0, 0), []
+        for number, group in enumerate(_group_into_shards(twins, shard_bytes)):
             slices = [TensorSlices(f"model.{twin.name}", twin.shape, "float32", (twin.box,)) for twin in group]
-            reports.append(write_slices(staging / shard_name(number), slices, _tensors(group, where)))
+            reports.append(write_slices(staging / get_shard_name(number), slices, _read_tensors(group, where)))
         meta: dict[str, Any] = {"model": asdict(shape), "dtype": "fp32", "seq_len": positions, "positions": positions}
         store.publish(0, 0, reports, meta | {"imported_from": str(source)}, lambda: None)
-    return Imported(shape, tokenizer)
+    return ImportResult(shape, tokenizer)
 
 
-def _located(source: Path, shape: ModelShape, twins: Sequence[Twin]) -> dict[str, tuple[Path, str]]:
+def _locate_tensors(source: Path, spec: ModelSpec, mappings: Sequence[WeightMapping]) -> dict[str, tuple[Path, str]]:
     """The file of every tensor, and its name in it, by the names of the twins."""
-    where = {name: (path, name) for path in _files(source) for name in _names(path)}
-    if shape.positions == "learned" and not any(name.startswith("transformer.") for name in where):
+    where = {name: (path, name) for path in _list_weight_files(source) for name in _list_tensor_names(path)}
+    if spec.positions == "learned" and not any(name.startswith("transformer.") for name in where):
         where = {f"transformer.{name}": place for name, place in where.items()}  # saved without its head
-    wanted = {twin.theirs for twin in twins}
+    wanted = {twin.hf_name for twin in mappings}
     if missing := sorted(wanted - where.keys()):
         raise ModelError(f"{source}: its files lack {missing[0]} and {len(missing) - 1} more of {len(wanted)} tensors")
-    tied = {"lm_head.weight"} if shape.tie_embeddings else set()
-    unknown = sorted(name for name in where.keys() - wanted - tied if not name.endswith(IGNORED_ENDS))
+    tied = {"lm_head.weight"} if spec.tie_embeddings else set()
+    unknown = sorted(name for name in where.keys() - wanted - tied if not name.endswith(IGNORED_SUFFIXES))
     if unknown:
         raise ModelError(f"{source}: {unknown[0]} has no place in a decoder of this config.json")
     return where
 
 
-def _files(source: Path) -> list[Path]:
+def _list_weight_files(source: Path) -> list[Path]:
     index = source / "model.safetensors.index.json"
     if index.exists():
-        named = json_of(index).get("weight_map")
+        named = read_json(index).get("weight_map")
         if not isinstance(named, Mapping):
             raise ModelError(f"{index}: has no weight_map")
         return [source / Path(name).name for name in sorted(set(named.values()))]
@@ -99,7 +105,7 @@ def _files(source: Path) -> list[Path]:
     return found
 
 
-def _names(path: Path) -> list[str]:
+def _list_tensor_names(path: Path) -> list[str]:
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
@@ -107,11 +113,11 @@ def _names(path: Path) -> list[str]:
         raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
-def _groups(twins: Sequence[Twin], shard_bytes: int) -> Iterator[list[Twin]]:
+def _group_into_shards(mappings: Sequence[WeightMapping], shard_bytes: int) -> Iterator[list[WeightMapping]]:
     """Runs of tensors of at most so many bytes in fp32, but at least one."""
-    group: list[Twin] = []
+    group: list[WeightMapping] = []
     size = 0
-    for twin in twins:
+    for twin in mappings:
         if group and size + 4 * twin.numel > shard_bytes:
             yield group
             group, size = [], 0
@@ -119,27 +125,27 @@ def _groups(twins: Sequence[Twin], shard_bytes: int) -> Iterator[list[Twin]]:
     yield group
 
 
-def _tensors(group: Sequence[Twin], where: Mapping[str, tuple[Path, str]]) -> Iterator[torch.Tensor]:
+def _read_tensors(group: Sequence[WeightMapping], locations: Mapping[str, tuple[Path, str]]) -> Iterator[torch.Tensor]:
     for twin in group:
-        path, name = where[twin.theirs]
+        path, name = locations[twin.hf_name]
         with safe_open(path, framework="pt", device="cpu") as file:
             tensor = file.get_tensor(name)  # a view of the mapped file
-        if tuple(tensor.shape) != twin.their_shape or tensor.dtype not in _FLOATS:
+        if tuple(tensor.shape) != twin.hf_shape or tensor.dtype not in _FLOAT_DTYPES:
             found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ModelError(f"{path}: {name} is {found}, and config.json makes it {list(twin.their_shape)}")
-        yield twin.ours(tensor.to(torch.float32))
+            raise ModelError(f"{path}: {name} is {found}, and config.json makes it {list(twin.hf_shape)}")
+        yield twin.to_native(tensor.to(torch.float32))
 
 
-def _tokenizer(source: Path, directory: Path, config: Mapping[str, Any]) -> str | None:
+def _import_tokenizer(source: Path, directory: Path, config: Mapping[str, Any]) -> str | None:
     """Keep what the model's directory has of a tokenizer, and which tokens end what it generates."""
     kept = directory / "huggingface"
     kept.mkdir()
-    for name in PASSED_ON:
+    for name in PASSTHROUGH_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, kept / name)
-    if not (kept / GENERATION).exists():
-        ends = {key: config[key] for key in END_IDS if config.get(key) is not None}
-        (kept / GENERATION).write_text(json.dumps(ends, indent=2) + "\n")
+    if not (kept / GENERATION_CONFIG_FILE).exists():
+        ends = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
+        (kept / GENERATION_CONFIG_FILE).write_text(json.dumps(ends, indent=2) + "\n")
     if not (kept / "tokenizer.json").exists():
         return None
     tokenizer = load_tokenizer(TokenizerSpec("hf", str(source)))

@@ -8,121 +8,125 @@ from math import prod
 
 from torch import Tensor
 
-from raytrain_hpc.config.model_spec import ModelShape
-from raytrain_hpc.huggingface.model_configs import family_of
+from raytrain_hpc.config.model_spec import ModelSpec
+from raytrain_hpc.huggingface.model_configs import get_family
 from raytrain_hpc.state.shard_index import Box
 
 # What files also hold: masks and frequencies that old versions stored as buffers.
-IGNORED_ENDS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
-class Twin:
+class WeightMapping:
     """A tensor of theirs, and the box that it is of a parameter of ours with this name and global shape."""
 
-    theirs: str
+    hf_name: str
     name: str
     shape: tuple[int, ...]
     box: Box
-    transposed: bool = False  # GPT-2's products are stored [inputs, outputs]
+    is_transposed: bool = False  # GPT-2's products are stored [inputs, outputs]
 
     @property
-    def their_shape(self) -> tuple[int, ...]:
+    def hf_shape(self) -> tuple[int, ...]:
         """Theirs; of an expert, which is a slice of ours, without the dimension of experts."""
         sizes = self.box.sizes[-2:]
-        return sizes[::-1] if self.transposed else sizes
+        return sizes[::-1] if self.is_transposed else sizes
 
     @property
     def numel(self) -> int:
         """Elements."""
         return prod(self.box.sizes)
 
-    def ours(self, tensor: Tensor) -> Tensor:
+    def to_native(self, tensor: Tensor) -> Tensor:
         """Their tensor, as a view that fits the box."""
-        return (tensor.t() if self.transposed else tensor).view(self.box.sizes)
+        return (tensor.t() if self.is_transposed else tensor).view(self.box.sizes)
 
 
-def twins_of(shape: ModelShape) -> list[Twin]:
+def build_weight_mappings(spec: ModelSpec) -> list[WeightMapping]:
     """All tensors of a model of this shape, in the order of its layers. ModelError as in `families.family_of`."""
-    return list(_gpt2(shape) if family_of(shape) == "gpt2" else _rotary(shape))
+    return list(_map_gpt2(spec) if get_family(spec) == "gpt2" else _map_rotary_decoder(spec))
 
 
-def _whole(theirs: str, name: str, *shape: int, transposed: bool = False) -> Twin:
-    return Twin(theirs, name, shape, Box.whole(shape), transposed)
+def _map_whole_tensor(hf_name: str, name: str, *shape: int, is_transposed: bool = False) -> WeightMapping:
+    return WeightMapping(hf_name, name, shape, Box.from_shape(shape), is_transposed)
 
 
-def _rotary(shape: ModelShape) -> Iterator[Twin]:
+def _map_rotary_decoder(spec: ModelSpec) -> Iterator[WeightMapping]:
     """Llama's names; Qwen3's and Mixtral's are these, with some of their own."""
-    table = (shape.vocab_size, shape.hidden_size)
-    yield _whole("model.embed_tokens.weight", "embedding.weight", *table)
-    for number in range(shape.num_layers):
+    table = (spec.vocab_size, spec.hidden_size)
+    yield _map_whole_tensor("model.embed_tokens.weight", "embedding.weight", *table)
+    for number in range(spec.num_layers):
         there, here = f"model.layers.{number}.", f"layers.{number}."
-        yield _whole(f"{there}input_layernorm.weight", f"{here}attention_norm.weight", shape.hidden_size)
-        yield from _attention(shape, f"{there}self_attn.", f"{here}attention.")
-        yield _whole(f"{there}post_attention_layernorm.weight", f"{here}mlp_norm.weight", shape.hidden_size)
-        if shape.num_experts:
-            yield from _experts(shape, f"{there}block_sparse_moe.", f"{here}mlp.")
+        yield _map_whole_tensor(f"{there}input_layernorm.weight", f"{here}attention_norm.weight", spec.hidden_size)
+        yield from _map_attention(spec, f"{there}self_attn.", f"{here}attention.")
+        yield _map_whole_tensor(f"{there}post_attention_layernorm.weight", f"{here}mlp_norm.weight", spec.hidden_size)
+        if spec.num_experts:
+            yield from _map_experts(spec, f"{there}block_sparse_moe.", f"{here}mlp.")
         else:
-            yield from _feed_forward(shape, f"{there}mlp.", f"{here}mlp.")
-    yield _whole("model.norm.weight", "norm.weight", shape.hidden_size)
-    if not shape.tie_embeddings:
-        yield _whole("lm_head.weight", "head.weight", *table)
+            yield from _map_feed_forward(spec, f"{there}mlp.", f"{here}mlp.")
+    yield _map_whole_tensor("model.norm.weight", "norm.weight", spec.hidden_size)
+    if not spec.tie_embeddings:
+        yield _map_whole_tensor("lm_head.weight", "head.weight", *table)
 
 
-def _attention(shape: ModelShape, there: str, here: str) -> Iterator[Twin]:
+def _map_attention(spec: ModelSpec, hf_prefix: str, prefix: str) -> Iterator[WeightMapping]:
     """Their three matrices are ours, one below the other."""
-    width, rows = shape.hidden_size, shape.attention_size + 2 * shape.kv_size
+    width, rows = spec.hidden_size, spec.attention_size + 2 * spec.kv_size
     first = 0
-    for name, size in (("q", shape.attention_size), ("k", shape.kv_size), ("v", shape.kv_size)):
+    for name, size in (("q", spec.attention_size), ("k", spec.kv_size), ("v", spec.kv_size)):
         part = Box((first, 0), (size, width))
-        yield Twin(f"{there}{name}_proj.weight", f"{here}qkv.weight", (rows, width), part)
-        if shape.bias:
-            yield Twin(f"{there}{name}_proj.bias", f"{here}qkv.bias", (rows,), Box((first,), (size,)))
+        yield WeightMapping(f"{hf_prefix}{name}_proj.weight", f"{prefix}qkv.weight", (rows, width), part)
+        if spec.bias:
+            yield WeightMapping(f"{hf_prefix}{name}_proj.bias", f"{prefix}qkv.bias", (rows,), Box((first,), (size,)))
         first += size
-    yield _whole(f"{there}o_proj.weight", f"{here}out.weight", width, shape.attention_size)
-    if shape.bias:
-        yield _whole(f"{there}o_proj.bias", f"{here}out.bias", width)
-    if shape.qk_norm:
-        yield _whole(f"{there}q_norm.weight", f"{here}q_norm.weight", shape.head_dim)
-        yield _whole(f"{there}k_norm.weight", f"{here}k_norm.weight", shape.head_dim)
+    yield _map_whole_tensor(f"{hf_prefix}o_proj.weight", f"{prefix}out.weight", width, spec.attention_size)
+    if spec.bias:
+        yield _map_whole_tensor(f"{hf_prefix}o_proj.bias", f"{prefix}out.bias", width)
+    if spec.qk_norm:
+        yield _map_whole_tensor(f"{hf_prefix}q_norm.weight", f"{prefix}q_norm.weight", spec.head_dim)
+        yield _map_whole_tensor(f"{hf_prefix}k_norm.weight", f"{prefix}k_norm.weight", spec.head_dim)
 
 
-def _feed_forward(shape: ModelShape, there: str, here: str) -> Iterator[Twin]:
-    up, down = (shape.ffn_size, shape.hidden_size), (shape.hidden_size, shape.ffn_size)
+def _map_feed_forward(spec: ModelSpec, hf_prefix: str, prefix: str) -> Iterator[WeightMapping]:
+    up, down = (spec.ffn_size, spec.hidden_size), (spec.hidden_size, spec.ffn_size)
     for name, size in (("gate", up), ("up", up), ("down", down)):
-        yield _whole(f"{there}{name}_proj.weight", f"{here}{name}.weight", *size)
-        if shape.bias:
-            yield _whole(f"{there}{name}_proj.bias", f"{here}{name}.bias", size[0])
+        yield _map_whole_tensor(f"{hf_prefix}{name}_proj.weight", f"{prefix}{name}.weight", *size)
+        if spec.bias:
+            yield _map_whole_tensor(f"{hf_prefix}{name}_proj.bias", f"{prefix}{name}.bias", size[0])
 
 
-def _experts(shape: ModelShape, there: str, here: str) -> Iterator[Twin]:
+def _map_experts(spec: ModelSpec, hf_prefix: str, prefix: str) -> Iterator[WeightMapping]:
     """Each expert of theirs is a slice of ours."""
-    experts, up, down = shape.num_experts, (shape.ffn_size, shape.hidden_size), (shape.hidden_size, shape.ffn_size)
-    yield _whole(f"{there}gate.weight", f"{here}router.weight", experts, shape.hidden_size)
+    experts, up, down = spec.num_experts, (spec.ffn_size, spec.hidden_size), (spec.hidden_size, spec.ffn_size)
+    yield _map_whole_tensor(f"{hf_prefix}gate.weight", f"{prefix}router.weight", experts, spec.hidden_size)
     for expert in range(experts):
         for theirs, ours, size in (("w1", "gate", up), ("w2", "down", down), ("w3", "up", up)):
             part = Box((expert, 0, 0), (1, *size))
-            yield Twin(f"{there}experts.{expert}.{theirs}.weight", f"{here}experts.{ours}", (experts, *size), part)
+            yield WeightMapping(
+                f"{hf_prefix}experts.{expert}.{theirs}.weight", f"{prefix}experts.{ours}", (experts, *size), part
+            )
 
 
-def _gpt2(shape: ModelShape) -> Iterator[Twin]:
-    width, rows = shape.hidden_size, shape.attention_size + 2 * shape.kv_size
-    yield _whole("transformer.wte.weight", "embedding.weight", shape.vocab_size, width)
-    yield _whole("transformer.wpe.weight", "positions.weight", shape.max_positions, width)
-    for number in range(shape.num_layers):
+def _map_gpt2(spec: ModelSpec) -> Iterator[WeightMapping]:
+    width, rows = spec.hidden_size, spec.attention_size + 2 * spec.kv_size
+    yield _map_whole_tensor("transformer.wte.weight", "embedding.weight", spec.vocab_size, width)
+    yield _map_whole_tensor("transformer.wpe.weight", "positions.weight", spec.max_positions, width)
+    for number in range(spec.num_layers):
         there, here = f"transformer.h.{number}.", f"layers.{number}."
         for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
-            yield _whole(f"{there}{theirs}.weight", f"{here}{ours}.weight", width)
-            yield _whole(f"{there}{theirs}.bias", f"{here}{ours}.bias", width)
+            yield _map_whole_tensor(f"{there}{theirs}.weight", f"{here}{ours}.weight", width)
+            yield _map_whole_tensor(f"{there}{theirs}.bias", f"{here}{ours}.bias", width)
         for theirs, ours, outputs, inputs in (
             ("attn.c_attn", "attention.qkv", rows, width),
-            ("attn.c_proj", "attention.out", width, shape.attention_size),
-            ("mlp.c_fc", "mlp.up", shape.ffn_size, width),
-            ("mlp.c_proj", "mlp.down", width, shape.ffn_size),
+            ("attn.c_proj", "attention.out", width, spec.attention_size),
+            ("mlp.c_fc", "mlp.up", spec.ffn_size, width),
+            ("mlp.c_proj", "mlp.down", width, spec.ffn_size),
         ):
-            yield _whole(f"{there}{theirs}.weight", f"{here}{ours}.weight", outputs, inputs, transposed=True)
-            yield _whole(f"{there}{theirs}.bias", f"{here}{ours}.bias", outputs)
-    yield _whole("transformer.ln_f.weight", "norm.weight", width)
-    yield _whole("transformer.ln_f.bias", "norm.bias", width)
-    if not shape.tie_embeddings:
-        yield _whole("lm_head.weight", "head.weight", shape.vocab_size, width)
+            yield _map_whole_tensor(
+                f"{there}{theirs}.weight", f"{here}{ours}.weight", outputs, inputs, is_transposed=True
+            )
+            yield _map_whole_tensor(f"{there}{theirs}.bias", f"{here}{ours}.bias", outputs)
+    yield _map_whole_tensor("transformer.ln_f.weight", "norm.weight", width)
+    yield _map_whole_tensor("transformer.ln_f.bias", "norm.bias", width)
+    if not spec.tie_embeddings:
+        yield _map_whole_tensor("lm_head.weight", "head.weight", spec.vocab_size, width)

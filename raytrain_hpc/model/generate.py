@@ -13,9 +13,9 @@ from raytrain_hpc.errors import ConfigError, DataError
 def generate(
     model: Callable[[Tensor], Tensor],
     prompt: Sequence[int],
-    max_new: int,
+    max_new_tokens: int,
     *,
-    context: int,
+    context_length: int,
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
@@ -30,37 +30,37 @@ def generate(
     """
     if not prompt:
         raise DataError("prompt: needs at least one token")
-    if context < 1:
-        raise ConfigError("context", context, "", "needs at least 1 token")
+    if context_length < 1:
+        raise ConfigError("context", context_length, "", "needs at least 1 token")
     if temperature < 0:
         raise ConfigError("temperature", temperature, "", "needs 0 or more")
     if top_k is not None and top_k < 0:
         raise ConfigError("top_k", top_k, "", "needs 0 (all tokens) or more")
-    return _tokens(model, list(prompt), max_new, context, temperature, top_k or 0, seed, device)
+    return _sample_tokens(model, list(prompt), max_new_tokens, context_length, temperature, top_k or 0, seed, device)
 
 
-def _tokens(
+def _sample_tokens(
     model: Callable[[Tensor], Tensor],
     tokens: list[int],
-    max_new: int,
-    context: int,
+    max_new_tokens: int,
+    context_length: int,
     temperature: float,
     top_k: int,
     seed: int,
     device: torch.device | str,
 ) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(max_new):
+    for _ in range(max_new_tokens):
         # Entered anew for each token: around the yield it would switch off gradients in the caller's code.
         with torch.no_grad():
-            window = torch.tensor([tokens[-context:]], device=device)
+            window = torch.tensor([tokens[-context_length:]], device=device)
             # Drawn on CPU, where one seed gives the same numbers whatever the device.
-            token = _draw(model(window)[0, -1].float().cpu(), temperature, top_k, generator)
+            token = _sample_token(model(window)[0, -1].float().cpu(), temperature, top_k, generator)
         tokens.append(token)
         yield token
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def _sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """One token from logits fp32 [vocab_size]."""
     if temperature == 0:
         return int(logits.argmax())

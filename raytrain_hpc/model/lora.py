@@ -14,23 +14,23 @@ from torch import nn
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.state.shard_spec import Cut
+from raytrain_hpc.state.shard_spec import ShardSpec
 
-TARGETS = ("qkv", "out", "gate", "up", "down")
-MARK = ".lora_"  # in the names of what is trained
-_BASE = ".base_layer."
+TARGET_MODULES = ("qkv", "out", "gate", "up", "down")
+LORA_MARKER = ".lora_"  # in the names of what is trained
+_BASE_LAYER = ".base_layer."
 
 
 @dataclass(frozen=True)
-class Adapters:
+class LoraSpec:
     """`targets`: which linear layers of a block, of TARGETS."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
+    target_modules: tuple[str, ...]
 
 
-def adapt(decoder: Decoder, adapters: Adapters) -> dict[str, Cut]:
+def apply_lora(decoder: Decoder, lora: LoraSpec) -> dict[str, ShardSpec]:
     """Put adapters, without values, beside the linear layers of a decoder on the meta device, and freeze all else.
 
     Returns the cuts of the weights that they are beside, which have their old canonical names. Raises ModelError where
@@ -38,17 +38,21 @@ def adapt(decoder: Decoder, adapters: Adapters) -> dict[str, Cut]:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = [name for name, module in decoder.named_modules() if _is_target(name, module, adapters.targets)]
+    names = [name for name, module in decoder.named_modules() if _is_target(name, module, lora.target_modules)]
     if not names:
-        raise ModelError(f"train.lora_targets={list(adapters.targets)}: this decoder has no such layer")
-    config = LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=names)  # type: ignore[arg-type]
+        raise ModelError(f"train.lora_targets={list(lora.target_modules)}: this decoder has no such layer")
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)  # type: ignore[arg-type]
     with torch.device("meta"):
         inject_adapter_in_model(config, decoder)
     named = dict(decoder.named_parameters())
     for name, parameter in named.items():
-        parameter.requires_grad_(MARK in name)
-    return {name: Cut.whole(name.replace(_BASE, "."), one.shape) for name, one in named.items() if _BASE in name}
+        parameter.requires_grad_(LORA_MARKER in name)
+    return {
+        name: ShardSpec.from_shape(name.replace(_BASE_LAYER, "."), one.shape)
+        for name, one in named.items()
+        if _BASE_LAYER in name
+    }
 
 
-def _is_target(name: str, module: nn.Module, targets: Collection[str]) -> bool:
-    return isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
+def _is_target(name: str, module: nn.Module, target_modules: Collection[str]) -> bool:
+    return isinstance(module, nn.Linear) and name.rpartition(".")[2] in target_modules

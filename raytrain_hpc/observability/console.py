@@ -9,7 +9,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-def short_count(value: float) -> str:
+def format_count(value: float) -> str:
     """412345 -> "412k"."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
@@ -17,7 +17,7 @@ def short_count(value: float) -> str:
     return f"{value:.3g}"
 
 
-def short_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """4320 -> "1h12m"."""
     whole = int(seconds)
     if whole >= 3600:
@@ -25,22 +25,22 @@ def short_time(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
-def step_line(metrics: dict[str, Any], steps: int, device_gib: float | None, seconds_left: float) -> str:
+def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | None, seconds_left: float) -> str:
     """One line of a run: step, loss, learning rate, gradient norm, throughput, MFU, memory, time left."""
     parts = [
         f"step {metrics['step']}/{steps}",
         f"loss {metrics['train/loss']:.3f}",
         f"lr {metrics['train/lr']:.1e}".replace("e-0", "e-"),
         f"gnorm {metrics['train/grad_norm']:.2f}",
-        f"tok/s {short_count(metrics['throughput/tokens_per_sec'])}",
+        f"tok/s {format_count(metrics['throughput/tokens_per_sec'])}",
     ]
     if metrics["elastic/world_size"] > 1:
-        parts[-1] += f" ({short_count(metrics['throughput/tokens_per_sec_per_device'])}/worker)"
+        parts[-1] += f" ({format_count(metrics['throughput/tokens_per_sec_per_device'])}/worker)"
     if metrics["throughput/mfu"] is not None:
         parts.append(f"mfu {100 * metrics['throughput/mfu']:.1f}%")
     share = f" {100 * metrics['memory/peak_gib'] / device_gib:.0f}%" if device_gib else ""
     parts.append(f"mem {metrics['memory/peak_gib']:.2f}GiB{share}")
-    parts.append(f"eta {short_time(seconds_left)}")
+    parts.append(f"eta {format_duration(seconds_left)}")
     if "val/loss" in metrics:
         parts.append(f"val {metrics['val/loss']:.4f}")
     return "  ".join(parts)
@@ -54,12 +54,12 @@ class Console:
         self._progress: Progress | None = None
         self._task: Any = None
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """One line, at once."""
         self._rich.print(text, markup=False)
         self._rich.file.flush()
 
-    def begin(self, steps: int, done: int) -> None:
+    def start_progress(self, steps: int, done: int) -> None:
         """Show the bar, on a terminal."""
         if self._rich.is_terminal and not self._rich.quiet:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -72,7 +72,7 @@ class Console:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
-    def end(self) -> None:
+    def stop_progress(self) -> None:
         """Take the bar away."""
         if self._progress is not None:
             self._progress.stop()

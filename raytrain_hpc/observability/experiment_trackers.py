@@ -14,12 +14,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from raytrain_hpc.config.schema import Config, ObserveConfig, to_plain
-from raytrain_hpc.errors import MissingDependency
+from raytrain_hpc.config.schema import Config, ObserveConfig, to_dict
+from raytrain_hpc.errors import MissingDependencyError
 
-Alarm = Callable[[str], None]
+WarningCallback = Callable[[str], None]
 Metrics = Mapping[str, Any]
-_END_S = 10.0  # what is on its way to a server is waited for so long at the end
+_CLOSE_TIMEOUT_S = 10.0  # what is on its way to a server is waited for so long at the end
 
 
 class Tracker(Protocol):
@@ -36,26 +36,26 @@ def check_trackers(observe: ObserveConfig) -> None:
     """Raise MissingDependency where a tracker that is asked for is not installed."""
     for key, package in (("wandb", "wandb"), ("mlflow", "mlflow")):
         if getattr(observe, key) and find_spec(package) is None:
-            raise MissingDependency(
+            raise MissingDependencyError(
                 f"observe.{key}={getattr(observe, key)}: not installed; run `pip install {package}`"
             )
 
 
-def trackers_of(config: Config, alarm: Alarm) -> list[Behind]:
+def create_trackers(config: Config, on_warning: WarningCallback) -> list[BackgroundTracker]:
     """Those that are asked for, each behind a thread. They come up there, so that nobody waits for a login."""
     found = []
     if config.observe.wandb:
-        found.append(Behind("wandb", lambda: WandbTracker(config), alarm))
+        found.append(BackgroundTracker("wandb", lambda: WandbTracker(config), on_warning))
     if config.observe.mlflow:
-        found.append(Behind("mlflow", lambda: MlflowTracker(config), alarm))
+        found.append(BackgroundTracker("mlflow", lambda: MlflowTracker(config), on_warning))
     return found
 
 
-class Behind:
+class BackgroundTracker:
     """A tracker in a thread of its own. After its first failure it is given up, with one alarm."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], alarm: Alarm):
-        self._name, self._make, self._alarm = name, make, alarm
+    def __init__(self, name: str, create_tracker: Callable[[], Tracker], on_warning: WarningCallback):
+        self._name, self._create_tracker, self._on_warning = name, create_tracker, on_warning
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
@@ -70,19 +70,19 @@ class Behind:
         """Wait, for a while, until everything is passed on."""
         self._failed = failed
         self._queue.put(None)
-        self._thread.join(_END_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            self._alarm(f"observe.{self._name}: its server has not taken everything within {_END_S:g} s")
+            self._on_warning(f"observe.{self._name}: its server has not taken everything within {_CLOSE_TIMEOUT_S:g} s")
 
     def _run(self) -> None:
         try:
-            tracker = self._make()
+            tracker = self._create_tracker()
             while (metrics := self._queue.get()) is not None:
                 tracker.write(metrics)
             tracker.close(failed=self._failed)
         except Exception as error:  # whatever their code raises, the run is worth more
             reason = " ".join(str(error).split())[:300]
-            self._alarm(f"observe.{self._name}: given up ({type(error).__name__}: {reason}); the run goes on")
+            self._on_warning(f"observe.{self._name}: given up ({type(error).__name__}: {reason}); the run goes on")
 
 
 class WandbTracker:
@@ -95,10 +95,10 @@ class WandbTracker:
         self._run = wandb.init(
             project=config.observe.wandb,
             name=config.run.name,
-            id=_identity(run_dir),
+            id=_get_tracking_id(run_dir),
             resume="allow",
             dir=run_dir,
-            config=to_plain(config),
+            config=to_dict(config),
         )
         # Steps can come again after a fault: W&B's own counter would refuse them.
         self._run.define_metric("step")
@@ -124,7 +124,7 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=config.observe.mlflow)
         experiment = self._client.get_experiment_by_name("raytrain_hpc")
         place = experiment.experiment_id if experiment else self._client.create_experiment("raytrain_hpc")
-        key, run_dir = "raytrain_hpc.run", _identity(Path(config.run.dir).absolute())
+        key, run_dir = "raytrain_hpc.run", _get_tracking_id(Path(config.run.dir).absolute())
         before = self._client.search_runs([place], filter_string=f"tags.`{key}` = '{run_dir}'", max_results=1)
         if before:
             self._run = before[0].info.run_id
@@ -132,7 +132,7 @@ class MlflowTracker:
             return
         made = self._client.create_run(place, run_name=config.run.name, tags={key: run_dir})
         self._run = made.info.run_id
-        plain = to_plain(config)
+        plain = to_dict(config)
         params = [
             Param(f"{section}.{name}", str(value)[:500])
             for section, keys in plain.items()
@@ -152,7 +152,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
 
 
-def _identity(run_dir: Path) -> str:
+def _get_tracking_id(run_dir: Path) -> str:
     """The same for all lives of a run, and another one for whatever begins in its directory after it was removed."""
     path = run_dir / ".tracked"
     if not path.exists():

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Alarm = Callable[[str], None]
+WarningCallback = Callable[[str], None]
 _TAIL_BYTES = 1 << 16  # longer than any line
 
 
-class JsonlSink:
+class JsonlWriter:
     """One JSON line a step, floats in full precision, each line written whole or not at all."""
 
-    def __init__(self, path: Path, alarm: Alarm):
-        self._file = _AppendedFile(path, alarm, after=b"\n")
+    def __init__(self, path: Path, on_warning: WarningCallback):
+        self._file = _AppendOnlyFile(path, on_warning, terminator=b"\n")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one step."""
@@ -35,27 +35,27 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
+class TensorBoardWriter:
     """Scalars under the same keys, an event file a life of the run. A resumed run purges the steps it runs again.
 
     Written here and not by a SummaryWriter: its thread dies of the first write that fails.
     """
 
-    def __init__(self, directory: Path, first_step: int, alarm: Alarm):
+    def __init__(self, directory: Path, first_step: int, on_warning: WarningCallback):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._session, self._summary, self._framed = Event, SessionLog, Summary, RecordWriter
+        self._event, self._session, self._summary, self._record_writer = Event, SessionLog, Summary, RecordWriter
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
-        self._file = _AppendedFile(directory / name, alarm)
+        self._file = _AppendOnlyFile(directory / name, on_warning)
         self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
-        self.restart(first_step)
+        self.discard_steps_after(first_step)
 
-    def restart(self, first_step: int) -> None:
+    def discard_steps_after(self, step: int) -> None:
         """Have readers drop what was written of the steps after `first_step`: they are run again."""
         start = self._session(status=self._session.START)
-        self._append(self._event(wall_time=time.time(), step=first_step + 1, session_log=start))
+        self._append(self._event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Add one step."""
@@ -73,11 +73,11 @@ class TensorBoardSink:
 
     def _append(self, event: Any) -> None:
         record = io.BytesIO()
-        self._framed(record).write(event.SerializeToString())
+        self._record_writer(record).write(event.SerializeToString())
         self._file.append(record.getvalue())
 
 
-class _AppendedFile:
+class _AppendOnlyFile:
     """A file of records, each appended whole or not at all.
 
     What the disk refuses is kept in memory and written, in order, as soon as it takes it again, perhaps after it was
@@ -85,22 +85,22 @@ class _AppendedFile:
     cut off when it is opened.
     """
 
-    def __init__(self, path: Path, alarm: Alarm, *, after: bytes = b""):
-        self._path, self._alarm, self._after = path, alarm, after
+    def __init__(self, path: Path, on_warning: WarningCallback, *, terminator: bytes = b""):
+        self._path, self._on_warning, self._terminator = path, on_warning, terminator
         self._descriptor: int | None = None
-        self._end: int | None = None  # length up to the last whole record, once it is known
-        self._waiting: list[bytes] = []
-        self._refused = False
+        self._end_offset: int | None = None  # length up to the last whole record, once it is known
+        self._pending: list[bytes] = []
+        self._is_failing = False
 
     def append(self, record: bytes) -> None:
-        self._waiting.append(record)
+        self._pending.append(record)
         try:
             self._flush()
-            self._refused = False
+            self._is_failing = False
         except OSError as error:
-            if not self._refused:
-                self._alarm(f"{self._path} cannot be written: {error.strerror}; kept in memory until it can")
-            self._refused = True
+            if not self._is_failing:
+                self._on_warning(f"{self._path} cannot be written: {error.strerror}; kept in memory until it can")
+            self._is_failing = True
 
     def sync(self) -> None:
         self._flush()
@@ -108,23 +108,23 @@ class _AppendedFile:
             try:
                 os.fsync(self._descriptor)
             except OSError:
-                self._let_go()
+                self._close_descriptor()
                 raise
 
     def close(self) -> None:
         try:
             self.sync()
         except OSError as error:
-            self._alarm(f"{self._path} lacks its last {len(self._waiting)} records: {error.strerror}")
-        self._let_go()
+            self._on_warning(f"{self._path} lacks its last {len(self._pending)} records: {error.strerror}")
+        self._close_descriptor()
 
     def _flush(self) -> None:
-        if not self._waiting:
+        if not self._pending:
             return
         if self._descriptor is None:
-            self._descriptor, self._end = self._open()
-        end = self._end or 0
-        block = b"".join(self._waiting)
+            self._descriptor, self._end_offset = self._open()
+        end = self._end_offset or 0
+        block = b"".join(self._pending)
         done = 0
         try:
             while done < len(block):
@@ -132,12 +132,12 @@ class _AppendedFile:
         except OSError:
             with contextlib.suppress(OSError):  # whatever stays is written over by the next attempt
                 os.truncate(self._descriptor, end)
-            self._let_go()
+            self._close_descriptor()
             raise
-        self._end = end + len(block)
-        self._waiting.clear()
+        self._end_offset = end + len(block)
+        self._pending.clear()
 
-    def _let_go(self) -> None:
+    def _close_descriptor(self) -> None:
         """Of what is mounted here now: another one may be there when it is opened again."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
@@ -146,19 +146,23 @@ class _AppendedFile:
 
     def _open(self) -> tuple[int, int]:
         """The file, cut to its last whole record, and where that ends. It is made once only, where its directory is."""
-        if self._end is None:
+        if self._end_offset is None:
             self._path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end is None else 0), 0o666)
+        descriptor = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end_offset is None else 0), 0o666)
         try:
-            end = self._whole(descriptor) if self._end is None else min(self._end, os.fstat(descriptor).st_size)
+            end = (
+                self._find_record_end(descriptor)
+                if self._end_offset is None
+                else min(self._end_offset, os.fstat(descriptor).st_size)
+            )
             os.truncate(descriptor, end)
         except OSError:
             os.close(descriptor)
             raise
         return descriptor, end
 
-    def _whole(self, descriptor: int) -> int:
+    def _find_record_end(self, descriptor: int) -> int:
         """Where the last whole record of what an earlier life has written ends."""
         start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
         tail = os.pread(descriptor, _TAIL_BYTES, start)
-        return start + (tail.rfind(self._after) + len(self._after) if self._after else len(tail))
+        return start + (tail.rfind(self._terminator) + len(self._terminator) if self._terminator else len(tail))

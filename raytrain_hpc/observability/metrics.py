@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KEYS = {
+METRIC_KEYS = {
     "step": "Optimizer steps committed, this one included: the first step writes 1.",
     "train/loss": "Sum of the token losses over the global batch divided by its valid tokens, in nats.",
     "train/lr": "Learning rate of this step.",
@@ -28,7 +28,7 @@ KEYS = {
     "val/loss": "Sum of the token losses over the validation windows divided by their tokens, where evaluated.",
 }
 
-COMPARED = (
+RANK_STATISTIC_KEYS = (
     *(f"time/{part}_s" for part in ("step", "data", "forward", "backward", "communication", "optimizer")),
     "memory/peak_gib",
 )
@@ -36,14 +36,14 @@ COMPARED = (
 
 STATISTICS = {"mean": "mean", "min": "least", "max": "largest", "std": "standard deviation"}
 
-KEYS |= {
+METRIC_KEYS |= {
     f"ranks/{name}/{kind}": f"Every observe.ranks_every steps: {what} over all ranks of {name}."
-    for name in COMPARED
+    for name in RANK_STATISTIC_KEYS
     for kind, what in STATISTICS.items()
 }
 
 
-def mfu(tokens_per_sec: float, flops_per_token: float, devices: int, peak_tflops: float | None) -> float | None:
+def compute_mfu(tokens_per_sec: float, flops_per_token: float, devices: int, peak_tflops: float | None) -> float | None:
     """Model FLOPs utilisation: achieved over peak FLOP/s (Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
     if peak_tflops is None:
         return None

@@ -15,7 +15,7 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 
-def peak_tflops(device_name: str, dtype: str) -> float | None:
+def get_peak_tflops(device_name: str, dtype: str) -> float | None:
     """Dense peak in TFLOP/s of a device, by the name that its driver reports, for a `train.dtype`.
 
     None where it is not known: a CPU, another device, or a type other than bf16.

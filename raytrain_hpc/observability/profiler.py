@@ -9,38 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config.schema import ObserveConfig
-from raytrain_hpc.errors import MissingDependency
+from raytrain_hpc.errors import MissingDependencyError
 
 
 class StepProfiler:
     """Starts a profiler at the first chosen step and writes its result after the last."""
 
     def __init__(self, observe: ObserveConfig, rank: int, run_dir: Path):
-        self._kind = observe.profile if rank in observe.profile_ranks else "none"
+        self._profiler_name = observe.profile if rank in observe.profile_ranks else "none"
         self._first, self._end = observe.profile_steps
-        self._target = run_dir / "profile" / f"rank-{rank:05d}"
-        self._active: Any = None
+        self._output_path = run_dir / "profile" / f"rank-{rank:05d}"
+        self._profiler: Any = None
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def profile_step(self, step: int) -> Iterator[None]:
         """Around step `step` (0-based)."""
-        if self._kind != "none" and step == self._first:
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._active = _started(self._kind)
+        if self._profiler_name != "none" and step == self._first:
+            self._output_path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler = _start_profiler(self._profiler_name)
         yield
-        if self._active is not None and step + 1 >= self._end:
-            _write(self._kind, self._active, self._target)
-            self._active = None
+        if self._profiler is not None and step + 1 >= self._end:
+            _write_profile(self._profiler_name, self._profiler, self._output_path)
+            self._profiler = None
 
 
 def check_profiler(observe: ObserveConfig) -> None:
     """Raise MissingDependency where the chosen profiler is not installed."""
     if observe.profile == "pyinstrument" and find_spec("pyinstrument") is None:
-        raise MissingDependency("observe.profile=pyinstrument: not installed; run `pip install pyinstrument`")
+        raise MissingDependencyError("observe.profile=pyinstrument: not installed; run `pip install pyinstrument`")
 
 
-def _started(kind: str) -> Any:
-    if kind == "torch":
+def _start_profiler(profiler_name: str) -> Any:
+    if profiler_name == "torch":
         from torch.profiler import profile
 
         active: Any = profile(record_shapes=True)
@@ -52,9 +52,9 @@ def _started(kind: str) -> Any:
     return active
 
 
-def _write(kind: str, active: Any, target: Path) -> None:
-    active.stop()
-    if kind == "torch":
-        active.export_chrome_trace(str(target.with_suffix(".trace.json")))
+def _write_profile(profiler_name: str, profiler: Any, output_path: Path) -> None:
+    profiler.stop()
+    if profiler_name == "torch":
+        profiler.export_chrome_trace(str(output_path.with_suffix(".trace.json")))
     else:
-        target.with_suffix(".html").write_text(active.output_html())
+        output_path.with_suffix(".html").write_text(profiler.output_html())

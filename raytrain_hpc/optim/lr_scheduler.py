@@ -7,7 +7,7 @@ from math import cos, pi, sqrt
 from raytrain_hpc.config.schema import AUTO, TrainConfig
 
 
-def peak_rate(train: TrainConfig) -> float:
+def compute_peak_lr(train: TrainConfig) -> float:
     """`train.lr` scaled with the global batch: linearly (Goyal et al. 2017) or by the square root (Krizhevsky 2014)."""
     if train.lr_scaling == "none":
         return train.lr
@@ -15,9 +15,9 @@ def peak_rate(train: TrainConfig) -> float:
     return train.lr * (ratio if train.lr_scaling == "linear" else sqrt(ratio))
 
 
-def evaluates(train: TrainConfig, step: int, last: int) -> bool:
+def should_evaluate(train: TrainConfig, step: int, last_step: int) -> bool:
     """Whether an evaluation follows committed step `step` of a training that ends at step `last`."""
-    return step == last or (train.eval_every > 0 and step % train.eval_every == 0)
+    return step == last_step or (train.eval_every > 0 and step % train.eval_every == 0)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -26,7 +26,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     Linear warmup to the peak, then cosine to the minimum (Loshchilov and Hutter 2017), or stay and fall linearly over
     the last `decay_fraction` of the steps (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395), or stay.
     """
-    peak = peak_rate(train)
+    peak = compute_peak_lr(train)
     low = (0.1 if train.min_lr == AUTO else float(train.min_lr) / train.lr) * peak
     if step < train.warmup:
         return peak * (step + 1) / train.warmup

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError, OffloadError
-from raytrain_hpc.optim.mmap_buffer import PAGE, Scratch, free_bytes, padded
+from raytrain_hpc.optim.mmap_buffer import PAGE, MmapBuffer, get_free_bytes, round_up_to_page
 
 CHUNK_BYTES = 32 * 2**20  # of moments that a step works on at a time
 
@@ -30,7 +30,7 @@ Slices = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerChunk:
     """What one call of the optimizer's kernel steps: lists of equal length, moments by kind."""
 
     weights: Sequence[Tensor]
@@ -38,41 +38,43 @@ class Part:
     moments: Mapping[str, Sequence[Tensor]]
 
 
-class Home(Protocol):
+class MomentStorage(Protocol):
     """Where moments live. `slices` are the weights on the device; moments have their names, shapes and types."""
 
     slices: Slices
     moments: dict[str, dict[str, Tensor]]
 
-    def parts(self, gradients: Slices) -> Iterator[Part]:
+    def iter_chunks(self, gradients: Slices) -> Iterator[OptimizerChunk]:
         """Everything that these gradients step, a part at a time: a part is stepped before the next one is asked for.
 
         After the last one the weights on the device are the new ones.
         """
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back memory that reading or filling moments took."""
 
 
-class WithWeights:
+class OnDevice:
     """Moments beside the weights: one part, nothing moves."""
 
     def __init__(self, slices: Slices, kinds: Iterable[str]):
         self.slices = slices
         self.moments = {kind: {name: torch.zeros_like(s) for name, s in slices.items()} for kind in kinds}
 
-    def parts(self, gradients: Slices) -> Iterator[Part]:
+    def iter_chunks(self, gradients: Slices) -> Iterator[OptimizerChunk]:
         """All at once."""
         if gradients:
             weights = [self.slices[name] for name in gradients]
-            laid_out = [_laid_out_like(self.slices[name], one) for name, one in gradients.items()]
-            yield Part(weights, laid_out, {kind: [of[name] for name in gradients] for kind, of in self.moments.items()})
+            laid_out = [_match_layout(self.slices[name], one) for name, one in gradients.items()]
+            yield OptimizerChunk(
+                weights, laid_out, {kind: [of[name] for name in gradients] for kind, of in self.moments.items()}
+            )
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """They are where they belong."""
 
 
-class InHostMemory:
+class CpuOffload:
     """Moments in host memory. Weights and gradients of a chunk come to it, and new weights go back."""
 
     def __init__(self, slices: Slices, kinds: Sequence[str], chunk_bytes: int = CHUNK_BYTES):
@@ -83,50 +85,52 @@ class InHostMemory:
         self.moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         for name, tensor in slices.items():
             for kind in kinds:
-                flat = self._zeros(tensor.numel(), tensor.dtype)
+                flat = self._allocate_zeros(tensor.numel(), tensor.dtype)
                 self.moments[kind][name] = flat.as_strided(tensor.shape, tensor.stride())
 
-    def parts(self, gradients: Slices) -> Iterator[Part]:
+    def iter_chunks(self, gradients: Slices) -> Iterator[OptimizerChunk]:
         """Chunks of at most `chunk_bytes` of moments."""
-        flat = {name: _flat(_laid_out_like(self.slices[name], one)) for name, one in gradients.items()}
-        chunks = [self._part(chunk, flat) for chunk in self._chunks(gradients)]
+        flat = {name: _flatten(_match_layout(self.slices[name], one)) for name, one in gradients.items()}
+        chunks = [self._make_chunk(chunk, flat) for chunk in self._plan_chunks(gradients)]
         for number, part in enumerate(chunks):
-            self._coming(chunks[number + 1 : number + 2])
-            near = self._near(part)
+            self._prefetch(chunks[number + 1 : number + 2])
+            near = self._to_host(part)
             yield near
             for there, here in zip(part.weights, near.weights, strict=True):
                 if there is not here:
                     there.copy_(here, non_blocking=True)
-            self._going(part)
+            self._post_step(part)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Host memory stays."""
 
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+    def _allocate_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype)
 
-    def _coming(self, parts: Sequence[Part]) -> None:
+    def _prefetch(self, chunks: Sequence[OptimizerChunk]) -> None:
         """Called when these, if there are any, come next after the part that is about to be stepped."""
 
-    def _going(self, part: Part) -> None:
+    def _post_step(self, chunk: OptimizerChunk) -> None:
         """Called when a part has been stepped."""
 
-    def _near(self, part: Part) -> Part:
+    def _to_host(self, chunk: OptimizerChunk) -> OptimizerChunk:
         """A part with weights and gradients in host memory."""
-        devices = {weight.device for weight in part.weights if weight.is_cuda}
+        devices = {weight.device for weight in chunk.weights if weight.is_cuda}
         if not devices:
-            return part
-        near = Part([_on_host(w) for w in part.weights], [_on_host(g) for g in part.gradients], part.moments)
+            return chunk
+        near = OptimizerChunk(
+            [_copy_to_pinned(w) for w in chunk.weights], [_copy_to_pinned(g) for g in chunk.gradients], chunk.moments
+        )
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return near
 
-    def _part(self, chunk: Sequence[tuple[str, slice]], gradients: Slices) -> Part:
-        weights = [_flat(self.slices[name])[run] for name, run in chunk]
-        moments = {kind: [_flat(of[name])[run] for name, run in chunk] for kind, of in self.moments.items()}
-        return Part(weights, [gradients[name][run] for name, run in chunk], moments)
+    def _make_chunk(self, runs: Sequence[tuple[str, slice]], gradients: Slices) -> OptimizerChunk:
+        weights = [_flatten(self.slices[name])[run] for name, run in runs]
+        moments = {kind: [_flatten(of[name])[run] for name, run in runs] for kind, of in self.moments.items()}
+        return OptimizerChunk(weights, [gradients[name][run] for name, run in runs], moments)
 
-    def _chunks(self, names: Iterable[str]) -> Iterator[list[tuple[str, slice]]]:
+    def _plan_chunks(self, names: Iterable[str]) -> Iterator[list[tuple[str, slice]]]:
         """Runs of elements, several to a chunk where tensors are small.
 
         Cuts are multiples of a page's number of bytes in elements: so they are at whole pages of a file, and the
@@ -139,7 +143,7 @@ class InHostMemory:
             most = max(PAGE, self._chunk_bytes // width // PAGE * PAGE)
             for start in range(0, tensor.numel(), most):
                 stop = min(start + most, tensor.numel())
-                needs = padded((stop - start) * tensor.dtype.itemsize) * len(self._kinds)
+                needs = round_up_to_page((stop - start) * tensor.dtype.itemsize) * len(self._kinds)
                 if chunk and needs > room:
                     yield chunk
                     chunk, room = [], self._chunk_bytes
@@ -149,44 +153,44 @@ class InHostMemory:
             yield chunk
 
 
-class InFiles(InHostMemory):
+class DiskOffload(CpuOffload):
     """Moments in a mapped file, of which a step has one chunk in this process's memory, while the next is being read.
 
     Raises OSError where the directory has no room for them.
     """
 
     def __init__(self, slices: Slices, kinds: Sequence[str], directory: str, chunk_bytes: int = CHUNK_BYTES):
-        self._scratch = Scratch(directory, bytes_in_files(slices, kinds))
+        self._buffer = MmapBuffer(directory, compute_file_bytes(slices, kinds))
         super().__init__(slices, kinds, chunk_bytes)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """All pages back to the file."""
-        self._scratch.release_all()
+        self._buffer.release_all()
 
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        return self._scratch.zeros(count, dtype)
+    def _allocate_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self._buffer.zeros(count, dtype)
 
-    def _coming(self, parts: Sequence[Part]) -> None:
-        self._scratch.prefetch([tensor for part in parts for tensor in _moments(part)])
+    def _prefetch(self, chunks: Sequence[OptimizerChunk]) -> None:
+        self._buffer.prefetch([tensor for part in chunks for tensor in _list_moments(part)])
 
-    def _going(self, part: Part) -> None:
-        self._scratch.release(_moments(part))
+    def _post_step(self, chunk: OptimizerChunk) -> None:
+        self._buffer.release(_list_moments(chunk))
 
 
-def home_of(config: Config, slices: Slices, kinds: Sequence[str], rank: int) -> Home:
+def make_moment_storage(config: Config, slices: Slices, kinds: Sequence[str], rank: int) -> MomentStorage:
     """The home that the settings ask for. Raises OffloadError where it has no room."""
     where, directory = config.parallel.offload, config.parallel.offload_dir
     on_host = all(tensor.device.type == "cpu" for tensor in slices.values())
     if where == "none" or (where == "cpu" and on_host):
-        return WithWeights(slices, kinds)
+        return OnDevice(slices, kinds)
     if where == "cpu":
-        return InHostMemory(slices, kinds)
+        return CpuOffload(slices, kinds)
     try:
-        return InFiles(slices, kinds, directory)
+        return DiskOffload(slices, kinds, directory)
     except OSError as error:
-        free = free_bytes(directory)
+        free = get_free_bytes(directory)
         room = "" if free is None else f" ({free / 2**30:.2f} GiB are free)"
-        needs = bytes_in_files(slices, kinds) / 2**30
+        needs = compute_file_bytes(slices, kinds) / 2**30
         remedy = (
             f"{error.strerror or error}: rank {rank} keeps {needs:.2f} GiB of optimizer state there{room}; choose a "
             "directory on another disk, shard over more ranks or use parallel.offload=cpu"
@@ -194,29 +198,29 @@ def home_of(config: Config, slices: Slices, kinds: Sequence[str], rank: int) -> 
         raise OffloadError("parallel.offload_dir", directory, config.origin("parallel.offload_dir"), remedy) from error
 
 
-def bytes_in_files(slices: Slices, kinds: Sequence[str]) -> int:
+def compute_file_bytes(slices: Slices, kinds: Sequence[str]) -> int:
     """Size of the file that holds moments of these slices."""
-    return sum(padded(tensor.nbytes) for tensor in slices.values()) * len(kinds)
+    return sum(round_up_to_page(tensor.nbytes) for tensor in slices.values()) * len(kinds)
 
 
-def _moments(part: Part) -> list[Tensor]:
-    return [tensor for of_kind in part.moments.values() for tensor in of_kind]
+def _list_moments(chunk: OptimizerChunk) -> list[Tensor]:
+    return [tensor for of_kind in chunk.moments.values() for tensor in of_kind]
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _copy_to_pinned(tensor: Tensor) -> Tensor:
     """A copy under way to page-locked memory, which torch keeps and deals out again when the copies are done."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     """The elements in the order of memory, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _laid_out_like(slice_: Tensor, gradient: Tensor) -> Tensor:
+def _match_layout(weight: Tensor, gradient: Tensor) -> Tensor:
     """A gradient in the order of memory of its weight, the only one that the CPU's kernel looks at."""
-    same = gradient.stride() == slice_.stride() or (gradient.is_contiguous() and slice_.is_contiguous())
-    return gradient if same else torch.empty_like(slice_).copy_(gradient)
+    same = gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous())
+    return gradient if same else torch.empty_like(weight).copy_(gradient)
 
 
 def _is_dense(tensor: Tensor) -> bool:

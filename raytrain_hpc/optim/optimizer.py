@@ -10,15 +10,15 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from raytrain_hpc.config.schema import TrainConfig
-from raytrain_hpc.optim.offload import Home, Part
-from raytrain_hpc.state.sharded_state import local
+from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
+from raytrain_hpc.state.sharded_state import to_local
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 
 
-def slices_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def get_local_slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """What this rank stores of each parameter, as plain tensors."""
-    return {name: local(parameter).detach() for name, parameter in parameters.items()}
+    return {name: to_local(parameter).detach() for name, parameter in parameters.items()}
 
 
 class Optimizer:
@@ -29,56 +29,56 @@ class Optimizer:
     functional forms: its optimizer classes import TorchDynamo, 2 s and 74 MiB a worker. Where moments live is `home`'s.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, home: Home):
-        self._parameters, self._train, self._home = parameters, train, home
-        self.moments = home.moments
+    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, storage: MomentStorage):
+        self._parameters, self._train, self._storage = parameters, train, storage
+        self.moments = storage.moments
         self.set_steps(0)
 
-    def set_steps(self, steps: int) -> None:
+    def set_steps(self, num_steps: int) -> None:
         """State how many steps the moments have seen (AdamW's bias correction)."""
-        self._steps = steps
+        self._num_steps = num_steps
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Moments were read or filled: give back memory that this took."""
-        self._home.rest()
+        self._storage.release_memory()
 
-    def gradients(self) -> dict[str, Tensor]:
+    def get_gradients(self) -> dict[str, Tensor]:
         """This rank's slice of every gradient. A parameter that the loss did not reach has none."""
         return {  # a rank can hold no row of a small tensor
-            name: local(parameter.grad)
+            name: to_local(parameter.grad)
             for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._home.slices[name].numel()
+            if parameter.grad is not None and self._storage.slices[name].numel()
         }
 
-    def step(self, rate: float) -> None:
+    def step(self, lr: float) -> None:
         """Step every slice with the gradients now on the parameters, then drop the gradients."""
-        gradients = self.gradients()
+        gradients = self.get_gradients()
         for decayed in (True, False):
             chosen = {name: one for name, one in gradients.items() if (self._parameters[name].ndim >= 2) is decayed}
-            for part in self._home.parts(chosen):
-                self._update(part, rate, self._train.weight_decay if decayed else 0.0)
-        self.skip()
+            for part in self._storage.iter_chunks(chosen):
+                self._update(part, lr, self._train.weight_decay if decayed else 0.0)
+        self.skip_step()
 
-    def skip(self) -> None:
+    def skip_step(self) -> None:
         """Count a step, whose gradients have been used or are not to be."""
-        self._steps += 1
-        self.drop_gradients()
+        self._num_steps += 1
+        self.zero_grad()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients now on the parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, part: Part, rate: float, decay: float) -> None:
-        weights, gradients, train = list(part.weights), list(part.gradients), self._train
+    def _update(self, chunk: OptimizerChunk, lr: float, weight_decay: float) -> None:
+        weights, gradients, train = list(chunk.weights), list(chunk.gradients), self._train
         if train.optimizer == "sgd":
             sgd(
                 weights,
                 gradients,
                 [None] * len(weights),
-                lr=rate,
-                weight_decay=decay,
+                lr=lr,
+                weight_decay=weight_decay,
                 momentum=0.0,
                 dampening=0.0,
                 nesterov=False,
@@ -86,12 +86,12 @@ class Optimizer:
             )
             return
         # The kernel adds one to every count that it is given, and a tensor can come in several parts.
-        counts = torch.full((len(weights),), float(self._steps), dtype=torch.float32, device=weights[0].device)
+        counts = torch.full((len(weights),), float(self._num_steps), dtype=torch.float32, device=weights[0].device)
         adamw(
             weights,
             gradients,
-            list(part.moments["exp_avg"]),
-            list(part.moments["exp_avg_sq"]),
+            list(chunk.moments["exp_avg"]),
+            list(chunk.moments["exp_avg_sq"]),
             [],
             list(counts.unbind()),
             # The fused kernel treats the last elements of a slice apart, so its bits depend on where slices are cut.
@@ -100,8 +100,8 @@ class Optimizer:
             amsgrad=False,
             beta1=train.beta1,
             beta2=train.beta2,
-            lr=rate,
-            weight_decay=decay,
+            lr=lr,
+            weight_decay=weight_decay,
             eps=train.eps,
             maximize=False,
         )

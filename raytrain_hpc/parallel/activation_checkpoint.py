@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 
-def recompute(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -> None:
+def apply_activation_checkpointing(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -> None:
     """Make each block recompute in backward: "full" keeps its input, "selective" matrix products and attention.
 
     `keyed_randomness`: the blocks draw random bits from keys passed to them, so that no generator state is saved.
@@ -30,13 +30,13 @@ def recompute(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -
         SAC_IGNORED_OPS.update(
             (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
         )
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive(_expensive_ops()))
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(_get_expensive_ops()))
     for block in blocks:
         # The forward is replaced, not the module wrapped: names in the state stay those of the model.
-        block.forward = _recomputed(block.forward, options)  # type: ignore[method-assign]
+        block.forward = _wrap_forward(block.forward, options)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _wrap_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """A function of its own: behind a `functools.partial` torch.compile leaves the whole block as it is."""
 
     def recomputing(*inputs: Any) -> Any:
@@ -45,7 +45,7 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
     return recomputing
 
 
-def _expensive_ops() -> set[Any]:
+def _get_expensive_ops() -> set[Any]:
     aten = torch.ops.aten
     return {
         aten.mm.default,
@@ -58,7 +58,7 @@ def _expensive_ops() -> set[Any]:
     }
 
 
-def _keep_expensive(ops: set[Any]) -> Callable[..., CheckpointPolicy]:
+def _make_policy(ops: set[Any]) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
 

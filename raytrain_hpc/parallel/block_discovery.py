@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The members of the largest `nn.ModuleList` or `nn.Sequential`, by parameters; none where there is none."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
     if not lists:

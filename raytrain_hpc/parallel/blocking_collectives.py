@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
-def blocking_files() -> tuple[str, ...]:
+def get_blocking_files() -> tuple[str, ...]:
     """Return the source files in which a training loop on a CPU waits for other ranks: torch's collectives, FSDP's,
     and this file. Pass to `Heartbeat`, which counts a frame in one of them as waiting, not as work."""
     # FSDP's module is named by its path: importing it loads the compiler.
@@ -21,14 +21,14 @@ def blocking_files() -> tuple[str, ...]:
     return distributed_c10d.__file__, str(fsdp_collectives), __file__
 
 
-def wait(works: Iterable[dist.Work]) -> None:
+def wait_all(works: Iterable[dist.Work]) -> None:
     """Wait for transfers that are under way."""
     for work in works:
         work.wait()
 
 
-def gather_flat(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_flat(gathered: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `gathered` [ranks * n] with every rank's `mine` [n], in rank order."""
     # all_gather_into_tensor until torch 2.12, which has the new name and warns of the old one from 2.13 on.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, mine, group=group)
+    gather(gathered, local, group=group)

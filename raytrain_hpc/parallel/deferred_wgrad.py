@@ -17,59 +17,59 @@ from torch import Tensor, nn
 
 from raytrain_hpc.model.moe import Experts, grouped_linear
 
-Later = Callable[[], None]
+WeightGradFn = Callable[[], None]
 
 
-class Deferral:
+class WeightGradStore:
     """Collects what backward passes put aside."""
 
     def __init__(self) -> None:
-        self._aside: list[Later] = []
+        self._pending: list[WeightGradFn] = []
 
-    def take(self) -> list[Later]:
+    def pop_all(self) -> list[WeightGradFn]:
         """All that was put aside since the last call; each adds a gradient to its weight."""
-        taken, self._aside = self._aside, []
+        taken, self._pending = self._pending, []
         return taken
 
-    def put(self, later: Later) -> None:
+    def put(self, weight_grad: WeightGradFn) -> None:
         """Put something aside."""
-        self._aside.append(later)
+        self._pending.append(weight_grad)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear`, the gradient of a weight that is a parameter put aside."""
         if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
             return F.linear(x, weight, bias)
-        product: Tensor = _Product.apply(x, weight, self)  # type: ignore[no-untyped-call]
+        product: Tensor = _DeferredLinear.apply(x, weight, self)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias.to(product.dtype)
 
-    def grouped(self, rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
         """`model.experts.grouped_linear`, the gradient of the weight put aside."""
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return grouped_linear(rows, weight, sizes)
-        product: Tensor = _GroupedProduct.apply(rows, weight, list(sizes), self)  # type: ignore[no-untyped-call]
+        product: Tensor = _DeferredGroupedLinear.apply(rows, weight, list(sizes), self)  # type: ignore[no-untyped-call]
         return product
 
     def attach(self, module: nn.Module) -> None:
         """Make every product of a module such a one: its linear layers, and what names its product `product`."""
         for part in module.modules():
             if type(part) is nn.Linear:
-                part.forward = partial(_forward, self, part)  # type: ignore[method-assign]
+                part.forward = partial(_linear_forward, self, part)  # type: ignore[method-assign]
             elif hasattr(part, "product"):
                 part.product = self.linear  # type: ignore[assignment]
             elif isinstance(part, Experts):
-                part.grouped = self.grouped
+                part.grouped_linear = self.grouped_linear
 
 
-def _forward(deferral: Deferral, layer: nn.Linear, x: Tensor) -> Tensor:
-    return deferral.linear(x, layer.weight, layer.bias)
+def _linear_forward(store: WeightGradStore, layer: nn.Linear, x: Tensor) -> Tensor:
+    return store.linear(x, layer.weight, layer.bias)
 
 
-class _Product(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradStore) -> Tensor:
         kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         # The weight is not saved as tensors are: recompute would hand back another one, without its gradient.
-        ctx.kinds, ctx.deferral, ctx.weight = (x.dtype, kind), deferral, weight
+        ctx.kinds, ctx.deferral, ctx.weight = (x.dtype, kind), store, weight
         x = x.to(kind)
         ctx.save_for_backward(x)
         return F.linear(x, weight.to(kind))
@@ -79,15 +79,15 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         outer, kind = ctx.kinds
         gradient = gradients[0]
-        ctx.deferral.put(partial(_add_gradient, ctx.weight, gradient, x))
+        ctx.deferral.put(partial(_add_weight_grad, ctx.weight, gradient, x))
         return (gradient @ ctx.weight.to(kind)).to(outer), None, None
 
 
-class _GroupedProduct(torch.autograd.Function):
+class _DeferredGroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], deferral: Deferral) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], store: WeightGradStore) -> Tensor:
         kind = torch.get_autocast_dtype(rows.device.type) if torch.is_autocast_enabled(rows.device.type) else rows.dtype
-        ctx.kinds, ctx.deferral, ctx.weight, ctx.sizes = (rows.dtype, kind), deferral, weight, sizes
+        ctx.kinds, ctx.deferral, ctx.weight, ctx.sizes = (rows.dtype, kind), store, weight, sizes
         rows = rows.to(kind)
         ctx.save_for_backward(rows)
         return grouped_linear(rows, weight.to(kind), sizes)
@@ -97,22 +97,22 @@ class _GroupedProduct(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         outer, kind = ctx.kinds
         gradient = gradients[0]
-        ctx.deferral.put(partial(_add_grouped_gradient, ctx.weight, gradient, rows, ctx.sizes))
+        ctx.deferral.put(partial(_add_grouped_weight_grad, ctx.weight, gradient, rows, ctx.sizes))
         back = ctx.weight.to(kind).transpose(1, 2)
         return grouped_linear(gradient, back, ctx.sizes).to(outer), None, None, None
 
 
 @torch.no_grad()
-def _add_gradient(weight: Tensor, gradient: Tensor, x: Tensor) -> None:
-    _add(weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2))
+def _add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    _accumulate(weight, grad_out.flatten(0, -2).t() @ x.flatten(0, -2))
 
 
 @torch.no_grad()
-def _add_grouped_gradient(weight: Tensor, gradient: Tensor, rows: Tensor, sizes: list[int]) -> None:
-    runs = zip(torch.split(gradient, sizes), torch.split(rows, sizes), strict=True)
-    _add(weight, torch.stack([of_output.t() @ of_input for of_output, of_input in runs]))
+def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: list[int]) -> None:
+    runs = zip(torch.split(grad_out, sizes), torch.split(rows, sizes), strict=True)
+    _accumulate(weight, torch.stack([of_output.t() @ of_input for of_output, of_input in runs]))
 
 
-def _add(weight: Tensor, product: Tensor) -> None:
-    product = product.to(weight.dtype)
-    weight.grad = product if weight.grad is None else weight.grad.add_(product)
+def _accumulate(weight: Tensor, grad: Tensor) -> None:
+    grad = grad.to(weight.dtype)
+    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)

@@ -22,7 +22,7 @@ class Traffic:
 class ExpertMesh:
     """The ranks that have the same experts: those with copies, and the mesh that shards them; None for one rank."""
 
-    copies: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None = None
 
 
@@ -36,55 +36,55 @@ class Axis:
     size: int
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
-    def share(self, total: int, rank: int | None = None) -> range:
+    def get_local_range(self, total: int, rank: int | None = None) -> range:
         """The part of `total` things that a rank (this one) has: runs in rank order, sizes at most one apart."""
         at = self.rank if rank is None else rank
         return range(at * total // self.size, (at + 1) * total // self.size)
 
-    def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int, total: int) -> Tensor:
         """All ranks' shares of dimension `dim`, one behind the other. Gradients are summed and shared out again."""
-        gathered: Tensor = _Gather.apply(x, self, dim, total)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _AllGather.apply(x, self, dim, total)  # type: ignore[no-untyped-call]
         return gathered
 
-    def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's share of dimension `dim` of the sum over ranks. Gradients are gathered."""
-        scattered: Tensor = _ScatterSum.apply(x, self, dim)  # type: ignore[no-untyped-call]
+        scattered: Tensor = _ReduceScatter.apply(x, self, dim)  # type: ignore[no-untyped-call]
         return scattered
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place; no part of any graph."""
         self.traffic.elements += 2 * (self.size - 1) * x.numel() // self.size
         dist.all_reduce(x, group=self.group)
         return x
 
-    def max(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """The maximum over ranks, in place; no part of any graph."""
         self.traffic.elements += 2 * (self.size - 1) * x.numel() // self.size
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def _all_gather(self, x: Tensor, dim: int, total: int) -> Tensor:
+    def _all_gather_no_grad(self, x: Tensor, dim: int, total: int) -> Tensor:
         """Shares can be one apart and collectives want them alike: the shorter ones travel with one row of nothing."""
-        sizes = [len(self.share(total, rank)) for rank in range(self.size)]
-        sent = _padded(x, dim, max(sizes))
+        sizes = [len(self.get_local_range(total, rank)) for rank in range(self.size)]
+        sent = _pad(x, dim, max(sizes))
         received = [torch.empty_like(sent) for _ in sizes]
         self.traffic.elements += (self.size - 1) * sent.numel()
         dist.all_gather(received, sent, group=self.group)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)], dim)
 
-    def _reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        shares = [self.share(x.shape[dim], rank) for rank in range(self.size)]
+    def _reduce_scatter_no_grad(self, x: Tensor, dim: int) -> Tensor:
+        shares = [self.get_local_range(x.shape[dim], rank) for rank in range(self.size)]
         parts = [x.narrow(dim, share.start, len(share)) for share in shares]
         if x.device.type == "cpu":
-            return self._exchange_and_sum(parts)
+            return self._reduce_scatter_by_all_to_all(parts)
         longest = max(len(share) for share in shares)
-        sent = [_padded(part, dim, longest) for part in parts]
+        sent = [_pad(part, dim, longest) for part in parts]
         received = torch.empty_like(sent[0])
         self.traffic.elements += (self.size - 1) * received.numel()
         dist.reduce_scatter(received, sent, group=self.group)
         return received.narrow(dim, 0, len(shares[self.rank])).contiguous()
 
-    def _exchange_and_sum(self, parts: list[Tensor]) -> Tensor:
+    def _reduce_scatter_by_all_to_all(self, parts: list[Tensor]) -> Tensor:
         """Reduce-scatter on gloo, whose own takes two to six times as long as an all-to-all and a sum."""
         mine = parts[self.rank]
         outgoing = [part.numel() for part in parts]
@@ -95,29 +95,29 @@ class Axis:
         return received.sum(dim=0)
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, total: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return axis._all_gather(x, dim, total)
+        return axis._all_gather_no_grad(x, dim, total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis._reduce_scatter(gradients[0], ctx.dim), None, None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.total = axis, dim, x.shape[dim]
-        return axis._reduce_scatter(x, dim)
+        return axis._reduce_scatter_no_grad(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis._all_gather(gradients[0], ctx.dim, ctx.total), None, None
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     if x.shape[dim] == size:
         return x.contiguous()
     shape = list(x.shape)

@@ -18,34 +18,34 @@ Node = tuple[int, int]  # level, 0 for leaves, and place on it
 class PairwiseSum:
     """Adds up values as they come, in any order. Owns what it is given."""
 
-    def __init__(self, count: int):
+    def __init__(self, num_leaves: int):
         """`count`: leaves."""
-        self._count = count
-        self.open: dict[Node, Tensor] = {}  # nodes whose sibling is still to come; at the end the root alone
+        self._num_leaves = num_leaves
+        self.open_nodes: dict[Node, Tensor] = {}  # nodes whose sibling is still to come; at the end the root alone
 
     def add(self, value: Tensor, node: Node) -> None:
         """Put the value of a node in its place, and add up whatever that completes."""
-        node = _raised(node, self._count)
-        while (other := self.open.pop((node[0], node[1] ^ 1), None)) is not None:
+        node = _promote(node, self._num_leaves)
+        while (other := self.open_nodes.pop((node[0], node[1] ^ 1), None)) is not None:
             value = other.add_(value)  # two floats give one sum, whichever comes first
-            node = _raised((node[0] + 1, node[1] >> 1), self._count)
-        self.open[node] = value
+            node = _promote((node[0] + 1, node[1] >> 1), self._num_leaves)
+        self.open_nodes[node] = value
 
     @property
     def total(self) -> Tensor | None:
         """The sum over all leaves, None while some are missing."""
-        return self.open.get((_height(self._count), 0))
+        return self.open_nodes.get((_get_height(self._num_leaves), 0))
 
 
-def open_nodes(run: Iterable[int], count: int) -> list[Node]:
+def list_open_nodes(leaves: Iterable[int], num_leaves: int) -> list[Node]:
     """The nodes that a rank which computes the microbatches of `run` hands on, in a fixed order."""
-    tree = PairwiseSum(count)
-    for leaf in run:
+    tree = PairwiseSum(num_leaves)
+    for leaf in leaves:
         tree.add(torch.empty(0), (0, leaf))
-    return sorted(tree.open)
+    return sorted(tree.open_nodes)
 
 
-def pairwise_total(values: Tensor) -> Tensor:
+def sum_pairwise(values: Tensor) -> Tensor:
     """The sum over the first dimension of values [count, ...] in the order of the tree, [...]; of none it is 0."""
     while len(values) > 1:
         even = len(values) // 2 * 2
@@ -53,17 +53,17 @@ def pairwise_total(values: Tensor) -> Tensor:
     return values[0] if len(values) else values.sum(0)
 
 
-def _raised(node: Node, count: int) -> Node:
+def _promote(node: Node, num_leaves: int) -> Node:
     """A node without a sibling is its parent."""
     level, place = node
-    while (width := _width(level, count)) > 1 and place ^ 1 >= width:
+    while (width := _get_level_width(level, num_leaves)) > 1 and place ^ 1 >= width:
         level, place = level + 1, place >> 1
     return level, place
 
 
-def _width(level: int, count: int) -> int:
-    return -(-count >> level)
+def _get_level_width(level: int, num_leaves: int) -> int:
+    return -(-num_leaves >> level)
 
 
-def _height(count: int) -> int:
-    return max(count - 1, 0).bit_length()
+def _get_height(num_leaves: int) -> int:
+    return max(num_leaves - 1, 0).bit_length()

@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.parallel.blocking_collectives import gather_flat
+from raytrain_hpc.parallel.blocking_collectives import all_gather_flat
 
-BLOCK = 256
+BLOCK_SIZE = 256
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 
-def quantise(x: Tensor, bits: int) -> Tensor:
+def quantize(x: Tensor, bits: int) -> Tensor:
     """Rows of x [n, m] as bytes [n, k]: per block of 256 whole numbers of 8 or 4 bits, then fp32 scales.
 
     A value is off by at most half a step: the largest of its block over 254, or over 14.
     """
     rows, length = x.shape
-    blocks = -(-length // BLOCK)
-    padded = x.new_zeros((rows, blocks * BLOCK), dtype=torch.float32)
+    blocks = -(-length // BLOCK_SIZE)
+    padded = x.new_zeros((rows, blocks * BLOCK_SIZE), dtype=torch.float32)
     padded[:, :length] = x
-    values = padded.view(rows, blocks, BLOCK)
+    values = padded.view(rows, blocks, BLOCK_SIZE)
     most = 2 ** (bits - 1) - 1
     scales = values.abs().amax(dim=-1, keepdim=True) / most
     codes = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8).view(rows, -1)
@@ -39,58 +39,58 @@ def quantise(x: Tensor, bits: int) -> Tensor:
     return torch.cat((codes.view(torch.uint8), scales.view(rows, blocks).view(torch.uint8)), dim=1)
 
 
-def dequantise(message: Tensor, length: int, bits: int) -> Tensor:
+def dequantize(message: Tensor, length: int, bits: int) -> Tensor:
     """fp32 [n, length] of what `quantise` made of n rows."""
-    rows, blocks = message.shape[0], -(-length // BLOCK)
-    packed = blocks * BLOCK * bits // 8
+    rows, blocks = message.shape[0], -(-length // BLOCK_SIZE)
+    packed = blocks * BLOCK_SIZE * bits // 8
     codes = message[:, :packed].view(torch.int8)
     if bits == 4:
         # Shifted up and down again, so that the sign of four bits becomes that of eight.
         codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1)
     scales = message[:, packed:].contiguous().view(torch.float32)
-    values = codes.reshape(rows, blocks, BLOCK) * scales.unsqueeze(-1)
+    values = codes.reshape(rows, blocks, BLOCK_SIZE) * scales.unsqueeze(-1)
     return values.view(rows, -1)[:, :length]
 
 
-def message_bytes(length: int, bits: int) -> int:
+def get_quantized_nbytes(length: int, bits: int) -> int:
     """Bytes that so many values travel in."""
-    blocks = -(-length // BLOCK)
-    return blocks * (BLOCK * bits // 8 + 4)
+    blocks = -(-length // BLOCK_SIZE)
+    return blocks * (BLOCK_SIZE * bits // 8 + 4)
 
 
 @dataclass
-class Sent:
+class QuantizedTraffic:
     """Bytes that this rank sent."""
 
     bytes: int = 0
 
 
-class _Allocating:
-    def __init__(self, sent: Sent):
-        self._sent = sent
+class _QuantizedComm:
+    def __init__(self, traffic: QuantizedTraffic):
+        self._traffic = traffic
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What FSDP2 asks for: an ordinary buffer."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class QuantisedAllGather(_Allocating):
+class QuantizedAllGather(_QuantizedComm):
     """Instead of FSDP2's all-gather of weights."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill `output_tensor` [ranks * n] from every rank's `input_tensor` [n]; done when it returns."""
-        message = quantise(input_tensor.view(1, -1), WEIGHT_BITS)
+        message = quantize(input_tensor.view(1, -1), WEIGHT_BITS)
         ranks = dist.get_world_size(group)
         gathered = message.new_empty((ranks * message.shape[1],))
-        gather_flat(gathered, message.view(-1), group)
-        self._sent.bytes += (ranks - 1) * message.numel()
-        values = dequantise(gathered.view(ranks, -1), input_tensor.numel(), WEIGHT_BITS)
+        all_gather_flat(gathered, message.view(-1), group)
+        self._traffic.bytes += (ranks - 1) * message.numel()
+        values = dequantize(gathered.view(ranks, -1), input_tensor.numel(), WEIGHT_BITS)
         output_tensor.view(ranks, -1).copy_(values)
 
 
-class QuantisedReduceScatter(_Allocating):
+class QuantizedReduceScatter(_QuantizedComm):
     """Instead of FSDP2's reduce-scatter of gradients: shards change hands, and each rank sums its own in fp32."""
 
     def __call__(
@@ -105,8 +105,8 @@ class QuantisedReduceScatter(_Allocating):
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"quantised gradients can be summed, not reduced by {op}")
         ranks = dist.get_world_size(group)
-        message = quantise(input_tensor.view(ranks, -1), GRADIENT_BITS)
+        message = quantize(input_tensor.view(ranks, -1), GRADIENT_BITS)
         received = torch.empty_like(message)
         dist.all_to_all_single(received, message, group=group)
-        self._sent.bytes += (ranks - 1) * message.shape[1]
-        output_tensor.view(-1).copy_(dequantise(received, output_tensor.numel(), GRADIENT_BITS).sum(dim=0))
+        self._traffic.bytes += (ranks - 1) * message.shape[1]
+        output_tensor.view(-1).copy_(dequantize(received, output_tensor.numel(), GRADIENT_BITS).sum(dim=0))

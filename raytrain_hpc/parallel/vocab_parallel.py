@@ -9,50 +9,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.model.decoder import IGNORED
+from raytrain_hpc.model.decoder import IGNORE_INDEX
 from raytrain_hpc.parallel.mesh_axis import Axis
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """This rank's rows of a table of `rows`. Gives its share of the positions, summed over the ranks' rows."""
 
-    def __init__(self, rows: int, width: int, axis: Axis):
+    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis):
         super().__init__()
-        self._axis, self._mine = axis, axis.share(rows)
-        self.weight = nn.Parameter(torch.empty(len(self._mine), width))
+        self._axis, self._local_rows = axis, axis.get_local_range(vocab_size)
+        self.weight = nn.Parameter(torch.empty(len(self._local_rows), hidden_size))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Vectors [b, share of t, width] of tokens int64 [b, t]."""
-        if self._mine:
-            mine = (tokens >= self._mine.start) & (tokens < self._mine.stop)
-            found = F.embedding((tokens - self._mine.start) * mine, self.weight) * mine.unsqueeze(-1)
+        if self._local_rows:
+            mine = (tokens >= self._local_rows.start) & (tokens < self._local_rows.stop)
+            found = F.embedding((tokens - self._local_rows.start) * mine, self.weight) * mine.unsqueeze(-1)
         else:  # fewer tokens than ranks: nothing here, but a gradient of nothing
             found = self.weight.new_zeros((*tokens.shape, self.weight.shape[1])) + self.weight.sum()
-        return self._axis.scatter_sum(found, dim=1)
+        return self._axis.reduce_scatter(found, dim=1)
 
 
-def vocabulary_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, rows: int) -> Tensor:
+def vocab_parallel_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     """`model.decoder.loss_sum` of logits [b, t, share of rows], the same scalar on every rank.
 
     Holds nothing of the size of the whole vocabulary (Shoeybi et al. 2019, arXiv 1909.08053).
     """
     exact = logits if logits.dtype == torch.float64 else logits.float()
-    loss: Tensor = _CrossEntropy.apply(exact, targets, axis, axis.share(rows))  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabParallelCrossEntropy.apply(exact, targets, axis, axis.get_local_range(vocab_size))  # type: ignore[no-untyped-call]
     return loss
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, mine: range) -> Tensor:
-        here_highest = logits.amax(dim=-1) if mine else logits.new_full(logits.shape[:-1], -math.inf)
-        highest = axis.max(here_highest)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, local_rows: range) -> Tensor:
+        here_highest = logits.amax(dim=-1) if local_rows else logits.new_full(logits.shape[:-1], -math.inf)
+        highest = axis.all_reduce_max(here_highest)
         exponentials = (logits - highest.unsqueeze(-1)).exp_()
-        here = (targets >= mine.start) & (targets < mine.stop)
-        column = ((targets - mine.start) * here).unsqueeze(-1)
-        of_target = logits.gather(-1, column).squeeze(-1) * here if mine else torch.zeros_like(highest)
+        here = (targets >= local_rows.start) & (targets < local_rows.stop)
+        column = ((targets - local_rows.start) * here).unsqueeze(-1)
+        of_target = logits.gather(-1, column).squeeze(-1) * here if local_rows else torch.zeros_like(highest)
         # One collective for both sums.
-        total, of_target = axis.sum(torch.stack((exponentials.sum(dim=-1), of_target))).unbind()
-        counted = targets != IGNORED
+        total, of_target = axis.all_reduce(torch.stack((exponentials.sum(dim=-1), of_target))).unbind()
+        counted = targets != IGNORE_INDEX
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, here, counted)
         return ((total.log() + highest - of_target) * counted).sum()
 

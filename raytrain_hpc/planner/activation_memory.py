@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
 
 
-def layer_bytes_per_token(
-    shape: ModelShape, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+def compute_layer_bytes_per_token(
+    shape: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
 ) -> float:
     """Bytes a token of a microbatch that one layer keeps, on a rank of `tp`; a token counts on one rank of cp.
 
@@ -33,7 +33,7 @@ def layer_bytes_per_token(
     h, a, kv = shape.hidden_size, shape.attention_size, shape.kv_size
     if recompute == "full":
         return wide * h / tp
-    feed_forward = _feed_forward(shape, tp, wide, narrow, recompute == "selective", compiled)
+    feed_forward = _compute_feed_forward_bytes(shape, tp, wide, narrow, recompute == "selective", compiled)
     if recompute == "selective":
         products = a + 2 * kv + a  # queries, keys, values; attention
         return (wide * h + narrow * products) / tp + narrow * h + feed_forward  # row products before their sum
@@ -45,20 +45,22 @@ def layer_bytes_per_token(
     return norms + (narrow * attention + masks) / tp + feed_forward
 
 
-def _feed_forward(shape: ModelShape, tp: int, wide: int, narrow: int, selective: bool, compiled: bool) -> float:
+def _compute_feed_forward_bytes(
+    shape: ModelSpec, tp: int, residual_itemsize: int, matmul_itemsize: int, selective: bool, compiled: bool
+) -> float:
     """What the feed-forward keeps between its first product's input and its last one's result.
 
     Every position goes to several experts, and to the shared one: the rows that go there are kept, what comes of them
     before it is weighed, and the router's scores.
     """
-    ups = shape.feed_forward_matrices - 1
+    ups = shape.num_ffn_matrices - 1
     swiglu = (3 if compiled else 4) if shape.activation == "swiglu" else 2
-    a_channel = narrow * (ups if selective else swiglu)
+    a_channel = matmul_itemsize * (ups if selective else swiglu)
     k, h = shape.experts_per_token, shape.hidden_size
-    result = narrow * h if selective and not compiled else 0
+    result = matmul_itemsize * h if selective and not compiled else 0
     if not shape.num_experts:
         return a_channel * shape.ffn_size / tp + result
     shared = a_channel * shape.shared_expert_size / tp + (result if shape.shared_expert_size else 0)
-    routed = a_channel * k * shape.ffn_size / tp + narrow * k * h * (1 if selective else 2)
+    routed = a_channel * k * shape.ffn_size / tp + matmul_itemsize * k * h * (1 if selective else 2)
     # Scores in fp32 at least; and of each choice its place there and back, and its weight.
-    return shared + routed + wide * shape.num_experts + k * (3 * 8 + 3 * wide)
+    return shared + routed + residual_itemsize * shape.num_experts + k * (3 * 8 + 3 * residual_itemsize)

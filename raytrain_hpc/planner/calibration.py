@@ -29,11 +29,11 @@ _BOUNDS = {
     "exchanges_hidden": (0.0, 0.95),
     "gradients_hidden": (0.0, 0.95),
 }
-_STEPS = (0.5, 0.2, 0.05, 0.02)  # by which a number is tried larger and smaller
+_STEP_SIZES = (0.5, 0.2, 0.05, 0.02)  # by which a number is tried larger and smaller
 
 
 def refit(
-    predict: Callable[[Calibration], Sequence[float]], measured: Sequence[float], start: Calibration
+    predict: Callable[[Calibration], Sequence[float]], measured: Sequence[float], initial: Calibration
 ) -> Calibration:
     """The calibration near `start` with which predictions are nearest to what was measured, by squared ratios.
 
@@ -44,20 +44,20 @@ def refit(
     def off(calibration: Calibration) -> float:
         return sum(log(one / other) ** 2 for one, other in zip(predict(calibration), measured, strict=True))
 
-    best, error = start, off(start)
-    for step in _STEPS:
+    best, error = initial, off(initial)
+    for step in _STEP_SIZES:
         improved = bool(measured)
         while improved:
             improved = False
-            for tried in _neighbours(best, step):
+            for tried in _iter_neighbors(best, step):
                 if (now := off(tried)) < error * (1 - 1e-6):
                     best, error, improved = tried, now, True
     return best
 
 
-def _neighbours(one: Calibration, step: float) -> Iterator[Calibration]:
+def _iter_neighbors(calibration: Calibration, step: float) -> Iterator[Calibration]:
     for name, (low, high) in _BOUNDS.items():
-        value = getattr(one, name)
+        value = getattr(calibration, name)
         share = high < 1.0 and low == 0.0
         for other in (value + step / 2, value - step / 2) if share else (value * (1 + step), value / (1 + step)):
-            yield replace(one, **{name: min(high, max(low, other))})
+            yield replace(calibration, **{name: min(high, max(low, other))})

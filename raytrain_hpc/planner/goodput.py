@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 # Llama 3 405B: 419 unexpected interruptions of 16,384 GPUs in 54 days (arXiv 2407.21783, table 5).
-DEVICE_HOURS_A_FAILURE = 50_000.0
+DEVICE_HOURS_PER_FAILURE = 50_000.0
 
 COPY_BYTES_PER_S = 5e9  # of a rank's state into host memory, which is what a checkpoint holds the run up for
 
@@ -25,8 +25,8 @@ class Goodput:
     in_memory: float
 
 
-def goodput(
-    devices: int, *, save_s: float, restart_s: float, pause_s: float, device_hours: float = DEVICE_HOURS_A_FAILURE
+def estimate_goodput(
+    devices: int, *, save_s: float, restart_s: float, pause_s: float, device_hours: float = DEVICE_HOURS_PER_FAILURE
 ) -> Goodput:
     """Expected for `devices`, one of which fails every `device_hours`.
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from raytrain_hpc.errors import ConfigError
 
-_CALL_S = 60e-6  # from asking for a collective until anything moves
+_LAUNCH_S = 60e-6  # from asking for a collective until anything moves
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Link:
     all_reduce: tuple[float, ...]
     gather: tuple[float, ...]
 
-    def reached(self, kind: str, doublings: float) -> float:
+    def get_efficiency(self, kind: str, doublings: float) -> float:
         """The share at a number of nodes, `doublings` of the first number listed; between two listed, geometric."""
         shares = self.all_reduce if kind == "all_reduce" else self.gather
         at = min(max(doublings, 0.0), len(shares) - 1.0)
@@ -75,25 +75,25 @@ DEVICES = {
 # 436 GB/s for all-reduce and 250 for all-gather and reduce-scatter, of 450 that NVLink 4 has in one direction; over 2,
 # 4, ..., 64 nodes 362, 160, 100, 85, 65, 33 and 185, 119, 69, 55, 28, 11 of the 400 of a node's eight adapters. No
 # other fabric's figures are known here: all are taken to reach the same shares.
-_INSIDE = ((436 / 450,), (250 / 450,))
-_ACROSS = (
+_INTRA_NODE_EFFICIENCY = ((436 / 450,), (250 / 450,))
+_INTER_NODE_EFFICIENCY = (
     tuple(gbs / 400 for gbs in (362, 160, 100, 85, 65, 33)),
     tuple(gbs / 400 for gbs in (185, 119, 69, 55, 28, 11)),
 )
 LINKS = {
     link.name: link
     for link in (
-        Link("nvlink3", 300.0, 5e-6, *_INSIDE),
-        Link("nvlink4", 450.0, 3e-6, *_INSIDE),
-        Link("nvlink5", 900.0, 3e-6, *_INSIDE),
-        Link("infinity-fabric", 448.0, 5e-6, *_INSIDE),
-        Link("xe-link", 186.0, 5e-6, *_INSIDE),
-        Link("pcie", 32.0, 10e-6, *_INSIDE),
+        Link("nvlink3", 300.0, 5e-6, *_INTRA_NODE_EFFICIENCY),
+        Link("nvlink4", 450.0, 3e-6, *_INTRA_NODE_EFFICIENCY),
+        Link("nvlink5", 900.0, 3e-6, *_INTRA_NODE_EFFICIENCY),
+        Link("infinity-fabric", 448.0, 5e-6, *_INTRA_NODE_EFFICIENCY),
+        Link("xe-link", 186.0, 5e-6, *_INTRA_NODE_EFFICIENCY),
+        Link("pcie", 32.0, 10e-6, *_INTRA_NODE_EFFICIENCY),
         Link("memory", 2.0, 100e-6, (0.5,), (0.5,)),  # between processes of one machine, through gloo
-        Link("infiniband-hdr", 25.0, 10e-6, *_ACROSS),
-        Link("infiniband-ndr", 50.0, 10e-6, *_ACROSS),
-        Link("slingshot", 25.0, 10e-6, *_ACROSS),
-        Link("ethernet", 3.0, 50e-6, *_ACROSS),
+        Link("infiniband-hdr", 25.0, 10e-6, *_INTER_NODE_EFFICIENCY),
+        Link("infiniband-ndr", 50.0, 10e-6, *_INTER_NODE_EFFICIENCY),
+        Link("slingshot", 25.0, 10e-6, *_INTER_NODE_EFFICIENCY),
+        Link("ethernet", 3.0, 50e-6, *_INTER_NODE_EFFICIENCY),
     )
 }
 
@@ -109,11 +109,11 @@ class Machine:
     per_node: int
 
     @property
-    def devices(self) -> int:
+    def num_devices(self) -> int:
         """All of them."""
         return self.nodes * self.per_node
 
-    def collective_s(self, kind: str, sent: float, ranks: int, a_node: int) -> float:
+    def estimate_collective_s(self, kind: str, bytes_sent: float, ranks: int, ranks_per_node: int) -> float:
         """Seconds of one collective in which each of `ranks` ranks, `a_node` of them a node, sends `sent` bytes.
 
         Alpha-beta: a message to the neighbour for each other rank, and what is sent by the bandwidth of a rank. Within
@@ -121,31 +121,31 @@ class Machine:
         of what as many nodes have been seen to reach. `sent` is (p-1)/p n for all-gather, reduce-scatter and
         all-to-all of n bytes and twice that for all-reduce, for which the latency counts twice, too.
         """
-        if ranks == 1 or not sent:
+        if ranks == 1 or not bytes_sent:
             return 0.0
         rounds = (2 if kind == "all_reduce" else 1) * (ranks - 1)
-        gbs = self.inside.gbs * self.inside.reached(kind, 0)
-        nodes = -(-ranks // a_node)
+        gbs = self.inside.gbs * self.inside.get_efficiency(kind, 0)
+        nodes = -(-ranks // ranks_per_node)
         if nodes > 1:
-            reached = self.across.gbs * self.per_node * self.across.reached(kind, log2(nodes) - 1)
-            gbs = min(gbs, self.across.gbs * a_node, reached)
-        crossed = rounds // a_node if nodes > 1 else 0
+            reached = self.across.gbs * self.per_node * self.across.get_efficiency(kind, log2(nodes) - 1)
+            gbs = min(gbs, self.across.gbs * ranks_per_node, reached)
+        crossed = rounds // ranks_per_node if nodes > 1 else 0
         latency = crossed * self.across.latency_s + (rounds - crossed) * self.inside.latency_s
-        return _CALL_S + latency + sent / (gbs * 1e9)
+        return _LAUNCH_S + latency + bytes_sent / (gbs * 1e9)
 
-    def transfer_s(self, size: float, *, across: bool) -> float:
+    def estimate_transfer_s(self, size: float, *, across: bool) -> float:
         """Seconds of one message of `size` bytes from one device to another."""
         link = self.across if across else self.inside
-        return _CALL_S + link.latency_s + size / (link.gbs * 1e9)
+        return _LAUNCH_S + link.latency_s + size / (link.gbs * 1e9)
 
 
-def device_called(name: str) -> str:
+def find_device_preset(name: str) -> str:
     """The device that is meant by a maker's name, such as "NVIDIA H100 80GB HBM3"; nothing where none is known."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     return next((device for device in DEVICES if device in words), "")
 
 
-def machine(
+def make_machine(
     device: str,
     nodes: int,
     per_node: int,
@@ -159,24 +159,26 @@ def machine(
     has. A name may be followed by numbers that differ, as in "h100,memory_gib=64" or "nvlink4,gbs=200". Raises
     ConfigError for a name that is not known, and a number that it has not.
     """
-    found = _changed(device, DEVICES, "device", ("tflops", "exact_tflops", "memory_gib", "memory_gbs", "reserved_gib"))
+    found = _apply_overrides(
+        device, DEVICES, "device", ("tflops", "exact_tflops", "memory_gib", "memory_gbs", "reserved_gib")
+    )
     links = []
     for key, named, usual, own in (
         ("inside", inside, found.inside, measured[0]),
         ("across", across, found.across, measured[1]),
     ):
-        preset = _changed(named or usual, LINKS, key, ("gbs", "latency_s"))
+        preset = _apply_overrides(named or usual, LINKS, key, ("gbs", "latency_s"))
         links.append(own if own is not None and not named else preset)
     return Machine(found, links[0], links[1], nodes, per_node)
 
 
-def preset_of(text: str) -> str:
+def get_preset_name(text: str) -> str:
     """The name alone, of one that numbers may follow."""
     return text.lower().partition(",")[0]
 
 
-def _changed(text: str, presets: Mapping[str, _Preset], key: str, numbers: Sequence[str]) -> _Preset:
-    found = presets.get(preset_of(text))
+def _apply_overrides(text: str, presets: Mapping[str, _Preset], key: str, numbers: Sequence[str]) -> _Preset:
+    found = presets.get(get_preset_name(text))
     if found is None:
         raise ConfigError(key, text, "command line", f"known: {', '.join(presets)}")
     changes: dict[str, Any] = {}
@@ -186,11 +188,11 @@ def _changed(text: str, presets: Mapping[str, _Preset], key: str, numbers: Seque
             raise ConfigError(
                 key, text, "command line", f"{name!r} is no number of it; these are: {', '.join(numbers)}"
             )
-        changes[name] = _number(value, key, text)
+        changes[name] = _parse_positive(value, key, text)
     return replace(found, **changes)
 
 
-def _number(value: str, key: str, text: str) -> float:
+def _parse_positive(value: str, key: str, text: str) -> float:
     try:
         number = float(value)
     except ValueError:

@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.planner.pipeline_schedule import Name, Schedule
+from raytrain_hpc.planner.pipeline_schedule import PipelineSchedule, ScheduleName
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: the last axis has neighbouring ranks
-FOLDED = ("cp", "dp_shard", "dp_replicate")  # the axes that experts are shared out over, innermost first
+EP_FOLDED_AXES = ("cp", "dp_shard", "dp_replicate")  # the axes that experts are shared out over, innermost first
 
 
 @dataclass(frozen=True)
@@ -26,92 +26,92 @@ class Layout:
     tp: int = 1
     zero: int = 0
     ulysses: int = 1  # ranks of cp that exchange positions for heads; the rest of cp is a ring
-    schedule: Name = "1f1b"  # of the pipeline
+    schedule: ScheduleName = "1f1b"  # of the pipeline
     virtual_stages: int = 1  # stages a pipeline rank
     ep: int = 1  # ranks that share out experts, folded out of cp, dp_shard and dp_replicate, innermost first
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def axis_sizes(self) -> tuple[int, ...]:
         """Axis sizes in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
-        return prod(self.sizes)
+        return prod(self.axis_sizes)
 
     @property
-    def data_parallel(self) -> int:
+    def dp_size(self) -> int:
         """Ranks that read different microbatches."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def copies(self) -> int:
+    def num_state_replicas(self) -> int:
         """Ranks that hold the same part of the state: replicas, and context-parallel peers."""
         return self.dp_replicate * self.cp
 
-    def replica(self, rank: int) -> int:
+    def get_state_replica(self, rank: int) -> int:
         """Which of the replicas of the whole state a rank belongs to; with expert parallelism there is but one."""
-        at = self.coordinates(rank)
+        at = self.get_coordinates(rank)
         return 0 if self.ep > 1 else at["dp_replicate"] * self.cp + at["cp"]
 
-    def place_of_experts(self, rank: int) -> dict[str, int]:
+    def get_expert_coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands among those of its pp and tp coordinates, as far as experts go.
 
         `ep`: which of the experts it has; `dp_shard`: which shard of them; `copies`: which copy of that.
         """
-        at, left = self.coordinates(rank), self.ep
+        at, left = self.get_coordinates(rank), self.ep
         rest = {}
-        for axis in FOLDED:
+        for axis in EP_FOLDED_AXES:
             size = getattr(self, axis)
             taken = min(left, size)
             left //= taken
             rest[axis] = at[axis] // taken, size // taken
-        data = self.data_rank(rank) * self.cp + at["cp"]
+        data = self.get_dp_rank(rank) * self.cp + at["cp"]
         copy = rest["dp_replicate"][0] * rest["cp"][1] + rest["cp"][0]
         return {"ep": data % self.ep, "dp_shard": rest["dp_shard"][0], "copies": copy}
 
     @property
-    def expert_sizes(self) -> dict[str, int]:
+    def expert_axis_sizes(self) -> dict[str, int]:
         """How many of each of `place_of_experts` there are."""
-        last = self.place_of_experts(self.world - 1)
+        last = self.get_expert_coordinates(self.world_size - 1)
         return {axis: number + 1 for axis, number in last.items()}
 
     @property
-    def pipeline(self) -> Schedule:
+    def pipeline(self) -> PipelineSchedule:
         """The schedule of the pipeline; without one it has one rank and one stage."""
-        return Schedule(self.schedule, self.pp, self.virtual_stages if self.pp > 1 else 1)
+        return PipelineSchedule(self.schedule, self.pp, self.virtual_stages if self.pp > 1 else 1)
 
     @property
-    def lockstep(self) -> bool:
+    def is_lockstep(self) -> bool:
         """Whether collectives run between the passes of a step, so that all ranks must run the same number of them."""
         return self.ep > self.cp or (self.dp_shard > 1 and (self.zero >= 2 or self.pp > 1))
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def get_coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> coordinate of a rank."""
         result = {}
-        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+        for axis, size in zip(reversed(AXES), reversed(self.axis_sizes), strict=True):
             result[axis] = rank % size
             rank //= size
         return {axis: result[axis] for axis in AXES}
 
-    def rank(self, coordinates: dict[str, int]) -> int:
+    def get_rank(self, coordinates: dict[str, int]) -> int:
         """The rank that stands at these coordinates; axes left out count as 0."""
         rank = 0
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in zip(AXES, self.axis_sizes, strict=True):
             rank = rank * size + coordinates.get(axis, 0)
         return rank
 
-    def data_rank(self, rank: int) -> int:
+    def get_dp_rank(self, rank: int) -> int:
         """Which of the `data_parallel` shares of the batch a rank reads."""
-        at = self.coordinates(rank)
+        at = self.get_coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def describe(self) -> str:
         """One phrase for the console and for records."""
-        sizes = [*zip(AXES, self.sizes, strict=True), ("ep", self.ep)]
+        sizes = [*zip(AXES, self.axis_sizes, strict=True), ("ep", self.ep)]
         axes = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
-        return f"{self.world} x {axes or 'one rank'}, zero={self.zero}" if self.world > 1 else "1 rank"
+        return f"{self.world_size} x {axes or 'one rank'}, zero={self.zero}" if self.world_size > 1 else "1 rank"
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,26 @@ class Batching:
     count: int
     size: int
 
-    def shares(self, degree: int) -> list[range]:
+    def split_by_rank(self, dp_size: int) -> list[range]:
         """The microbatches of each data-parallel rank: contiguous runs, sizes at most one apart."""
-        return [range(r * self.count // degree, (r + 1) * self.count // degree) for r in range(degree)]
+        return [range(r * self.count // dp_size, (r + 1) * self.count // dp_size) for r in range(dp_size)]
 
 
-def first_rank_of(layout: Layout, batching: Batching, microbatches: Collection[int]) -> int | None:
+def find_first_rank(layout: Layout, batching: Batching, microbatches: Collection[int]) -> int | None:
     """The lowest rank that one of these microbatches goes to; None where there is none."""
-    shares = batching.shares(layout.data_parallel)
-    mine = (any(number in shares[layout.data_rank(rank)] for number in microbatches) for rank in range(layout.world))
+    shares = batching.split_by_rank(layout.dp_size)
+    mine = (
+        any(number in shares[layout.get_dp_rank(rank)] for number in microbatches) for rank in range(layout.world_size)
+    )
     return next((rank for rank, found in enumerate(mine) if found), None)
 
 
-def model_ranks(config: Config) -> int:
+def get_model_parallel_size(config: Config) -> int:
     """Ranks that one microbatch takes: the axes that cut a model or a sequence."""
     return config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
-def fixed_world(config: Config) -> int | None:
+def get_fixed_world_size(config: Config) -> int | None:
     """Number of ranks that the settings fix by themselves, None where the cluster decides."""
     if config.cluster.workers != AUTO:
         return max(1, int(config.cluster.workers))
@@ -146,14 +148,16 @@ def fixed_world(config: Config) -> int | None:
     if AUTO in (data_axes[:1] if config.parallel.zero == 0 else data_axes):
         return None
     sizes = [int(axis) for axis in data_axes if axis != AUTO]
-    return prod(sizes) * model_ranks(config)
+    return prod(sizes) * get_model_parallel_size(config)
 
 
-def least_world(config: Config) -> int:
+def get_min_world_size(config: Config) -> int:
     """The fewest ranks that the settings allow: axes left `auto` count as one."""
     p = config.parallel
     axes = (p.dp_replicate, p.dp_shard) if p.zero else (p.dp_replicate,)
-    return fixed_world(config) or model_ranks(config) * prod(1 if axis == AUTO else int(axis) for axis in axes)
+    return get_fixed_world_size(config) or get_model_parallel_size(config) * prod(
+        1 if axis == AUTO else int(axis) for axis in axes
+    )
 
 
 def check_axes(config: Config) -> None:
@@ -162,7 +166,7 @@ def check_axes(config: Config) -> None:
     if p.ep > 1 and config.model.num_experts < p.ep:
         remedy = f"there are {config.model.num_experts} experts (model.num_experts); use at most as many ranks"
         raise LayoutError("parallel.ep", p.ep, config.origin("parallel.ep"), remedy)
-    if p.virtual_stages != AUTO and not _fits_schedule(p.schedule, int(p.virtual_stages)):
+    if p.virtual_stages != AUTO and not _is_valid_virtual_stages(p.schedule, int(p.virtual_stages)):
         remedy = f"{p.schedule} has {'two stages' if p.schedule == 'zbv' else 'one stage'} a rank; leave it auto"
         raise LayoutError("parallel.virtual_stages", p.virtual_stages, config.origin("parallel.virtual_stages"), remedy)
     for axis in ("tp", "cp", "pp"):
@@ -200,11 +204,11 @@ def _check_elastic(config: Config) -> None:
             raise LayoutError(key, getattr(p, axis), config.origin(key), remedy.format(other))
 
 
-def _fits_schedule(schedule: Name, virtual: int) -> bool:
+def _is_valid_virtual_stages(schedule: ScheduleName, virtual: int) -> bool:
     return virtual == 2 if schedule == "zbv" else virtual == 1 or schedule.startswith("interleaved")
 
 
-def virtual_stages(config: Config) -> int:
+def get_virtual_stages(config: Config) -> int:
     """Stages a pipeline rank: what the settings say, else two for schedules that know more than one."""
     p = config.parallel
     if p.virtual_stages != AUTO:
@@ -212,7 +216,7 @@ def virtual_stages(config: Config) -> int:
     return 1 if p.schedule in ("gpipe", "1f1b") else 2
 
 
-def check_shape(config: Config, shape: ModelShape) -> None:
+def check_model_divisible(config: Config, shape: ModelSpec) -> None:
     """Raise LayoutError where a rank would be left without a part of the model or of the sequence."""
     p, length = config.parallel, config.train.seq_len
     tensor = {
@@ -226,7 +230,7 @@ def check_shape(config: Config, shape: ModelShape) -> None:
     parts = 2 * p.cp * p.tp if p.cp > 1 else p.tp
     needs.append(("cp" if p.cp > 1 else "tp", parts, "positions in a sequence", length))
     if p.pp > 1:
-        needs.append(("pp", p.pp * virtual_stages(config), "layers", shape.num_layers))
+        needs.append(("pp", p.pp * get_virtual_stages(config), "layers", shape.num_layers))
     for axis, count, what, there in needs:
         if count > there:
             value = getattr(p, axis)
@@ -234,11 +238,11 @@ def check_shape(config: Config, shape: ModelShape) -> None:
             raise LayoutError(f"parallel.{axis}", value, config.origin(f"parallel.{axis}"), remedy)
 
 
-def resolve_layout(config: Config, world: int) -> Layout:
+def resolve_layout(config: Config, world_size: int) -> Layout:
     """Fill the `auto` data axes for `world` ranks. Raises LayoutError naming the axis that does not fit."""
     check_axes(config)
     p = config.parallel
-    data = world
+    data = world_size
     for number, axis in enumerate(inner := ("tp", "cp", "pp")):
         size = getattr(p, axis)
         if data % size:
@@ -265,15 +269,13 @@ def resolve_layout(config: Config, world: int) -> Layout:
         zero=p.zero,
         ulysses=p.ulysses,
         schedule=p.schedule,
-        virtual_stages=virtual_stages(config),
+        virtual_stages=get_virtual_stages(config),
         ep=p.ep,
     )
-    if layout.world != world:
+    if layout.world_size != world_size:
         axes = f"dp_replicate={replicate} x dp_shard={shard}"
         axes += "".join(f" x {axis}={getattr(p, axis)}" for axis in ("pp", "cp", "tp") if getattr(p, axis) > 1)
-        remedy = (
-            f"{axes} makes {layout.world} ranks, not {world}; set cluster.workers={layout.world} or leave an axis auto"
-        )
+        remedy = f"{axes} makes {layout.world_size} ranks, not {world_size}; set cluster.workers={layout.world_size} or leave an axis auto"
         raise LayoutError("cluster.workers", config.cluster.workers, config.origin("cluster.workers"), remedy)
     _check_folding(config, layout)
     if p.reshard_over and layout.dp_shard % p.reshard_over:
@@ -284,13 +286,13 @@ def resolve_layout(config: Config, world: int) -> Layout:
 
 def _check_folding(config: Config, layout: Layout) -> None:
     left = layout.ep
-    for axis in FOLDED:
+    for axis in EP_FOLDED_AXES:
         size = getattr(layout, axis)
         if left % size and size % left:
             break
         left //= min(left, size)
-    if left > 1 or layout.data_parallel * layout.cp % layout.ep:
-        axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in FOLDED)
+    if left > 1 or layout.dp_size * layout.cp % layout.ep:
+        axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in EP_FOLDED_AXES)
         remedy = f"experts are shared out over {axes} in this order, and must fill one before the next"
         raise LayoutError("parallel.ep", layout.ep, config.origin("parallel.ep"), remedy)
 
@@ -301,7 +303,7 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
     Raises LayoutError where a data-parallel rank would have no microbatch, or where the settings ask for another
     cut than the one the run was started with.
     """
-    t, origin, degree = config.train, config.origin, layout.data_parallel
+    t, origin, degree = config.train, config.origin, layout.dp_size
     if stored is not None:
         if stored.count * stored.size != t.global_batch:
             before = stored.count * stored.size
@@ -312,7 +314,7 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
             raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
         batching = stored
     elif t.micro_batch == AUTO:
-        batching = _chosen_batching(config, layout)
+        batching = _choose_batching(config, layout)
     else:
         batching = Batching(t.global_batch // int(t.micro_batch), int(t.micro_batch))
     if batching.count < degree:
@@ -321,29 +323,29 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
             f"for {degree} data-parallel ranks; use at most {batching.count} workers or a smaller micro_batch"
         )
         raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
-    if reason := _refused_by_schedule(batching, layout):
+    if reason := _find_schedule_conflict(batching, layout):
         remedy = f"{reason}; use another micro_batch, or parallel.schedule=1f1b, which takes any number"
         raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
     return batching
 
 
-def _chosen_batching(config: Config, layout: Layout) -> Batching:
+def _choose_batching(config: Config, layout: Layout) -> Batching:
     """As few microbatches as give every rank work; in a pipeline, four times as many as it has ranks, if there are."""
-    batch, degree = config.train.global_batch, layout.data_parallel
+    batch, degree = config.train.global_batch, layout.dp_size
     counts = [v for v in range(degree, batch + 1) if batch % v == 0]
     if not counts:
         remedy = f"{degree} data-parallel ranks need at least {degree} sequences a step"
         raise LayoutError("train.global_batch", batch, config.origin("train.global_batch"), remedy)
     if layout.pp == 1:
         return Batching(counts[0], batch // counts[0])
-    taken = [v for v in counts if _refused_by_schedule(Batching(v, batch // v), layout) is None] or counts
+    taken = [v for v in counts if _find_schedule_conflict(Batching(v, batch // v), layout) is None] or counts
     count = next((v for v in taken if v >= 4 * layout.pp * degree), taken[-1])
     return Batching(count, batch // count)
 
 
-def _refused_by_schedule(batching: Batching, layout: Layout) -> str | None:
-    counts = {batching.count // layout.data_parallel, -(-batching.count // layout.data_parallel)}
-    if layout.lockstep:
+def _find_schedule_conflict(batching: Batching, layout: Layout) -> str | None:
+    counts = {batching.count // layout.dp_size, -(-batching.count // layout.dp_size)}
+    if layout.is_lockstep:
         counts = {max(counts)}
-    refusals = (layout.pipeline.refusal(count) for count in sorted(counts))
+    refusals = (layout.pipeline.find_conflict(count) for count in sorted(counts))
     return next((reason for reason in refusals if reason is not None), None)

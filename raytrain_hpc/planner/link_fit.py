@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 # What a collective of n bytes sends from a rank to its neighbour, of p ranks in a ring; and in how many rounds.
-SENT: Mapping[str, Callable[[int], float]] = {
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "reduce": lambda p: 1.0,
     "broadcast": lambda p: 1.0,
@@ -19,7 +19,7 @@ SENT: Mapping[str, Callable[[int], float]] = {
 
 
 @dataclass(frozen=True)
-class Reach:
+class CollectiveTimings:
     """How long collectives took among some workers. `scope`: inside a node, across nodes (one of each), or all.
 
     `seconds[operation][bytes]`: the slowest rank's, median over rounds.
@@ -32,7 +32,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Fit:
+class LinkFit:
     """alpha + n / beta: `alpha_s` seconds of an empty one, and bytes a second beyond that, in GB/s of bus bandwidth.
 
     `error`: the largest relative difference to what was measured.
@@ -43,17 +43,17 @@ class Fit:
     error: float
 
 
-def fits(reach: Reach) -> dict[str, Fit]:
+def fit_operations(timings: CollectiveTimings) -> dict[str, LinkFit]:
     """A line for each operation."""
-    return {name: fit(name, reach.ranks, seconds) for name, seconds in reach.seconds.items()}
+    return {name: fit_link(name, timings.ranks, seconds) for name, seconds in timings.seconds.items()}
 
 
-def bus_gbs(operation: str, ranks: int, size: float, seconds: float) -> float:
+def compute_bus_gbs(operation: str, ranks: int, size: float, seconds: float) -> float:
     """Bus bandwidth in GB/s: of the bytes that have to pass each rank's link (nccl-tests, PERFORMANCE.md)."""
-    return SENT[operation](ranks) * size / seconds / 1e9
+    return BUS_FACTORS[operation](ranks) * size / seconds / 1e9
 
 
-def fit(operation: str, ranks: int, seconds: Mapping[int, float]) -> Fit:
+def fit_link(operation: str, ranks: int, seconds: Mapping[int, float]) -> LinkFit:
     """Least squares of relative errors over sizes in bytes, so that small messages count as much as large ones.
 
     Raises ValueError for fewer than two sizes.
@@ -69,4 +69,4 @@ def fit(operation: str, ranks: int, seconds: Mapping[int, float]) -> Fit:
     if alpha < 0 or beta <= 0:  # noise: nothing but the one of the two that explains more
         alpha, beta = (0.0, b1 / bb) if alpha < 0 else (a1 / aa, 0.0)
     error = max(abs((alpha + beta * n) / t - 1) for n, t in seconds.items())
-    return Fit(alpha, SENT[operation](ranks) / beta / 1e9 if beta else float("inf"), error)
+    return LinkFit(alpha, BUS_FACTORS[operation](ranks) / beta / 1e9 if beta else float("inf"), error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.stage_split import split_layers
 
@@ -17,20 +17,20 @@ class RankParameters:
 
     dense: int
     experts: int
-    unit: int
+    largest_unit: int
 
 
-def parameters_of_rank(shape: ModelShape, layout: Layout, seq_len: int) -> RankParameters:
+def count_max_rank_parameters(shape: ModelSpec, layout: Layout, seq_len: int) -> RankParameters:
     """Of the rank that holds most; with one rank all of them. See `parameters_by_stage`."""
-    return most(parameters_by_stage(shape, layout, seq_len))
+    return get_largest(count_parameters_by_pp_rank(shape, layout, seq_len))
 
 
-def most(held: Iterable[RankParameters]) -> RankParameters:
+def get_largest(parameters_by_rank: Iterable[RankParameters]) -> RankParameters:
     """The largest of them."""
-    return max(held, key=lambda of_rank: of_rank.dense + of_rank.experts)
+    return max(parameters_by_rank, key=lambda of_rank: of_rank.dense + of_rank.experts)
 
 
-def parameters_by_stage(shape: ModelShape, layout: Layout, seq_len: int) -> list[RankParameters]:
+def count_parameters_by_pp_rank(shape: ModelSpec, layout: Layout, seq_len: int) -> list[RankParameters]:
     """Of a rank of each pipeline coordinate, the one with most; with one rank all of them.
 
     Over tp, heads, feed-forward channels and vocabulary rows are shared out; norms, positions, routers, biases of the
@@ -38,21 +38,23 @@ def parameters_by_stage(shape: ModelShape, layout: Layout, seq_len: int) -> list
     Over pp, layers are; the last stage of a pipeline has a tied table of its own.
     """
     pipeline = layout.pipeline
-    stages = split_layers(shape, seq_len, pipeline.stages)
-    per_layer = max(_layer_of_rank(shape, layout.tp, rank) for rank in range(layout.tp))
-    of_experts = _largest_share(shape.num_experts, layout.ep) * _largest_share(shape.ffn_size, layout.tp)
-    of_experts *= shape.feed_forward_matrices * shape.hidden_size
+    stages = split_layers(shape, seq_len, pipeline.num_stages)
+    per_layer = max(_count_layer_parameters(shape, layout.tp, rank) for rank in range(layout.tp))
+    of_experts = _ceil_div(shape.num_experts, layout.ep) * _ceil_div(shape.ffn_size, layout.tp)
+    of_experts *= shape.num_ffn_matrices * shape.hidden_size
     held = []
-    for pp in range(pipeline.ranks):
-        mine = pipeline.stages_of(pp)
+    for pp in range(pipeline.num_ranks):
+        mine = pipeline.get_stages_of_rank(pp)
         layers = sum(len(stages[stage]) for stage in mine)
-        tables = _tables_of_rank(shape, layout.tp, 0 in mine, pipeline.stages - 1 in mine, pipeline.stages)
+        tables = _count_table_parameters(
+            shape, layout.tp, 0 in mine, pipeline.num_stages - 1 in mine, pipeline.num_stages
+        )
         unit = max(per_layer + of_experts, tables)
         held.append(RankParameters(layers * per_layer + tables, layers * of_experts, unit))
     return held
 
 
-def _layer_of_rank(shape: ModelShape, tp: int, rank: int) -> int:
+def _count_layer_parameters(shape: ModelSpec, tp: int, rank: int) -> int:
     """Parameters of a layer but for its experts."""
 
     def share(total: int) -> int:
@@ -61,9 +63,9 @@ def _layer_of_rank(shape: ModelShape, tp: int, rank: int) -> int:
     queries = share(shape.num_heads) * shape.head_dim
     channels = share(shape.shared_expert_size if shape.num_experts else shape.ffn_size)
     kv = 2 * shape.kv_size // (1 if shape.num_kv_heads % tp else tp)
-    matrices = shape.feed_forward_matrices
+    matrices = shape.num_ffn_matrices
     rows = 2 * queries + kv + matrices * channels + shape.num_experts
-    layer = rows * shape.hidden_size + 2 * shape.norm_parameters + shape.head_norm_parameters
+    layer = rows * shape.hidden_size + 2 * shape.num_norm_parameters + shape.num_qk_norm_parameters
     if shape.bias:
         layer += queries + kv + shape.hidden_size
         if shape.shared_expert_size or not shape.num_experts:
@@ -71,18 +73,20 @@ def _layer_of_rank(shape: ModelShape, tp: int, rank: int) -> int:
     return layer
 
 
-def _tables_of_rank(shape: ModelShape, tp: int, first: bool, last: bool, stages: int) -> int:
+def _count_table_parameters(shape: ModelSpec, tp: int, first: bool, last: bool, stages: int) -> int:
     """Embedding, positions, head and last norm, as far as a rank has the first or the last stage."""
-    rows = _largest_share(shape.vocab_size, tp)
+    rows = _ceil_div(shape.vocab_size, tp)
     tables = (rows + shape.max_positions) * first + rows * (last and (stages > 1 or not shape.tie_embeddings))
-    return tables * shape.hidden_size + shape.norm_parameters * last
+    return tables * shape.hidden_size + shape.num_norm_parameters * last
 
 
-def _largest_share(total: int, ranks: int) -> int:
+def _ceil_div(total: int, ranks: int) -> int:
     return -(-total // ranks)
 
 
-def state_bytes(parameters: RankParameters, layout: Layout, dtype: str, optimizer: str, offload: str = "none") -> int:
+def compute_state_bytes(
+    parameters: RankParameters, layout: Layout, dtype: str, optimizer: str, offload: str = "none"
+) -> int:
     """Weights, gradients and optimizer state in bytes, of one rank that has these `parameters` before ZeRO.
 
     torch-native mixed precision (weights and gradients kept in fp32, compute copies not counted): 4 + 4 + 8 bytes a
@@ -93,12 +97,14 @@ def state_bytes(parameters: RankParameters, layout: Layout, dtype: str, optimize
     device that is a CPU has them in the same memory under offload=cpu. Their copies of a chunk are not counted either.
     """
     moments = 2 if optimizer == "adamw" and offload == "none" else 0
-    expert_shards = layout.expert_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
-    dense = _bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, moments)
-    return dense + _bytes(parameters.experts, layout.zero if expert_shards > 1 else 0, expert_shards, dtype, moments)
+    expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
+    dense = _compute_bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, moments)
+    return dense + _compute_bytes(
+        parameters.experts, layout.zero if expert_shards > 1 else 0, expert_shards, dtype, moments
+    )
 
 
-def _bytes(parameters: int, zero: int, shards: int, dtype: str, moments: int) -> int:
+def _compute_bytes(parameters: int, zero: int, shards: int, dtype: str, moments: int) -> int:
     width = 8 if dtype == "fp64" else 4
     sharded = moments * width
     full = 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from raytrain_hpc.planner.pipeline_schedule import Action, Order
+from raytrain_hpc.planner.pipeline_schedule import Action, PipelineOrder
 
-_COLOURS = {"F": "#4c78a8", "B": "#e45756", "I": "#e45756", "W": "#54a24b"}
-_ROW, _WIDTH, _LEFT = 28, 1200, 64
+_COLORS = {"F": "#4c78a8", "B": "#e45756", "I": "#e45756", "W": "#54a24b"}
+_ROW_HEIGHT, _WIDTH, _LEFT_MARGIN = 28, 1200, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Span:
 
 
 def simulate(
-    orders: Sequence[Order], seconds: Callable[[Action], float], stages: int, transfer_s: float = 0.0
+    orders: Sequence[PipelineOrder], seconds: Callable[[Action], float], num_stages: int, transfer_s: float = 0.0
 ) -> list[Span]:
     """The earliest times at which ranks that keep to these orders can do everything.
 
@@ -34,11 +34,13 @@ def simulate(
     while any(number < len(order) for number, order in zip(at, orders, strict=True)):
         moved = False
         for rank, order in enumerate(orders):
-            while at[rank] < len(order) and all(need in done for need in _needs(order[at[rank]], stages, done)):
+            while at[rank] < len(order) and all(
+                need in done for need in _list_dependencies(order[at[rank]], num_stages, done)
+            ):
                 action = order[at[rank]]
                 ready = [
                     done[need].end + (transfer_s if done[need].rank != rank else 0.0)
-                    for need in _needs(action, stages, done)
+                    for need in _list_dependencies(action, num_stages, done)
                 ]
                 begin = max([clocks[rank], *ready])
                 clocks[rank] = begin + seconds(action)
@@ -51,27 +53,27 @@ def simulate(
     return list(done.values())
 
 
-def _needs(action: Action, stages: int, done: dict[Action, Span]) -> list[Action]:
+def _list_dependencies(action: Action, num_stages: int, done: dict[Action, Span]) -> list[Action]:
     stage, m = action.stage, action.microbatch
     if action.kind == "F":
         return [Action("F", stage - 1, m)] if stage else []
     if action.kind == "W":
         return [Action("I", stage, m)]
     own = Action("F", stage, m)
-    if stage == stages - 1:
+    if stage == num_stages - 1:
         return [own]
     whole = Action("B", stage + 1, m)  # the stage after may have split its backward pass, or not
     return [own, whole if whole in done else Action(action.kind, stage + 1, m)]
 
 
-def idle_share(spans: Iterable[Span], ranks: int) -> float:
+def compute_idle_fraction(spans: Iterable[Span], num_ranks: int) -> float:
     """Share of the time of all ranks, from the first action of any to the last of any, in which they do nothing."""
     spans = list(spans)
     wall = max(span.end for span in spans) - min(span.begin for span in spans)
-    return 1.0 - sum(span.end - span.begin for span in spans) / (ranks * wall)
+    return 1.0 - sum(span.end - span.begin for span in spans) / (num_ranks * wall)
 
 
-def bubble_s(spans: Iterable[Span]) -> float:
+def compute_bubble_s(spans: Iterable[Span]) -> float:
     """Longest time that a rank waits between its own first and last action (Qi et al. 2023, arXiv 2401.10241).
 
     It leaves out that ranks start one after the other, since they can also end and begin the next step so.
@@ -84,7 +86,7 @@ def bubble_s(spans: Iterable[Span]) -> float:
     return longest - busy
 
 
-def most_in_flight(order: Order) -> dict[int, int]:
+def count_max_in_flight(order: PipelineOrder) -> dict[int, int]:
     """Most microbatches of each stage whose activations a rank holds at once: from the forward to the last backward."""
     held: dict[int, int] = {}
     most: dict[int, int] = {}
@@ -97,24 +99,24 @@ def most_in_flight(order: Order) -> dict[int, int]:
     return most
 
 
-def draw(spans: Iterable[Span], ranks: int) -> str:
+def render_svg(spans: Iterable[Span], num_ranks: int) -> str:
     """The timeline as an SVG picture: a row a rank, forwards blue, backwards red, weights green."""
     spans = list(spans)
     start, end = min(span.begin for span in spans), max(span.end for span in spans)
     scale = _WIDTH / (end - start)
-    height = ranks * _ROW + 36
+    height = num_ranks * _ROW_HEIGHT + 36
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + _LEFT + 8}" height="{height}">',
-        f'<text x="4" y="16" font-size="12">idle {100 * idle_share(spans, ranks):.1f} % of {end - start:.3f} s</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + _LEFT_MARGIN + 8}" height="{height}">',
+        f'<text x="4" y="16" font-size="12">idle {100 * compute_idle_fraction(spans, num_ranks):.1f} % of {end - start:.3f} s</text>',
     ]
-    for rank in range(ranks):
-        parts.append(f'<text x="4" y="{rank * _ROW + 44}" font-size="12">rank {rank}</text>')
+    for rank in range(num_ranks):
+        parts.append(f'<text x="4" y="{rank * _ROW_HEIGHT + 44}" font-size="12">rank {rank}</text>')
     for span in spans:
-        x, width = _LEFT + (span.begin - start) * scale, (span.end - span.begin) * scale
-        y = span.rank * _ROW + 28
+        x, width = _LEFT_MARGIN + (span.begin - start) * scale, (span.end - span.begin) * scale
+        y = span.rank * _ROW_HEIGHT + 28
         title = f"{span.action} {1000 * (span.end - span.begin):.2f} ms"
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{_COLOURS[span.action.kind]}" '
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 4}" fill="{_COLORS[span.action.kind]}" '
             f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
         )
         if width > 14:

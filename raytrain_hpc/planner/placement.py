@@ -11,10 +11,10 @@ from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.layout import AXES, Layout
 from raytrain_hpc.planner.topology import Node, Topology
 
-_MOVABLE = ("pp", "dp_replicate", "dp_shard")  # tp and cp, on whose exchanges every layer waits, stay innermost
+_PERMUTED_AXES = ("pp", "dp_replicate", "dp_shard")  # tp and cp, on whose exchanges every layer waits, stay innermost
 
 
-_MOST_EXCHANGED = 24  # groups: pairs grow with the square
+_MAX_SWAPPED_GROUPS = 24  # groups: pairs grow with the square
 
 
 @dataclass(frozen=True, order=True)
@@ -25,18 +25,18 @@ class Site:
     node: str
 
 
-def node_shares(world: int, topology: Topology, together: int = 1) -> dict[str, int]:
+def assign_workers_to_nodes(world_size: int, topology: Topology, group_size: int = 1) -> dict[str, int]:
     """Workers on each node used, by its id: one node-shaped bundle each.
 
     The rack that is just large enough, or else the largest ones, and of a rack the largest nodes first, so that the run
     touches as few as possible; `together` neighbouring ranks (a tensor-parallel group) never straddle two nodes. Raises
     ClusterError where the cluster has too few slots.
     """
-    if world > topology.slots:
+    if world_size > topology.total_slots:
         kind = "GPU" if topology.device == "cuda" else "CPU"
         raise ClusterError(
-            f"cluster.workers={world}: the cluster has {topology.slots} free {kind} slots on {len(topology.nodes)} "
-            f"nodes; use cluster.workers={topology.slots} or add nodes"
+            f"cluster.workers={world_size}: the cluster has {topology.total_slots} free {kind} slots on {len(topology.nodes)} "
+            f"nodes; use cluster.workers={topology.total_slots} or add nodes"
         )
     racks: Counter[str] = Counter()
     for node in topology.nodes:
@@ -44,46 +44,48 @@ def node_shares(world: int, topology: Topology, together: int = 1) -> dict[str, 
 
     def preference(node: Node) -> tuple[bool, int, str, int, str]:
         there = racks[node.rack]
-        return there < world, there if there >= world else -there, node.rack, -node.slots, node.id
+        return there < world_size, there if there >= world_size else -there, node.rack, -node.slots, node.id
 
-    shares, left = {}, world
+    shares, left = {}, world_size
     for node in sorted(topology.nodes, key=preference):
-        share = min(left, node.slots // together * together)
+        share = min(left, node.slots // group_size * group_size)
         if share:
             shares[node.id] = share
             left -= share
     if left:
         slots = ", ".join(str(node.slots) for node in topology.nodes)
         raise ClusterError(
-            f"parallel.tp={together}: {world // together} groups of {together} ranks do not fit, each within one node, "
+            f"parallel.tp={group_size}: {world_size // group_size} groups of {group_size} ranks do not fit, each within one node, "
             f"on nodes with {slots} slots; use a smaller parallel.tp or larger nodes"
         )
     return shares
 
 
-def without_spares(there: Mapping[str, int], world: int, together: int = 1) -> dict[str, int] | None:
+def select_active_workers(
+    workers_per_node: Mapping[str, int], world_size: int, group_size: int = 1
+) -> dict[str, int] | None:
     """How many of the workers on each node train, the others being spares; None where groups of `together`, each on
     one node, make too few.
 
     Whole nodes are left to spares as long as there are so many, which makes up for the loss of a node; then each node
     keeps about as many, so that no node's loss takes all of them.
     """
-    taken = {node: count // together * together for node, count in there.items()}
-    over = sum(taken.values()) - world
+    taken = {node: count // group_size * group_size for node, count in workers_per_node.items()}
+    over = sum(taken.values()) - world_size
     if over < 0:
         return None
     for node in sorted(sorted(taken, reverse=True), key=lambda node: taken[node]):
         if 0 < taken[node] <= over:
             over -= taken[node]
             taken[node] = 0
-    while over >= together:
+    while over >= group_size:
         fullest = max(taken, key=lambda node: (taken[node], node))
-        taken[fullest] -= together
-        over -= together
+        taken[fullest] -= group_size
+        over -= group_size
     return taken if over == 0 else None
 
 
-def arranged(layout: Layout, sites: Sequence[Site], sent: Mapping[str, float]) -> tuple[int, ...]:
+def place_ranks(layout: Layout, sites: Sequence[Site], bytes_by_axis: Mapping[str, float]) -> tuple[int, ...]:
     """Which of the sites each rank gets, as indexes, so that the fewest bytes leave a node, and a rack twice counted.
 
     `sent[axis]`: bytes that a rank sends to the next one along an axis in a step (plan.traffic). Sites in order of
@@ -95,53 +97,53 @@ def arranged(layout: Layout, sites: Sequence[Site], sent: Mapping[str, float]) -
     best: tuple[float, tuple[int, ...]] | None = None
     if len(set(sites)) == 1:
         return tuple(order)
-    movable = [axis for axis in _MOVABLE if getattr(layout, axis) > 1]
+    movable = [axis for axis in _PERMUTED_AXES if getattr(layout, axis) > 1]
     for outer in permutations(movable):
-        sequence = _in_order(layout, (*outer, "cp", "tp"))
-        placed = [0] * layout.world
+        sequence = _list_ranks_in_order(layout, (*outer, "cp", "tp"))
+        placed = [0] * layout.world_size
         for index, rank in zip(order, sequence, strict=True):
             placed[rank] = index
-        crossed = crossing(layout, [sites[index] for index in placed], sent)
+        crossed = compute_crossing_bytes(layout, [sites[index] for index in placed], bytes_by_axis)
         if best is None or crossed < best[0]:
             best = crossed, tuple(placed)
     if best is None:
         return tuple(order)
     there = Counter(sites)
-    uneven, groups = len(set(there.values())) > 1, layout.world // layout.tp
-    return _exchanged(layout, best, sites, sent) if uneven and groups <= _MOST_EXCHANGED else best[1]
+    uneven, groups = len(set(there.values())) > 1, layout.world_size // layout.tp
+    return _swap_groups(layout, best, sites, bytes_by_axis) if uneven and groups <= _MAX_SWAPPED_GROUPS else best[1]
 
 
-def _exchanged(
-    layout: Layout, first: tuple[float, tuple[int, ...]], sites: Sequence[Site], sent: Mapping[str, float]
+def _swap_groups(
+    layout: Layout, initial: tuple[float, tuple[int, ...]], sites: Sequence[Site], bytes_by_axis: Mapping[str, float]
 ) -> tuple[int, ...]:
     """The same places with tensor-parallel groups exchanged, pair by pair, for as long as any exchange helps."""
-    crossed, placed = first
+    crossed, placed = initial
     tp, improved = layout.tp, True
     while improved:
         improved = False
-        for one, other in combinations(range(0, layout.world, tp), 2):
+        for one, other in combinations(range(0, layout.world_size, tp), 2):
             if sites[placed[one]] == sites[placed[other]]:
                 continue
             tried = list(placed)
             tried[one : one + tp], tried[other : other + tp] = placed[other : other + tp], placed[one : one + tp]
-            now = crossing(layout, [sites[index] for index in tried], sent)
+            now = compute_crossing_bytes(layout, [sites[index] for index in tried], bytes_by_axis)
             if now < crossed:
                 crossed, placed, improved = now, tuple(tried), True
     return placed
 
 
-def crossing(layout: Layout, sites: Sequence[Site], sent: Mapping[str, float]) -> float:
+def compute_crossing_bytes(layout: Layout, sites: Sequence[Site], bytes_by_axis: Mapping[str, float]) -> float:
     """Bytes a step between ranks on different nodes, those between racks counted twice. `sites[r]`: rank r's.
 
     Ranks along an axis send in a ring, stages of a pipeline in a row.
     """
     total, stride = 0.0, 1
     for axis in reversed(AXES):
-        size, bytes_sent = getattr(layout, axis), sent.get(axis, 0.0)
+        size, bytes_sent = getattr(layout, axis), bytes_by_axis.get(axis, 0.0)
         if size > 1 and bytes_sent:
             edges = sum(
-                _distance(sites[rank], sites[rank + stride * ((at + 1) % size - at)])
-                for rank in range(layout.world)
+                _compute_distance(sites[rank], sites[rank + stride * ((at + 1) % size - at)])
+                for rank in range(layout.world_size)
                 if (at := rank // stride % size) + 1 < size or axis != "pp"
             )
             total += edges * bytes_sent
@@ -149,11 +151,11 @@ def crossing(layout: Layout, sites: Sequence[Site], sent: Mapping[str, float]) -
     return total
 
 
-def _distance(one: Site, other: Site) -> int:
-    return (one.node != other.node) + (one.rack != other.rack)
+def _compute_distance(first: Site, second: Site) -> int:
+    return (first.node != second.node) + (first.rack != second.rack)
 
 
-def _in_order(layout: Layout, axes: Sequence[str]) -> list[int]:
+def _list_ranks_in_order(layout: Layout, axes: Sequence[str]) -> list[int]:
     """All ranks, those that differ in the last of these axes next to one another."""
     strides, stride = {}, 1
     for axis in reversed(AXES):
@@ -165,7 +167,7 @@ def _in_order(layout: Layout, axes: Sequence[str]) -> list[int]:
     return ranks
 
 
-def described(layout: Layout, sites: Sequence[Site]) -> str:
+def describe_placement(layout: Layout, sites: Sequence[Site]) -> str:
     """Which axes stay inside nodes and which cross them, in a phrase. `sites[r]`: rank r's."""
     nodes = Counter(site.node for site in sites)
     if len(nodes) == 1:
@@ -175,6 +177,6 @@ def described(layout: Layout, sites: Sequence[Site]) -> str:
     for axis in reversed(AXES):
         if getattr(layout, axis) > 1:
             one = {axis: 1.0}
-            (across if crossing(layout, sites, one) else inside).append(axis)
+            (across if compute_crossing_bytes(layout, sites, one) else inside).append(axis)
     kept = f"{', '.join(inside)} inside nodes" if inside else ""
     return ", ".join(filter(None, [kept, f"{', '.join(across)} across {len(nodes)}" if across else ""]))

@@ -7,41 +7,41 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from raytrain_hpc.config.schema import AUTO, PLANNED, Config
-from raytrain_hpc.planner.workload import Choice
+from raytrain_hpc.config.schema import AUTO, PLANNABLE_KEYS, Config
+from raytrain_hpc.planner.workload import LayoutChoice
 
 # Key, without its section -> values to choose from; None: all that are of use.
-Free = Mapping[str, Sequence[Any] | None]
+SearchSpace = Mapping[str, Sequence[Any] | None]
 # What is chosen where nobody has said anything; other schedules and offloading are asked for.
-_UNSAID = ("tp", "cp", "pp", "ep", "zero", "recompute")
-_CUTS_A_MODEL = ("tp", "cp", "pp", "ep")
+_DEFAULT_SEARCH_KEYS = ("tp", "cp", "pp", "ep", "zero", "recompute")
+_MODEL_PARALLEL_AXES = ("tp", "cp", "pp", "ep")
 
 
-def free_keys(config: Config, *, accelerated: bool, whole_models: bool = False) -> Free:
+def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_only: bool = False) -> SearchSpace:
     """What is to be chosen: keys that were set to `auto` or to a list, and on accelerators what was not set at all.
 
     On CPUs, which are for tests and small models, what was not set keeps its default. So does what would change bits
     under train.deterministic=elastic, and what cuts a model where it has to stay whole.
     """
     free: dict[str, Sequence[Any] | None] = {}
-    for key in PLANNED:
+    for key in PLANNABLE_KEYS:
         name = key.partition(".")[2]
-        if key in config.among:
-            free[name] = config.among[key]
-        elif accelerated and name in _UNSAID and not config.origin(key):
+        if key in config.auto_choices:
+            free[name] = config.auto_choices[key]
+        elif has_accelerator and name in _DEFAULT_SEARCH_KEYS and not config.origin(key):
             free[name] = None
-    if accelerated and config.train.micro_batch == AUTO:
+    if has_accelerator and config.train.micro_batch == AUTO:
         free["micro_batch"] = None
-    for name in _CUTS_A_MODEL:
-        apart = whole_models or config.train.deterministic == "elastic" or config.train.compile
-        if name in free and f"parallel.{name}" not in config.among and apart:
+    for name in _MODEL_PARALLEL_AXES:
+        apart = data_parallel_only or config.train.deterministic == "elastic" or config.train.compile
+        if name in free and f"parallel.{name}" not in config.auto_choices and apart:
             del free[name]
     if "ep" in free and not config.model.num_experts:
         del free["ep"]
     return free
 
 
-def settled(config: Config, choice: Choice) -> Config:
+def apply_choice(config: Config, choice: LayoutChoice) -> Config:
     """The settings with all that was chosen, and nothing left to choose."""
     layout, other = choice.layout, copy(config)
     other.parallel = replace(
@@ -58,5 +58,5 @@ def settled(config: Config, choice: Choice) -> Config:
         offload=choice.offload,
     )
     other.train = replace(config.train, micro_batch=choice.batching.size)
-    other.__dict__["_among"] = {}
+    other.__dict__["_auto_choices"] = {}
     return other

@@ -5,30 +5,32 @@ from __future__ import annotations
 from functools import cache
 
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.planner.model_state_memory import RankParameters, parameters_by_stage
-from raytrain_hpc.planner.pipeline_schedule import Name
+from raytrain_hpc.planner.model_state_memory import RankParameters, count_parameters_by_pp_rank
+from raytrain_hpc.planner.pipeline_schedule import ScheduleName
 from raytrain_hpc.planner.stage_split import split_layers
-from raytrain_hpc.planner.workload import Work
+from raytrain_hpc.planner.workload import Workload
 
 
-class Shares:
+class StageCache:
     """What each pipeline rank has of this work's model."""
 
-    def __init__(self, work: Work):
-        self._work = work
-        self._cached_layers, self._cached_parameters = cache(self._layers), cache(self._parameters)
+    def __init__(self, workload: Workload):
+        self._workload = workload
+        self._get_layer_counts, self._get_parameters = cache(self._count_layers), cache(self._count_parameters)
 
-    def layers(self, stages: int) -> list[int]:
+    def get_layer_counts(self, num_stages: int) -> list[int]:
         """Layers of each of so many stages."""
-        return self._cached_layers(stages)
+        return self._get_layer_counts(num_stages)
 
-    def parameters(self, layout: Layout) -> list[RankParameters]:
+    def get_parameters(self, layout: Layout) -> list[RankParameters]:
         """Of a rank of each pipeline coordinate, before ZeRO: data-parallel axes do not count."""
-        return self._cached_parameters(layout.tp, layout.pp, layout.ep, layout.schedule, layout.virtual_stages)
+        return self._get_parameters(layout.tp, layout.pp, layout.ep, layout.schedule, layout.virtual_stages)
 
-    def _layers(self, stages: int) -> list[int]:
-        return [len(layers) for layers in split_layers(self._work.shape, self._work.seq_len, stages)]
+    def _count_layers(self, num_stages: int) -> list[int]:
+        return [len(layers) for layers in split_layers(self._workload.shape, self._workload.seq_len, num_stages)]
 
-    def _parameters(self, tp: int, pp: int, ep: int, schedule: Name, virtual: int) -> list[RankParameters]:
-        layout = Layout(dp_replicate=ep, tp=tp, pp=pp, ep=ep, schedule=schedule, virtual_stages=virtual)
-        return parameters_by_stage(self._work.shape, layout, self._work.seq_len)
+    def _count_parameters(
+        self, tp: int, pp: int, ep: int, schedule: ScheduleName, virtual_stages: int
+    ) -> list[RankParameters]:
+        layout = Layout(dp_replicate=ep, tp=tp, pp=pp, ep=ep, schedule=schedule, virtual_stages=virtual_stages)
+        return count_parameters_by_pp_rank(self._workload.shape, layout, self._workload.seq_len)

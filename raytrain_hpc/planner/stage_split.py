@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 
 
-def split_layers(shape: ModelShape, seq_len: int, stages: int) -> list[range]:
+def split_layers(shape: ModelSpec, seq_len: int, num_stages: int) -> list[range]:
     """The layers of every stage, at least one each; the first also has the embedding, the last the head.
 
     Costs are multiplications a token: weights of the products, causal attention over the sequence, the head's product,
@@ -13,9 +13,9 @@ def split_layers(shape: ModelShape, seq_len: int, stages: int) -> list[range]:
     among those the most even one. Raises ValueError where there are more stages than layers.
     """
     layers = shape.num_layers
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{stages} stages of {layers} layers")
-    layer = shape.layer_matrix_weights() + shape.attention_size * seq_len
+    if not 1 <= num_stages <= layers:
+        raise ValueError(f"{num_stages} stages of {layers} layers")
+    layer = shape.num_active_matmul_parameters() + shape.attention_size * seq_len
     first, last = shape.hidden_size, shape.hidden_size * shape.vocab_size
 
     def cost(start: int, stop: int) -> int:
@@ -23,9 +23,9 @@ def split_layers(shape: ModelShape, seq_len: int, stages: int) -> list[range]:
 
     # best[stop]: (slowest stage, sum of squares, starts of the stages) of the layers before `stop`.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
-    for made in range(1, stages + 1):
+    for made in range(1, num_stages + 1):
         later = {}
-        for stop in range(made, layers - (stages - made) + 1):
+        for stop in range(made, layers - (num_stages - made) + 1):
             later[stop] = min(
                 (max(slowest, cost(start, stop)), squares + cost(start, stop) ** 2, (*starts, start))
                 for start, (slowest, squares, starts) in best.items()

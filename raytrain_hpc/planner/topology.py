@@ -24,7 +24,7 @@ class Topology:
     accelerator: str = ""  # the GPUs' name in plan.hardware, where all have one that is known there
 
     @property
-    def resource(self) -> str:
+    def ray_resource(self) -> str:
         """Ray's word for a slot."""
         return "GPU" if self.device == "cuda" else "CPU"
 
@@ -34,11 +34,11 @@ class Topology:
         return "cpu" if self.device == "cpu" else self.accelerator
 
     @property
-    def racked(self) -> bool:
+    def has_racks(self) -> bool:
         """Whether anything is known of racks."""
         return any(node.rack for node in self.nodes)
 
     @property
-    def slots(self) -> int:
+    def total_slots(self) -> int:
         """Workers that fit in all."""
         return sum(node.slots for node in self.nodes)

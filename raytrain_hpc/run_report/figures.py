@@ -6,85 +6,85 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from raytrain_hpc.run_report.charts import number
+from raytrain_hpc.run_report.charts import format_number
 from raytrain_hpc.run_report.run_reader import RunRecord
 
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
-PARTS = {
-    "data": COLOURS[6],
-    "forward": COLOURS[0],
-    "backward": COLOURS[3],
-    "communication": COLOURS[1],
-    "optimizer": COLOURS[2],
-    "checkpoint": COLOURS[5],
-    "rest": COLOURS[7],
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
+STEP_PHASE_COLORS = {
+    "data": COLORS[6],
+    "forward": COLORS[0],
+    "backward": COLORS[3],
+    "communication": COLORS[1],
+    "optimizer": COLORS[2],
+    "checkpoint": COLORS[5],
+    "rest": COLORS[7],
 }
-_KINDS = {"weights": COLOURS[0], "gradients": COLOURS[3], "moments": COLOURS[2], "copies": COLOURS[5]}
-_KINDS |= {"activations": COLOURS[1], "working": COLOURS[4], "rest": COLOURS[7]}
-_MOST_BARS = 80
+_MEMORY_KIND_COLORS = {"weights": COLORS[0], "gradients": COLORS[3], "moments": COLORS[2], "copies": COLORS[5]}
+_MEMORY_KIND_COLORS |= {"activations": COLORS[1], "working": COLORS[4], "rest": COLORS[7]}
+_MAX_BARS = 80
 _WIDTH, _LEFT = 1140, 90
 GIB = 2**30
 
 
-def placement(workers: Sequence[Mapping[str, Any]]) -> str:
+def draw_placement(workers: Sequence[Mapping[str, Any]]) -> str:
     """A box a node with its ranks in it; ranks of one pipeline stage have one colour."""
     nodes: dict[str, list[Mapping[str, Any]]] = {}
     for worker in sorted(workers, key=lambda one: int(one["rank"])):
         nodes.setdefault(str(worker["node"]), []).append(worker)
     boxes = []
     for node, ranks in nodes.items():
-        cells = "".join(_rank(worker) for worker in ranks)
+        cells = "".join(_draw_rank(worker) for worker in ranks)
         host = escape(str(ranks[0].get("host", "")))
         boxes.append(f'<div class="node"><h4>{host} <small>{escape(node[:12])}</small></h4>{cells}</div>')
     return f'<div class="nodes">{"".join(boxes)}</div>'
 
 
-def _rank(worker: Mapping[str, Any]) -> str:
+def _draw_rank(worker: Mapping[str, Any]) -> str:
     at = worker.get("coordinates", {})
     places = " ".join(f"{axis}{place}" for axis, place in at.items() if place or axis in ("pp", "tp"))
-    colour = COLOURS[int(at.get("pp", 0)) % len(COLOURS)]
+    colour = COLORS[int(at.get("pp", 0)) % len(COLORS)]
     title = f"rank {worker['rank']}, pid {worker.get('pid')}, {worker.get('device')}: {places}"
     inside = f"<b>{worker['rank']}</b><small>{escape(places)}</small>"
     return f'<span class="rank" style="border-color:{colour}" title="{escape(title)}">{inside}</span>'
 
 
-def memory(run: RunRecord) -> str:
+def draw_memory(run: RunRecord) -> str:
     """Planned bytes of a rank's device by kind, above what was measured on rank 0; empty where nothing was planned."""
     planned = run.plan.get("memory")
     if not planned:
         return ""
-    last = run.last
+    last = run.last_metrics
     kinds = ("weights", "gradients", "moments")
     measured = {kind: last[f"memory/{kind}_gib"] * GIB for kind in kinds if f"memory/{kind}_gib" in last}
-    peak = max((value for _, value in run.points("memory/peak_gib")), default=0.0) * GIB
+    peak = max((value for _, value in run.get_points("memory/peak_gib")), default=0.0) * GIB
     measured["rest"] = max(0.0, peak - sum(measured.values()))
-    bars = [("planned", {kind: planned.get(kind, 0) for kind in _KINDS}), ("measured", measured)]
+    bars = [("planned", {kind: planned.get(kind, 0) for kind in _MEMORY_KIND_COLORS}), ("measured", measured)]
     most = max(sum(bar.values()) for _, bar in bars) or 1.0
-    rows = [_stacked(name, bar, most, 30 * row) for row, (name, bar) in enumerate(bars)]
-    return f'<svg viewBox="0 0 {_WIDTH} 64" class="bars">{"".join(rows)}</svg>{_legend(_KINDS)}'
+    rows = [_draw_stacked_bar(name, bar, most, 30 * row) for row, (name, bar) in enumerate(bars)]
+    return f'<svg viewBox="0 0 {_WIDTH} 64" class="bars">{"".join(rows)}</svg>{_draw_legend(_MEMORY_KIND_COLORS)}'
 
 
-def _stacked(name: str, bar: Mapping[str, float], most: float, y: float) -> str:
+def _draw_stacked_bar(name: str, bar: Mapping[str, float], max_total: float, y: float) -> str:
     parts = [f'<text class="tick" x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">{name}</text>']
     x = float(_LEFT)
     for kind, size in bar.items():
-        width = (_WIDTH - _LEFT - 110) * size / most
+        width = (_WIDTH - _LEFT - 110) * size / max_total
         title = f"{kind}: {size / GIB:.3f} GiB"
-        shape = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{_KINDS[kind]}"'
+        shape = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{_MEMORY_KIND_COLORS[kind]}"'
         parts.append(f"<rect {shape}><title>{title}</title></rect>")
         x += width
     parts.append(f'<text class="tick" x="{x + 6:.1f}" y="{y + 17}">{sum(bar.values()) / GIB:.3f} GiB</text>')
     return "".join(parts)
 
 
-def time_split(run: RunRecord) -> str:
+def draw_step_time(run: RunRecord) -> str:
     """A bar a run of steps: the parts of a mean step's seconds, one above the other."""
     lines = [line for line in run.metrics if "time/forward_s" in line]
     if not lines:
         return ""
-    size = -(-len(lines) // _MOST_BARS)
+    size = -(-len(lines) // _MAX_BARS)
     groups = [lines[first : first + size] for first in range(0, len(lines), size)]
-    bars = [mean_parts(group) for group in groups]
+    bars = [compute_mean_phases(group) for group in groups]
     most = max(sum(bar.values()) for bar in bars) or 1.0
     width, height = (_WIDTH - _LEFT) / len(bars), 170.0
     parts = []
@@ -95,22 +95,22 @@ def time_split(run: RunRecord) -> str:
             y -= tall
             title = f"steps {group[0]['step']} to {group[-1]['step']}: {part} {1000 * seconds:.2f} ms"
             shape = f'x="{_LEFT + at * width:.1f}" y="{y:.1f}" width="{max(0.5, width - 0.6):.1f}" height="{tall:.1f}"'
-            parts.append(f'<rect {shape} fill="{PARTS[part]}"><title>{title}</title></rect>')
-    parts.append(f'<text class="tick" x="{_LEFT - 8}" y="20" text-anchor="end">{number(1000 * most)} ms</text>')
+            parts.append(f'<rect {shape} fill="{STEP_PHASE_COLORS[part]}"><title>{title}</title></rect>')
+    parts.append(f'<text class="tick" x="{_LEFT - 8}" y="20" text-anchor="end">{format_number(1000 * most)} ms</text>')
     ends = ((_LEFT, "start", groups[0][0]["step"]), (_WIDTH - 4, "end", groups[-1][-1]["step"]))
     parts += [f'<text class="tick" x="{x}" y="{height + 26}" text-anchor="{to}">step {at}</text>' for x, to, at in ends]
-    return f'<svg viewBox="0 0 {_WIDTH} {height + 32}" class="bars">{"".join(parts)}</svg>{_legend(PARTS)}'
+    return f'<svg viewBox="0 0 {_WIDTH} {height + 32}" class="bars">{"".join(parts)}</svg>{_draw_legend(STEP_PHASE_COLORS)}'
 
 
-def mean_parts(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def compute_mean_phases(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean seconds of each part of a step over these steps; the rest is what no part accounts for."""
-    named = [part for part in PARTS if part != "rest"]
+    named = [part for part in STEP_PHASE_COLORS if part != "rest"]
     found = {part: sum(line.get(f"time/{part}_s", 0.0) for line in lines) / len(lines) for part in named}
     step = sum(line["time/step_s"] for line in lines) / len(lines)
     inside = sum(seconds for part, seconds in found.items() if part != "checkpoint")
     return found | {"rest": max(0.0, step - inside)}
 
 
-def _legend(colours: Mapping[str, str]) -> str:
-    items = (f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in colours.items())
+def _draw_legend(colors: Mapping[str, str]) -> str:
+    items = (f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in colors.items())
     return f'<p class="legend">{"".join(items)}</p>'

@@ -30,13 +30,13 @@ class RunRecord:
     incidents: list[Json]
     timeline: tuple[str, str] | None  # of the last step that has one: its file's name, and the picture
 
-    def points(self, key: str) -> list[tuple[float, float]]:
+    def get_points(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of a metric, where it is known, and a number."""
         found = ((line["step"], line.get(key)) for line in self.metrics)
         return [(step, value) for step, value in found if value is not None and isfinite(value)]
 
     @property
-    def last(self) -> Json:
+    def last_metrics(self) -> Json:
         """The last step's metrics; empty before the first."""
         return self.metrics[-1] if self.metrics else {}
 
@@ -50,21 +50,21 @@ def read_run(path: str | Path) -> RunRecord:
         config = yaml.safe_load(directory.config.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise RunDirectoryError(f"{directory.config}: cannot be read: {' '.join(str(error).split())}") from error
-    steps = {line["step"]: line for line in directory.committed_metrics() if "step" in line}
+    steps = {line["step"]: line for line in directory.read_metrics() if "step" in line}
     return RunRecord(
         path=directory.path,
         name=str(config.get("run", {}).get("name") or directory.path.name),
         config=config,
-        plan=_object(directory.path / "plan.json"),
-        workers=_object(directory.path / "workers.json").get("workers", []),
-        result=_object(directory.result),
+        plan=_read_json(directory.path / "plan.json"),
+        workers=_read_json(directory.path / "workers.json").get("workers", []),
+        result=_read_json(directory.result),
         metrics=[steps[step] for step in sorted(steps)],
-        incidents=[json.loads(line) for line in directory.past_incidents() if line],
-        timeline=_timeline(directory.timeline),
+        incidents=[json.loads(line) for line in directory.read_incidents() if line],
+        timeline=_read_timeline(directory.timeline),
     )
 
 
-def _object(path: Path) -> Json:
+def _read_json(path: Path) -> Json:
     """A JSON file that is replaced as a whole: it is there, or it is not."""
     try:
         found = json.loads(path.read_text())
@@ -73,6 +73,6 @@ def _object(path: Path) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def _timeline(directory: Path) -> tuple[str, str] | None:
+def _read_timeline(directory: Path) -> tuple[str, str] | None:
     pictures = sorted(directory.glob("step-*.svg")) if directory.is_dir() else []
     return (pictures[-1].stem, pictures[-1].read_text()) if pictures else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
-from raytrain_hpc.run_report.html_page import page
+from raytrain_hpc.run_report.html_page import render_page
 from raytrain_hpc.run_report.run_reader import read_run
 
 
@@ -21,7 +21,7 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
     if out is None and len(run_dirs) > 1:
         raise ConfigError("out", "", "report", "of several runs: say where the page goes")
     path = Path(run_dirs[0]).expanduser() / "report.html" if out is None else Path(out).expanduser()
-    text = page([read_run(run_dir) for run_dir in run_dirs])
+    text = render_page([read_run(run_dir) for run_dir in run_dirs])
     new = path.with_name(f".{path.name}.new")
     try:
         new.write_text(text)

@@ -26,7 +26,7 @@ class ScriptRank(Protocol):
     def steps(self, count: int | None) -> Iterator[int]:
         """Yield the numbers of the remaining steps."""
 
-    def share(self, rows: int) -> range:
+    def get_local_rows(self, num_rows: int) -> range:
         """Return which of the `rows` rows of a batch are this rank's."""
 
     def backward(self, loss: Tensor) -> Tensor:

@@ -18,53 +18,53 @@ from uuid import uuid4
 
 import torch
 
-from raytrain_hpc.snapshot.memory_store import LastSteps, Slot, step_of
-from raytrain_hpc.state.host_buffer import Aside, block_bytes, laid_out
+from raytrain_hpc.snapshot.memory_store import SnapshotRing, SnapshotSlot, decode_step
+from raytrain_hpc.state.host_buffer import HostBuffer, compute_block_bytes, view_shards
 from raytrain_hpc.state.shard_index import StateIndex
-from raytrain_hpc.state.sharded_state import Holding
+from raytrain_hpc.state.sharded_state import ShardedState
 
-_HEAD = mmap.PAGESIZE
+_HEADER_BYTES = mmap.PAGESIZE
 
 
-class Opening(NamedTuple):
+class SharedMemoryHandle(NamedTuple):
     """Where another process of the node finds a file. `link`: what the path leads to, and no other path does."""
 
     path: str
-    link: str
+    link_target: str
 
 
-class SharedBlock:
+class SharedMemoryBlock:
     """Memory of this process that others can open."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create(f"raytrain-snapshot-{uuid4().hex}")
         weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, _HEAD)
-        self.mark = memoryview(mmap.mmap(self._descriptor, _HEAD)).cast("q")
+        os.ftruncate(self._descriptor, _HEADER_BYTES)
+        self.step_word = memoryview(mmap.mmap(self._descriptor, _HEADER_BYTES)).cast("q")
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.opening = Opening(path, os.readlink(path))
+        self.handle = SharedMemoryHandle(path, os.readlink(path))
 
     def allocate(self, size: int) -> torch.Tensor:
         """Its block, of so many bytes."""
-        room = _HEAD + max(size, 1)
+        room = _HEADER_BYTES + max(size, 1)
         os.ftruncate(self._descriptor, room)
-        return _bytes(mmap.mmap(self._descriptor, room), size)
+        return _view_block(mmap.mmap(self._descriptor, room), size)
 
 
-def shared_steps() -> tuple[LastSteps, list[Opening]]:
+def create_shared_snapshots() -> tuple[SnapshotRing, list[SharedMemoryHandle]]:
     """Room for the states of this rank, and where others find it."""
-    blocks = SharedBlock(), SharedBlock()
-    first, second = (Slot(Aside(block.allocate), block.mark) for block in blocks)
-    return LastSteps((first, second)), [block.opening for block in blocks]
+    blocks = SharedMemoryBlock(), SharedMemoryBlock()
+    first, second = (SnapshotSlot(HostBuffer(block.allocate), block.step_word) for block in blocks)
+    return SnapshotRing((first, second)), [block.handle for block in blocks]
 
 
-class OpenedSteps:
+class AttachedSnapshots:
     """The states of another rank after its last two steps, which it keeps itself."""
 
-    def __init__(self, openings: Sequence[Opening], index: StateIndex):
+    def __init__(self, handles: Sequence[SharedMemoryHandle], index: StateIndex):
         """`index`: what the rank holds. Raises OSError where this process cannot open its memory."""
         self._index, self._descriptors = index, []
-        for path, link in openings:
+        for path, link in handles:
             self._descriptors.append(descriptor := os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             weakref.finalize(self, os.close, descriptor)
             if (found := os.readlink(f"/proc/self/fd/{descriptor}")) != link:
@@ -73,22 +73,22 @@ class OpenedSteps:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps that are held whole, ascending."""
-        return tuple(sorted(step for step in map(_marked, self._descriptors) if step is not None))
+        return tuple(sorted(step for step in map(_read_step, self._descriptors) if step is not None))
 
-    def at(self, step: int) -> Holding:
+    def get_state(self, step: int) -> ShardedState:
         """The state of `step`; nothing where it is not held."""
         for descriptor in self._descriptors:
-            if _marked(descriptor) == step:
-                size = block_bytes(self._index)
+            if _read_step(descriptor) == step:
+                size = compute_block_bytes(self._index)
                 # Private: whatever is done with it here, the rank's own does not change.
-                private = mmap.mmap(descriptor, _HEAD + max(size, 1), access=mmap.ACCESS_COPY)
-                return laid_out(_bytes(private, size), self._index)
-        return Holding()
+                private = mmap.mmap(descriptor, _HEADER_BYTES + max(size, 1), access=mmap.ACCESS_COPY)
+                return view_shards(_view_block(private, size), self._index)
+        return ShardedState()
 
 
-def _marked(descriptor: int) -> int | None:
-    return step_of(int.from_bytes(os.pread(descriptor, 8, 0), sys.byteorder, signed=True))
+def _read_step(descriptor: int) -> int | None:
+    return decode_step(int.from_bytes(os.pread(descriptor, 8, 0), sys.byteorder, signed=True))
 
 
-def _bytes(mapped: mmap.mmap, size: int) -> torch.Tensor:
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEAD)[:size]
+def _view_block(mapped: mmap.mmap, size: int) -> torch.Tensor:
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=_HEADER_BYTES)[:size]

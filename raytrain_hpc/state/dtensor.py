@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from raytrain_hpc.state.shard_index import Box
 
 
-def slice_of_dtensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
+def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
     """(global shape, box held by this rank, local tensor) of a DTensor: `state.holding.slice_of` for that case.
 
     Raises ValueError, beside what `slice_of` raises, where the local tensor is not what the mesh says it is.
@@ -26,7 +26,7 @@ def slice_of_dtensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.
         raise ValueError(f"tensor of shape {list(shape)} is a partial sum: {placements}; reduce it first")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is outside the mesh of a tensor of shape {list(shape)}")
-    _refuse_scattered_rows(mesh.shape, placements)
+    _check_contiguous_rows(mesh.shape, placements)
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     local = tensor.to_local().detach()
     if tuple(local.shape) != tuple(sizes):
@@ -34,7 +34,7 @@ def slice_of_dtensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.
     return shape, Box(tuple(offsets), tuple(sizes)), local
 
 
-def _refuse_scattered_rows(mesh_shape: Sequence[int], placements: Sequence[object]) -> None:
+def _check_contiguous_rows(mesh_shape: Sequence[int], placements: Sequence[object]) -> None:
     """FSDP over TP on one dimension is a strided shard that the later plain shards make contiguous again."""
     for position, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)

@@ -13,27 +13,27 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.errors import StateLost
-from raytrain_hpc.state.shard_index import ITEM_BYTES, Piece, StateIndex, route
-from raytrain_hpc.state.sharded_state import Holding
+from raytrain_hpc.errors import StateLostError
+from raytrain_hpc.state.shard_index import ITEM_BYTES, RegionCopy, StateIndex, plan_copies_from_ranks
+from raytrain_hpc.state.sharded_state import ShardedState
 
 ROUND_BYTES = 256 << 20  # that all ranks together move in one exchange: bounds the copies that are made for it
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    source: int
-    destination: int
-    piece: Piece
-    bytes: int
+    source_rank: int
+    destination_rank: int
+    copy: RegionCopy
+    nbytes: int
 
 
-def fill(
-    holding: Holding,
-    offered: Holding,
+def reshard_state(
+    destination: ShardedState,
+    source: ShardedState,
     group: dist.ProcessGroup | None,
     device: torch.device,
-    known: tuple[Sequence[StateIndex], Sequence[StateIndex]] | None = None,
+    indexes: tuple[Sequence[StateIndex], Sequence[StateIndex]] | None = None,
 ) -> int:
     """Fill `holding` in place from what the ranks of the group offer; what a rank offers itself costs no transfer.
 
@@ -42,53 +42,58 @@ def fill(
     that any of them needs is offered by none.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    offers, wanted = known or (_gather(offered.index(), group), _gather(holding.index(), group))
-    transfers = _transfers(offers, wanted)
+    offers, wanted = indexes or (
+        _gather_indexes(source.to_index(), group),
+        _gather_indexes(destination.to_index(), group),
+    )
+    transfers = _plan_transfers(offers, wanted)
     received = 0
-    for some in _rounds(transfers):
+    for some in _split_into_rounds(transfers):
         for one in some:
-            if one.source == one.destination == rank:
-                target = holding.at(one.piece.name, one.piece.destination).tensor[one.piece.destination_slices]
-                target.copy_(offered.at(one.piece.name, one.piece.source).tensor[one.piece.source_slices])
-        moving = [one for one in some if one.source != one.destination]
+            if one.source_rank == one.destination_rank == rank:
+                target = destination.get_shard(one.copy.name, one.copy.destination_box).tensor[
+                    one.copy.destination_slices
+                ]
+                target.copy_(source.get_shard(one.copy.name, one.copy.source_box).tensor[one.copy.source_slices])
+        moving = [one for one in some if one.source_rank != one.destination_rank]
         if moving and group is not None:
-            received += _move(moving, holding, offered, rank, group, device)
+            received += _exchange(moving, destination, source, rank, group, device)
     return received
 
 
-def read_indexes(texts: Sequence[str]) -> list[StateIndex]:
+def parse_indexes(texts: Sequence[str]) -> list[StateIndex]:
     """Indexes as JSON texts. Replicas hold the same: what is equal is read once."""
     read = {text: StateIndex.from_json(json.loads(text)) for text in set(texts)}
     return [read[text] for text in texts]
 
 
-def _gather(mine: StateIndex, group: dist.ProcessGroup | None) -> list[StateIndex]:
+def _gather_indexes(index: StateIndex, group: dist.ProcessGroup | None) -> list[StateIndex]:
     if group is None:
-        return [mine]
+        return [index]
     gathered = [""] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, json.dumps(mine.to_json()), group=group)
-    return read_indexes(gathered)
+    dist.all_gather_object(gathered, json.dumps(index.to_json()), group=group)
+    return parse_indexes(gathered)
 
 
-def _transfers(offers: Sequence[StateIndex], wanted: Sequence[StateIndex]) -> list[_Transfer]:
+def _plan_transfers(sources: Sequence[StateIndex], destinations: Sequence[StateIndex]) -> list[_Transfer]:
     """What goes where, in an order that is the same on every rank."""
     transfers = []
-    for destination, index in enumerate(wanted):
-        pieces, lost = route(offers, index, destination)
+    for destination, index in enumerate(destinations):
+        pieces, lost = plan_copies_from_ranks(sources, index, destination)
         if lost:
             name, box = lost[0]
-            raise StateLost(f"{name}{box}: no rank that is left holds it ({len(lost)} such regions)")
+            raise StateLostError(f"{name}{box}: no rank that is left holds it ({len(lost)} such regions)")
         for source, piece in pieces:
             size = piece.region.numel * ITEM_BYTES[index[piece.name].dtype]
             transfers.append(_Transfer(source, destination, piece, size))
-    return sorted(transfers, key=lambda one: one.piece.name)
+    return sorted(transfers, key=lambda one: one.copy.name)
 
 
-def _rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
+def _split_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
     some: list[_Transfer] = []
     size = 0
     for one in transfers:
-        moved = one.bytes if one.source != one.destination else 0
+        moved = one.nbytes if one.source_rank != one.destination_rank else 0
         if some and size + moved > ROUND_BYTES:
             yield some
             some, size = [], 0
@@ -98,10 +103,10 @@ def _rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
         yield some
 
 
-def _move(
-    moving: Sequence[_Transfer],
-    holding: Holding,
-    offered: Holding,
+def _exchange(
+    transfers: Sequence[_Transfer],
+    destination: ShardedState,
+    source: ShardedState,
     rank: int,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -110,26 +115,26 @@ def _move(
     world = dist.get_world_size(group)
     outgoing: list[list[_Transfer]] = [[] for _ in range(world)]
     incoming: list[list[_Transfer]] = [[] for _ in range(world)]
-    for one in moving:
-        if one.source == rank:
-            outgoing[one.destination].append(one)
-        if one.destination == rank:
-            incoming[one.source].append(one)
+    for one in transfers:
+        if one.source_rank == rank:
+            outgoing[one.destination_rank].append(one)
+        if one.destination_rank == rank:
+            incoming[one.source_rank].append(one)
     sent = [
-        offered.at(one.piece.name, one.piece.source).tensor[one.piece.source_slices]
+        source.get_shard(one.copy.name, one.copy.source_box).tensor[one.copy.source_slices]
         for some in outgoing
         for one in some
     ]
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     out = torch.cat([empty, *(part.to(device).contiguous().view(-1).view(torch.uint8) for part in sent)])
-    sizes_in, sizes_out = ([sum(one.bytes for one in some) for some in side] for side in (incoming, outgoing))
+    sizes_in, sizes_out = ([sum(one.nbytes for one in some) for some in side] for side in (incoming, outgoing))
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, out, sizes_in, sizes_out, group=group)
     begin = 0
     for one in (one for some in incoming for one in some):
-        target = holding.at(one.piece.name, one.piece.destination).tensor[one.piece.destination_slices]
+        target = destination.get_shard(one.copy.name, one.copy.destination_box).tensor[one.copy.destination_slices]
         # A copy puts the bytes where every dtype may begin.
-        part = received[begin : begin + one.bytes].clone().view(target.dtype).view(target.shape)
+        part = received[begin : begin + one.nbytes].clone().view(target.dtype).view(target.shape)
         target.copy_(part)
-        begin += one.bytes
+        begin += one.nbytes
     return int(received.numel())

@@ -41,7 +41,7 @@ class Box:
             raise ValueError(f"box has a negative offset or size: {self.offsets}, {self.sizes}")
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def from_shape(cls, shape: Sequence[int]) -> Box:
         """The box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -55,7 +55,7 @@ class Box:
         """One past the last coordinate in each dimension."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    def inside(self, shape: Sequence[int]) -> bool:
+    def is_inside(self, shape: Sequence[int]) -> bool:
         """Whether the box lies within a tensor of this shape."""
         return len(shape) == len(self.sizes) and all(end <= size for end, size in zip(self.ends, shape, strict=True))
 
@@ -65,7 +65,7 @@ class Box:
         sizes = tuple(max(0, end - start) for start, end in zip(starts, map(min, self.ends, other.ends), strict=True))
         return Box(starts, sizes)
 
-    def without(self, other: Box) -> list[Box]:
+    def difference(self, other: Box) -> list[Box]:
         """What is left of this box where `other` is cut out: disjoint boxes, at most two a dimension."""
         common = self.intersection(other)
         if not common.numel:
@@ -73,17 +73,17 @@ class Box:
         left = []
         core = self
         for dim, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
-            left += [core._span(dim, core.offsets[dim], start), core._span(dim, end, core.ends[dim])]
-            core = core._span(dim, start, end)
+            left += [core._narrow(dim, core.offsets[dim], start), core._narrow(dim, end, core.ends[dim])]
+            core = core._narrow(dim, start, end)
         return [box for box in left if box.numel]
 
-    def _span(self, dim: int, start: int, end: int) -> Box:
+    def _narrow(self, dim: int, start: int, end: int) -> Box:
         """This box with dimension `dim` narrowed to the coordinates [start, end)."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim], sizes[dim] = start, end - start
         return Box(tuple(offsets), tuple(sizes))
 
-    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+    def to_slices(self, outer: Box) -> tuple[slice, ...]:
         """This region as slices of the local tensor that holds `outer`."""
         starts = [mine - base for mine, base in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
@@ -106,7 +106,7 @@ class TensorSlices:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"{self.name}: dtype {self.dtype!r} is none of {', '.join(ITEM_BYTES)}")
         for box in self.boxes:
-            if not box.inside(self.shape):
+            if not box.is_inside(self.shape):
                 raise ValueError(f"{self.name}: box {box} does not lie in shape {self.shape}")
 
 
@@ -135,7 +135,7 @@ class StateIndex(Mapping[str, TensorSlices]):
     def __repr__(self) -> str:
         return f"StateIndex({list(self._tensors.values())!r})"
 
-    def only(self, names: Iterable[str]) -> StateIndex:
+    def select(self, names: Iterable[str]) -> StateIndex:
         """The part of this index with these names; names it does not hold are left out."""
         return StateIndex(self[name] for name in names if name in self)
 
@@ -165,18 +165,18 @@ class StateIndex(Mapping[str, TensorSlices]):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RegionCopy:
     """One region to move. `source` and `destination` are box numbers in the two indexes' entries for `name`."""
 
     name: str
-    source: int
-    destination: int
+    source_box: int
+    destination_box: int
     region: Box
     source_slices: tuple[slice, ...]
     destination_slices: tuple[slice, ...]
 
 
-def merge(indexes: Iterable[StateIndex]) -> StateIndex:
+def merge_indexes(indexes: Iterable[StateIndex]) -> StateIndex:
     """All that these indexes hold together, each distinct box once, empty boxes left out.
 
     Raises ValueError naming the first tensor on whose shape or dtype two of them disagree.
@@ -186,14 +186,14 @@ def merge(indexes: Iterable[StateIndex]) -> StateIndex:
     for index in indexes:
         for tensor in index.values():
             known = first.setdefault(tensor.name, tensor)
-            if difference := _tensor_difference(known, tensor):
+            if difference := _find_tensor_difference(known, tensor):
                 raise ValueError(difference)
             held = (box for box in tensor.boxes if box.numel)
             boxes.setdefault(tensor.name, {}).update(dict.fromkeys(held))
     return StateIndex(TensorSlices(name, t.shape, t.dtype, tuple(boxes[name])) for name, t in first.items())
 
 
-def intersect(source: StateIndex, destination: StateIndex) -> list[Piece]:
+def plan_copies(source: StateIndex, destination: StateIndex) -> list[RegionCopy]:
     """The pieces that fill `destination` from `source`, each element of the destination at most once.
 
     Where source boxes overlap (replicas) the first one serves. Names that only one side holds give no piece.
@@ -204,47 +204,47 @@ def intersect(source: StateIndex, destination: StateIndex) -> list[Piece]:
         for number, box in enumerate(tensor.boxes):
             found, _ = _cover(box, source_boxes)
             pieces += [
-                Piece(
-                    tensor.name, origin, number, region, region.slices_in(source_boxes[origin]), region.slices_in(box)
+                RegionCopy(
+                    tensor.name, origin, number, region, region.to_slices(source_boxes[origin]), region.to_slices(box)
                 )
                 for origin, region in found
             ]
     return pieces
 
 
-def route(
-    offers: Sequence[StateIndex], wanted: StateIndex, first: int = 0
-) -> tuple[list[tuple[int, Piece]], list[tuple[str, Box]]]:
+def plan_copies_from_ranks(
+    sources: Sequence[StateIndex], destination: StateIndex, first_source: int = 0
+) -> tuple[list[tuple[int, RegionCopy]], list[tuple[str, Box]]]:
     """Who gives what: (number of the offer, piece) pairs that fill `wanted`, and the regions that nobody offers.
 
     Offer `first` serves as far as it reaches, then the one after it, and so on around: with `first` the number of the
     one who wants, ranks that need the same take it from different neighbours.
     """
-    order = [(first + turn) % len(offers) for turn in range(len(offers))]
+    order = [(first_source + turn) % len(sources) for turn in range(len(sources))]
     found, lost = [], []
-    for tensor in wanted.values():
+    for tensor in destination.values():
         there = [
             (offer, number, box)
             for offer in order
-            if tensor.name in offers[offer]
-            for number, box in enumerate(offers[offer][tensor.name].boxes)
+            if tensor.name in sources[offer]
+            for number, box in enumerate(sources[offer][tensor.name].boxes)
         ]
-        for destination, box in enumerate(tensor.boxes):
+        for target, box in enumerate(tensor.boxes):
             covered, left = _cover(box, [one for _, _, one in there])
             lost += [(tensor.name, region) for region in left]
             for number, region in covered:
                 offer, source, held = there[number]
-                slices = region.slices_in(held), region.slices_in(box)
-                found.append((offer, Piece(tensor.name, source, destination, region, *slices)))
+                slices = region.to_slices(held), region.to_slices(box)
+                found.append((offer, RegionCopy(tensor.name, source, target, region, *slices)))
     return found, lost
 
 
-def missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tuple[str, Box]]:
+def find_missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tuple[str, Box]]:
     """The regions of `destination`, in global coordinates, that none of `sources` covers; empty when all is there.
 
     Raises ValueError where two sources disagree on a tensor.
     """
-    source = merge(sources)
+    source = merge_indexes(sources)
     regions = []
     for tensor in destination.values():
         source_boxes = source[tensor.name].boxes if tensor.name in source else ()
@@ -253,7 +253,7 @@ def missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tupl
     return regions
 
 
-def compare(a: StateIndex, b: StateIndex) -> str | None:
+def find_difference(a: StateIndex, b: StateIndex) -> str | None:
     """The first difference in names, global shapes or dtypes, as text for an error; None when there is none.
 
     Said of `a`: a name that only `b` has "is missing", one that only `a` has "is unknown". Boxes are not compared: two
@@ -267,12 +267,14 @@ def compare(a: StateIndex, b: StateIndex) -> str | None:
         if name not in b:
             if 0 not in tensor.shape:
                 return f"{name} is unknown"
-        elif difference := _tensor_difference(tensor, b[name]):
+        elif difference := _find_tensor_difference(tensor, b[name]):
             return difference
     return None
 
 
-def first_held(indexes: Sequence[StateIndex], rank: int, names: Iterable[str]) -> dict[str, list[tuple[int, Box]]]:
+def find_owned_regions(
+    indexes: Sequence[StateIndex], rank: int, names: Iterable[str]
+) -> dict[str, list[tuple[int, Box]]]:
     """Of these names, what rank `rank` holds and no lower rank does: (box number, region) pairs in global coordinates.
 
     Over all ranks the regions tile what is held. Within one rank the earlier box counts.
@@ -330,12 +332,12 @@ def _cover(box: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box]], lis
             common = part.intersection(source)
             if common.numel:
                 found.append((number, common))
-            uncovered += part.without(source)
+            uncovered += part.difference(source)
         left = uncovered
     return found, left
 
 
-def _tensor_difference(a: TensorSlices, b: TensorSlices) -> str | None:
+def _find_tensor_difference(a: TensorSlices, b: TensorSlices) -> str | None:
     if a.shape != b.shape:
         return f"{a.name} has shape {list(a.shape)}, not {list(b.shape)}"
     if a.dtype != b.dtype:

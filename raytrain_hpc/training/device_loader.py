@@ -17,48 +17,56 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.dataset.token_shards import Ints
-from raytrain_hpc.data.loader.packing import IGNORED
+from raytrain_hpc.data.loader.packing import IGNORE_INDEX
 from raytrain_hpc.data.loader.prefetch import Prefetcher
 from raytrain_hpc.data.loader.stream import Block, Microbatch, Stream
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.training.train_module import Batch
 
-_PARTS = 4  # of what may be ahead, at least so many are handed over one by one: else nothing is ahead while one is used
+_MIN_PREFETCH_BLOCKS = (
+    4  # of what may be ahead, at least so many are handed over one by one: else nothing is ahead while one is used
+)
 
 
 @dataclass
-class _Ready:
+class _PrefetchedBatch:
     """A microbatch in host memory, as compact as it was read, or as a batch on its way to a GPU until `copied`."""
 
-    read: Microbatch
+    microbatch: Microbatch
     batch: Batch | None = None
-    copied: torch.cuda.Event | None = None
+    copy_event: torch.cuda.Event | None = None
 
     @property
     def samples(self) -> Ints:
-        return self.read.samples
+        return self.microbatch.samples
 
     @property
     def nbytes(self) -> int:
-        return self.read.nbytes if self.batch is None else sum(tensor.nbytes for tensor in tensors(self.batch))
+        return (
+            self.microbatch.nbytes if self.batch is None else sum(tensor.nbytes for tensor in list_tensors(self.batch))
+        )
 
 
-class Feed:
+class DeviceLoader:
     """What one rank trains on. `share`: its logical microbatches of every step."""
 
-    def __init__(self, stream: Stream, batching: Batching, share: range, device: torch.device, data: DataConfig):
-        self.stream, self._batching, self._share, self._device = stream, batching, share, device
-        self._max_batches, self._max_bytes = data.ahead_steps * len(share), data.ahead_mib << 20
-        self._ahead: Prefetcher[Block | _Ready] | None = None
-        self._here: Iterator[_Ready] = iter(())  # the rest of what was taken from it last
-        self._last: Batch | None = None
+    def __init__(
+        self, stream: Stream, batching: Batching, microbatches: range, device: torch.device, config: DataConfig
+    ):
+        self.stream, self._batching, self._microbatches, self._device = stream, batching, microbatches, device
+        self._max_batches, self._max_bytes = config.ahead_steps * len(microbatches), config.ahead_mib << 20
+        self._prefetcher: Prefetcher[Block | _PrefetchedBatch] | None = None
+        self._remaining: Iterator[_PrefetchedBatch] = iter(())  # the rest of what was taken from it last
+        self._last_batch: Batch | None = None
 
     @contextmanager
-    def reading(self, first: int, stop: int) -> Iterator[None]:
+    def prefetch(self, start_step: int, end_step: int) -> Iterator[None]:
         """Inside, a thread reads the steps [first, stop) ahead; they must be asked for in order."""
-        self._ahead = Prefetcher(
-            self._read(range(first, stop), self._share, max(1, self._max_batches // _PARTS)),
+        self._prefetcher = Prefetcher(
+            self._read_blocks(
+                range(start_step, end_step), self._microbatches, max(1, self._max_batches // _MIN_PREFETCH_BLOCKS)
+            ),
             size=lambda one: one.nbytes,
             count=lambda one: len(one.samples) // self._batching.size,
             max_items=self._max_batches,
@@ -67,84 +75,92 @@ class Feed:
         try:
             yield
         finally:
-            self._ahead.close()
-            self._ahead = self._last = None
-            self._here = iter(())
+            self._prefetcher.close()
+            self._prefetcher = self._last_batch = None
+            self._remaining = iter(())
 
-    def batch(self, step: int, slot: int) -> Batch:
+    def next_batch(self, step: int, slot: int) -> Batch:
         """The microbatch of a slot of a step; a slot behind the share repeats the last one, as a spare one.
 
         Raises what reading it raised, and DataError where it holds other samples.
         """
-        if slot >= len(self._share):
-            if self._last is None:
-                self._last = self._arrived(self._read_now(step, self._share[-1]))
-            return replace(self._last, spare=True)
-        v = self._share[slot]
-        ready = self._read_now(step, v) if self._ahead is None else self._next(self._ahead)
-        first, due = int(ready.read.samples[0]), (step * self._batching.count + v) * self._batching.size
+        if slot >= len(self._microbatches):
+            if self._last_batch is None:
+                self._last_batch = self._to_batch(self._read_one(step, self._microbatches[-1]))
+            return replace(self._last_batch, is_padding=True)
+        v = self._microbatches[slot]
+        ready = self._read_one(step, v) if self._prefetcher is None else self._take_next(self._prefetcher)
+        first, due = int(ready.microbatch.samples[0]), (step * self._batching.count + v) * self._batching.size
         if first != due:
             raise DataError(f"step {step}, microbatch {v}: sample {first} was read where {due} is due")
-        self._last = self._arrived(ready)
-        return self._last
+        self._last_batch = self._to_batch(ready)
+        return self._last_batch
 
-    def again(self, step: int, slot: int) -> Batch:
+    def reread(self, step: int, slot: int) -> Batch:
         """The same microbatch once more, read here and now."""
-        v = self._share[min(slot, len(self._share) - 1)]
-        return replace(self._arrived(self._read_now(step, v)), spare=slot >= len(self._share))
+        v = self._microbatches[min(slot, len(self._microbatches) - 1)]
+        return replace(self._to_batch(self._read_one(step, v)), is_padding=slot >= len(self._microbatches))
 
-    def _arrived(self, ready: _Ready) -> Batch:
-        if ready.batch is None:
-            return on_device(ready.read, self._device)
-        if ready.copied is not None:
+    def _to_batch(self, prefetched: _PrefetchedBatch) -> Batch:
+        if prefetched.batch is None:
+            return move_to_device(prefetched.microbatch, self._device)
+        if prefetched.copy_event is not None:
             now = torch.cuda.current_stream(self._device)
-            now.wait_event(ready.copied)
-            for tensor in tensors(ready.batch):
+            now.wait_event(prefetched.copy_event)
+            for tensor in list_tensors(prefetched.batch):
                 tensor.record_stream(now)
-        return ready.batch
+        return prefetched.batch
 
-    def _next(self, ahead: Prefetcher[Block | _Ready]) -> _Ready:
-        while (ready := next(self._here, None)) is None:
-            self._here = self._each(ahead.take())
+    def _take_next(self, prefetcher: Prefetcher[Block | _PrefetchedBatch]) -> _PrefetchedBatch:
+        while (ready := next(self._remaining, None)) is None:
+            self._remaining = self._unpack(prefetcher.take())
         return ready
 
-    def _read_now(self, step: int, v: int) -> _Ready:
-        return next(self._each(next(self._read(range(step, step + 1), range(v, v + 1), 1))))
+    def _read_one(self, step: int, microbatch: int) -> _PrefetchedBatch:
+        return next(self._unpack(next(self._read_blocks(range(step, step + 1), range(microbatch, microbatch + 1), 1))))
 
-    def _each(self, read: Block | _Ready) -> Iterator[_Ready]:
-        return iter((read,)) if isinstance(read, _Ready) else map(_Ready, read.microbatches(self._batching.size))
+    def _unpack(self, read: Block | _PrefetchedBatch) -> Iterator[_PrefetchedBatch]:
+        return (
+            iter((read,))
+            if isinstance(read, _PrefetchedBatch)
+            else map(_PrefetchedBatch, read.split_microbatches(self._batching.size))
+        )
 
-    def _read(self, steps: range, share: range, most: int) -> Generator[Block | _Ready, None, None]:
+    def _read_blocks(
+        self, steps: range, microbatches: range, max_batches: int
+    ) -> Generator[Block | _PrefetchedBatch, None, None]:
         """At most `most` microbatches together for a CPU, and one by one on their way to a GPU."""
         if self._device.type != "cuda":
-            yield from self.stream.blocks(steps, share, most)
+            yield from self.stream.iter_blocks(steps, microbatches, max_batches)
             return
         copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        for microbatch in self.stream.microbatches(steps, share):
+        for microbatch in self.stream.iter_microbatches(steps, microbatches):
             with torch.cuda.stream(copies):
-                batch = on_device(microbatch, self._device, pinned=True)
-                yield _Ready(microbatch, batch, copies.record_event())
+                batch = move_to_device(microbatch, self._device, pin_memory=True)
+                yield _PrefetchedBatch(microbatch, batch, copies.record_event())
 
 
-def on_device(microbatch: Microbatch, device: torch.device, *, spare: bool = False, pinned: bool = False) -> Batch:
+def move_to_device(
+    microbatch: Microbatch, device: torch.device, *, is_padding: bool = False, pin_memory: bool = False
+) -> Batch:
     """A microbatch as tensors; `pinned` goes through page-locked memory, so that the copy runs by itself."""
 
     def moved(array: npt.NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
-        return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+        return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
 
-    documents, targets = microbatch.documents, microbatch.targets
+    documents, targets = microbatch.document_ids, microbatch.targets
     return Batch(
         moved(microbatch.inputs),
         moved(targets),
         moved(microbatch.samples),
         None if documents is None else moved(documents),
-        int((targets != IGNORED).sum()),
-        spare,
+        int((targets != IGNORE_INDEX).sum()),
+        is_padding,
     )
 
 
-def tensors(batch: Batch) -> list[Tensor]:
+def list_tensors(batch: Batch) -> list[Tensor]:
     """What a batch holds on its device."""
     held = [batch.inputs, batch.targets, batch.samples]
     return held if batch.documents is None else [*held, batch.documents]

@@ -11,7 +11,7 @@ from torch import nn
 from raytrain_hpc.model.moe import Router
 
 
-class Balance:
+class ExpertBias:
     """Routers whose choice has a bias: experts that got more than their share become less likely by a fixed amount.
 
     Wang et al. 2024, arXiv 2408.15664. The counts are those of the whole batch, so no layout can change the bias.
@@ -22,13 +22,13 @@ class Balance:
         self._routers = [part for module in modules for part in module.modules() if isinstance(part, Router)]
         self._rate, self._group = rate, group
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Begin to count anew: the step is not taken."""
         for router in self._routers:
             router.load.zero_()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def update(self) -> None:
         """Move every bias by what this step's positions chose, and begin to count anew."""
         if not self._routers:
             return

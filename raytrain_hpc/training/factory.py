@@ -6,34 +6,34 @@ from typing import Protocol
 
 import torch
 
-from raytrain_hpc.data.loader.block_stream import Blocks
+from raytrain_hpc.data.loader.block_stream import BlockSource
 from raytrain_hpc.distributed.rendezvous import Rendezvous
-from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
-from raytrain_hpc.snapshot.memory_store import Snapshots
-from raytrain_hpc.training.builder import build_trainer, set_kernels
+from raytrain_hpc.snapshot.memory_store import SnapshotStore
+from raytrain_hpc.training.builder import build_trainer, configure_torch
 from raytrain_hpc.training.script_trainer import ScriptTrainer
-from raytrain_hpc.training.trainer import Outcome
+from raytrain_hpc.training.trainer import TrainOutcome
 
 
-class Runner(Protocol):
+class RankTrainer(Protocol):
     """One rank of a generation, put together."""
 
-    def run(self, first: int, steps_to: int) -> Outcome:
+    def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Train from `first` committed steps to `steps_to`, unless stopped or paused before."""
 
 
-def runner_of(
+def build_rank_trainer(
     spec: WorkerSpec,
     rank: int,
     device: torch.device,
-    meeting: Rendezvous | None,
-    control: Control,
-    blocks: Blocks | None = None,
-    memory: Snapshots | None = None,
-) -> Runner:
+    rendezvous: Rendezvous | None,
+    control: ControlChannel,
+    blocks: BlockSource | None = None,
+    snapshot_store: SnapshotStore | None = None,
+) -> RankTrainer:
     """As `build.build_trainer`, whatever is trained."""
     if isinstance(spec.custom, Script):
-        set_kernels(spec.config, device)
-        return ScriptTrainer(spec, rank, device, meeting, control, memory)
-    return build_trainer(spec, rank, device, meeting, control, blocks, memory)
+        configure_torch(spec.config, device)
+        return ScriptTrainer(spec, rank, device, rendezvous, control, snapshot_store)
+    return build_trainer(spec, rank, device, rendezvous, control, blocks, snapshot_store)

@@ -9,65 +9,68 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raytrain_hpc.parallel.parallelize import Parallel, autocast
-from raytrain_hpc.training.timers import Stopwatch
-from raytrain_hpc.training.train_module import Batch, Task
+from raytrain_hpc.parallel.parallelize import ParallelModel, autocast
+from raytrain_hpc.training.timers import PhaseTimer
+from raytrain_hpc.training.train_module import Batch, TrainModule
 
-Read = Callable[[int], Batch]  # the n-th microbatch of this rank
+BatchReader = Callable[[int], Batch]  # the n-th microbatch of this rank
 
 
-class Passes(Protocol):
+class ForwardBackward(Protocol):
     """How a rank takes microbatches through the model."""
 
-    def train(self, step: int, count: int, read: Read) -> Tensor:
+    def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Leave the summed gradients of `count` microbatches on the parameters. Of each of them its sum of losses and
         its valid targets, fp64 [count, 2]; zeros where it is spare or this rank does not compute the loss."""
 
-    def evaluate(self, count: int, read: Read) -> Tensor:
+    def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """The same of `count` microbatches, without gradients."""
 
 
 @dataclass
-class WholeModel:
+class LocalForwardBackward:
     """One microbatch after another through a model that is whole on this rank, as far as stages go."""
 
-    task: Task
-    parallel: Parallel
+    train_module: TrainModule
+    model: ParallelModel
     dtype: str
     device: torch.device
-    watch: Stopwatch
+    timers: PhaseTimer
 
-    def train(self, step: int, count: int, read: Read) -> Tensor:
+    def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """As `Passes.train`."""
-        module = self.parallel.modules[0].train()
-        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
-        for number in range(count):
-            batch = read(number)
-            with self.watch.on("forward"), autocast(self.dtype, self.device):
-                output = self.task.forward(module, batch.inputs, step, batch)
-                loss = self.task.loss(output, batch.targets)
-            with self.watch.on("backward"), self.parallel.data.backward(0, number, last=number == count - 1):
-                (loss * 0.0 if batch.spare else loss).backward()  # type: ignore[no-untyped-call]
-            note(sums[number], loss, batch)
+        module = self.model.modules[0].train()
+        sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
+        for number in range(num_microbatches):
+            batch = read_batch(number)
+            with self.timers.phase("forward"), autocast(self.dtype, self.device):
+                output = self.train_module.forward(module, batch.inputs, step, batch)
+                loss = self.train_module.loss(output, batch.targets)
+            with (
+                self.timers.phase("backward"),
+                self.model.gradient_sync.backward_context(0, number, is_last=number == num_microbatches - 1),
+            ):
+                (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
+            record_loss(sums[number], loss, batch)
             del output, loss  # logits are the largest of all tensors: not beside the next microbatch
-        with self.watch.on("communication"):
-            self.parallel.finish()
+        with self.timers.phase("communication"):
+            self.model.finish_grad_sync()
         return sums
 
-    def evaluate(self, count: int, read: Read) -> Tensor:
+    def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """As `Passes.evaluate`."""
-        module = self.parallel.modules[0].eval()
-        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
+        module = self.model.modules[0].eval()
+        sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         with torch.no_grad(), autocast(self.dtype, self.device):
-            for number in range(count):
-                batch = read(number)
-                output = self.task.forward(module, batch.inputs, 0, batch)
-                note(sums[number], self.task.loss(output, batch.targets), batch)
+            for number in range(num_microbatches):
+                batch = read_batch(number)
+                output = self.train_module.forward(module, batch.inputs, 0, batch)
+                record_loss(sums[number], self.train_module.loss(output, batch.targets), batch)
                 del output
         return sums
 
 
-def note(sums: Tensor, loss: Tensor, batch: Batch) -> None:
+def record_loss(sums: Tensor, loss: Tensor, batch: Batch) -> None:
     """Set a microbatch's (sum of losses, valid targets), unless it is a spare one."""
-    if not batch.spare:
-        sums[0], sums[1] = loss.detach(), batch.tokens
+    if not batch.is_padding:
+        sums[0], sums[1] = loss.detach(), batch.num_tokens

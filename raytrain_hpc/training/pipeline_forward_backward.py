@@ -10,27 +10,27 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.parallel.deferred_wgrad import Later
-from raytrain_hpc.parallel.parallelize import Parallel, autocast
+from raytrain_hpc.parallel.deferred_wgrad import WeightGradFn
+from raytrain_hpc.parallel.parallelize import ParallelModel, autocast
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.pipeline_timeline import Span
 from raytrain_hpc.runtime.control_channel import Record
-from raytrain_hpc.training.forward_backward import Read, note
-from raytrain_hpc.training.timers import Stopwatch
-from raytrain_hpc.training.train_module import Batch, Task
+from raytrain_hpc.training.forward_backward import BatchReader, record_loss
+from raytrain_hpc.training.timers import PhaseTimer
+from raytrain_hpc.training.train_module import Batch, TrainModule
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimelineReporter:
     """Tells the driver what this rank did when, every so many steps (0: never)."""
 
     rank: int
-    every: int
+    interval: int
     emit: Callable[[Record], None]
 
-    def due(self, step: int) -> bool:
+    def should_report(self, step: int) -> bool:
         """Whether this step, by the number of steps before it, is reported."""
-        return self.every > 0 and (step + 1) % self.every == 0
+        return self.interval > 0 and (step + 1) % self.interval == 0
 
     def report(self, step: int, spans: list[Span]) -> None:
         """Report a step, in unix time."""
@@ -40,101 +40,125 @@ class Timeline:
 
 
 @dataclass
-class Pipelined:
+class PipelineForwardBackward:
     """Microbatches through the stages of a pipeline in the order of its schedule.
 
     `width`: (positions, channels) of what stages exchange for each sample; `stream`: its type.
     """
 
-    task: Task
-    parallel: Parallel
+    train_module: TrainModule
+    model: ParallelModel
     pipeline: Pipeline
     dtype: str
-    stream: torch.dtype
-    width: tuple[int, int]
+    activation_dtype: torch.dtype
+    activation_shape: tuple[int, int]
     device: torch.device
-    timeline: Timeline
-    watch: Stopwatch
+    timeline: TimelineReporter
+    timers: PhaseTimer
 
-    def train(self, step: int, count: int, read: Read) -> Tensor:
+    def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """As `Passes.train`."""
-        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
-        read = cache(read)
-        stages = {stage: _Stage(self, stage, step, count, read, sums) for stage in self.parallel.modules}
-        for module in self.parallel.modules.values():
+        sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
+        read_batch = cache(read_batch)
+        stages = {
+            stage: _PipelineStage(self, stage, step, num_microbatches, read_batch, sums) for stage in self.model.modules
+        }
+        for module in self.model.modules.values():
             module.train()
-        orders = self.pipeline.schedule.orders(count)
+        orders = self.pipeline.schedule.build_orders(num_microbatches)
         settle = None
-        if self.timeline.due(step) and self.device.type == "cuda":
+        if self.timeline.should_report(step) and self.device.type == "cuda":
             settle = partial(torch.cuda.synchronize, self.device)
-        spans = self.pipeline.run(orders, stages, self._buffer(read), settle)
-        if self.timeline.due(step):
+        spans = self.pipeline.run(orders, stages, self._make_buffer_factory(read_batch), settle)
+        if self.timeline.should_report(step):
             self.timeline.report(step, spans)
-        with self.watch.on("communication"):
-            self.parallel.finish()
+        with self.timers.phase("communication"):
+            self.model.finish_grad_sync()
         return sums
 
-    def evaluate(self, count: int, read: Read) -> Tensor:
+    def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """As `Passes.evaluate`."""
-        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
-        read = cache(read)
-        stages = {stage: _Stage(self, stage, 0, count, read, sums) for stage in self.parallel.modules}
-        for module in self.parallel.modules.values():
+        sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
+        read_batch = cache(read_batch)
+        stages = {
+            stage: _PipelineStage(self, stage, 0, num_microbatches, read_batch, sums) for stage in self.model.modules
+        }
+        for module in self.model.modules.values():
             module.eval()
         with torch.no_grad():
-            self.pipeline.run(self.pipeline.schedule.forward_orders(count), stages, self._buffer(read))
+            self.pipeline.run(
+                self.pipeline.schedule.build_forward_orders(num_microbatches),
+                stages,
+                self._make_buffer_factory(read_batch),
+            )
         return sums
 
-    def _buffer(self, read: Read) -> Callable[[], Tensor]:
-        shape = (len(read(0).samples), *self.width)
-        return partial(torch.empty, shape, dtype=self.stream, device=self.device)
+    def _make_buffer_factory(self, read_batch: BatchReader) -> Callable[[], Tensor]:
+        shape = (len(read_batch(0).samples), *self.activation_shape)
+        return partial(torch.empty, shape, dtype=self.activation_dtype, device=self.device)
 
 
-class _Stage:
+class _PipelineStage:
     """One stage of this rank during one step."""
 
-    def __init__(self, passes: Pipelined, stage: int, step: int, count: int, read: Read, sums: Tensor):
-        self._passes, self._number, self._step, self._read, self._sums = passes, stage, step, read, sums
-        self._module: nn.Module = passes.parallel.modules[stage]
-        self._is_last = stage == passes.pipeline.schedule.stages - 1
-        self._unfinished = count  # microbatches whose backward pass is to come
-        self._made: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self._aside: dict[int, list[Later]] = {}
-        self._incomplete = count  # microbatches whose gradients of weights are to come
+    def __init__(
+        self,
+        forward_backward: PipelineForwardBackward,
+        stage: int,
+        step: int,
+        num_microbatches: int,
+        read_batch: BatchReader,
+        sums: Tensor,
+    ):
+        self._forward_backward, self._stage, self._step, self._read_batch, self._loss_sums = (
+            forward_backward,
+            stage,
+            step,
+            read_batch,
+            sums,
+        )
+        self._module: nn.Module = forward_backward.model.modules[stage]
+        self._is_last = stage == forward_backward.pipeline.schedule.num_stages - 1
+        self._num_pending_backward = num_microbatches  # microbatches whose backward pass is to come
+        self._saved_tensors: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._deferred_wgrads: dict[int, list[WeightGradFn]] = {}
+        self._num_pending_wgrad = num_microbatches  # microbatches whose gradients of weights are to come
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """As `pipeline.Stage.forward`."""
-        batch: Batch = self._read(microbatch)
-        passes = self._passes
+        batch: Batch = self._read_batch(microbatch)
+        passes = self._forward_backward
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
-        with passes.watch.on("forward"), autocast(passes.dtype, passes.device):
+        with passes.timers.phase("forward"), autocast(passes.dtype, passes.device):
             inputs = batch.inputs if x is None else x
-            output = passes.task.forward(self._module, inputs, self._step, batch)
+            output = passes.train_module.forward(self._module, inputs, self._step, batch)
             if self._is_last:
-                loss = passes.task.loss(output, batch.targets)
-                note(self._sums[microbatch], loss, batch)
-                output = loss * 0.0 if batch.spare else loss
+                loss = passes.train_module.loss(output, batch.targets)
+                record_loss(self._loss_sums[microbatch], loss, batch)
+                output = loss * 0.0 if batch.is_padding else loss
         if torch.is_grad_enabled():
-            self._made[microbatch] = (x, output)
-        return None if self._is_last else output.detach().to(passes.stream)
+            self._saved_tensors[microbatch] = (x, output)
+        return None if self._is_last else output.detach().to(passes.activation_dtype)
 
     def backward(self, microbatch: int, gradient: Tensor | None, *, split: bool) -> Tensor | None:
         """As `pipeline.Stage.backward`."""
-        x, output = self._made.pop(microbatch)
-        self._unfinished -= 1
-        data, last = self._passes.parallel.data, self._unfinished == 0
-        watched = self._passes.watch.on("backward")
-        with watched, data.backward(self._number, microbatch, last=last, split=split):
+        x, output = self._saved_tensors.pop(microbatch)
+        self._num_pending_backward -= 1
+        data, last = self._forward_backward.model.gradient_sync, self._num_pending_backward == 0
+        watched = self._forward_backward.timers.phase("backward")
+        with watched, data.backward_context(self._stage, microbatch, is_last=last, split=split):
             torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         if split:
-            self._aside[microbatch] = self._passes.parallel.deferral.take()
+            self._deferred_wgrads[microbatch] = self._forward_backward.model.weight_grad_store.pop_all()
         return None if x is None else x.grad
 
-    def weights(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int) -> None:
         """As `pipeline.Stage.weights`."""
-        with self._passes.watch.on("backward"):
-            for later in self._aside.pop(microbatch):
+        with self._forward_backward.timers.phase("backward"):
+            for later in self._deferred_wgrads.pop(microbatch):
                 later()
-        self._incomplete -= 1
-        self._passes.parallel.data.weights_done(self._number, last=self._incomplete == 0)
+        self._num_pending_wgrad -= 1
+        self._forward_backward.model.gradient_sync.post_backward_weight(
+            self._stage, is_last=self._num_pending_wgrad == 0
+        )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.state.sharded_state import Held, Holding
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
-_PLAIN_BYTES = 1 << 18  # for what is no tensor: numbers of parameter groups, of the scheduler, of each parameter
-_LEFT_OUT = object()
+_PLAIN_VALUES_BYTES = 1 << 18  # for what is no tensor: numbers of parameter groups, of the scheduler, of each parameter
+_OMITTED = object()
 
 
-class Owned:
+class ScriptState:
     """Every tensor of them by a name of its own; every rank holds all. Plain numbers go along as JSON in a tensor.
 
     An optimizer makes its tensors in its first step: it is given one that leaves no trace, so that the state has one
@@ -33,18 +33,20 @@ class Owned:
                 if parameter not in names:
                     raise ModelError("attach: the optimizer has a parameter that is none of the model's")
         # What it had before any step, beside the parameters: these may have been moved to another device since.
-        self._before = {parameter: _moved(state, parameter) for parameter, state in optimizer.state.items()}
+        self._initial_optimizer_state = {
+            parameter: _copy_state(state, parameter) for parameter, state in optimizer.state.items()
+        }
         try:
-            self._make_state()
+            self._init_optimizer_state()
         except Exception as error:  # whatever such an optimizer raises
             kind = type(optimizer).__name__
             raise ModelError(f"attach: {kind} cannot be kept: a step without gradients fails ({error})") from error
-        self._plain = torch.zeros(_PLAIN_BYTES, dtype=torch.uint8)
-        self._note()
+        self._plain_values = torch.zeros(_PLAIN_VALUES_BYTES, dtype=torch.uint8)
+        self._capture_plain_values()
 
-    def _make_state(self) -> None:
+    def _init_optimizer_state(self) -> None:
         """One step with zero gradients, of which nothing stays but what tensors there are."""
-        self._reset()
+        self._reset_optimizer()
         weights = [parameter.detach().clone() for parameter in self.parameters.values()]
         settings = [{key: value for key, value in g.items() if key != "params"} for g in self._optimizer.param_groups]
         for parameter in self.parameters.values():
@@ -56,86 +58,94 @@ class Owned:
                 parameter.copy_(before)
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        self._held = [
+        self._optimizer_tensors = [
             (parameter, name, key, value.clone())
             for name, parameter in self.parameters.items()
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         ]
-        self._reset()
+        self._reset_optimizer()
 
-    def _reset(self) -> None:
+    def _reset_optimizer(self) -> None:
         """The optimizer has seen nothing, and begins as it likes to."""
         self._optimizer.state.clear()
-        self._optimizer.state.update({parameter: _moved(state, parameter) for parameter, state in self._before.items()})
+        self._optimizer.state.update(
+            {parameter: _copy_state(state, parameter) for parameter, state in self._initial_optimizer_state.items()}
+        )
 
     @property
-    def rate(self) -> float:
+    def lr(self) -> float:
         """The learning rate of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def of_model(self) -> Iterator[Tensor]:
+    def model_tensors(self) -> Iterator[Tensor]:
         """Parameters and buffers."""
         yield from (parameter.detach() for parameter in self._model.parameters())
         yield from self._model.buffers()
 
-    def holding(self) -> Holding:
+    def to_sharded_state(self) -> ShardedState:
         """All of it."""
-        held = [Held.of(f"model.{name}", parameter) for name, parameter in self.parameters.items()]
+        held = [StateShard.from_tensor(f"model.{name}", parameter) for name, parameter in self.parameters.items()]
         buffers = dict(self._model.named_buffers())
-        held += [Held.of(f"model.{name}", buffers[name]) for name in self._model.state_dict() if name in buffers]
-        held += [Held.of(f"optimizer.{key}.{name}", value) for _, name, key, value in self._held]
-        return Holding([*held, Held.of("plain", self._plain)])
+        held += [
+            StateShard.from_tensor(f"model.{name}", buffers[name])
+            for name in self._model.state_dict()
+            if name in buffers
+        ]
+        held += [
+            StateShard.from_tensor(f"optimizer.{key}.{name}", value) for _, name, key, value in self._optimizer_tensors
+        ]
+        return ShardedState([*held, StateShard.from_tensor("plain", self._plain_values)])
 
-    def changed(self) -> None:
+    def capture(self) -> None:
         """A step was taken: what the optimizer has made or put in another's place goes where it is held."""
-        for parameter, _, key, held in self._held:
+        for parameter, _, key, held in self._optimizer_tensors:
             state = self._optimizer.state.get(parameter, {})
             if key in state and state[key] is not held:
                 state[key] = held.copy_(state[key])
-        self._note()
+        self._capture_plain_values()
 
-    def _note(self) -> None:
+    def _capture_plain_values(self) -> None:
         """Note plain numbers down. ModelError where they are too many."""
         states = {name: self._optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
         said = {
             "groups": [
-                _plain({key: value for key, value in group.items() if key != "params"})
+                _to_plain({key: value for key, value in group.items() if key != "params"})
                 for group in self._optimizer.param_groups
             ],
             # Of parameters that were stepped; others the optimizer has still to begin with.
             "states": {
-                name: _plain({key: one for key, one in state.items() if not isinstance(one, Tensor)})
+                name: _to_plain({key: one for key, one in state.items() if not isinstance(one, Tensor)})
                 for name, state in states.items()
                 if state
             },
-            "scheduler": None if self._scheduler is None else _plain(self._scheduler.state_dict()),
+            "scheduler": None if self._scheduler is None else _to_plain(self._scheduler.state_dict()),
         }
         text = json.dumps(said).encode()
-        if len(text) > _PLAIN_BYTES:
-            raise ModelError(f"attach: {len(text)} bytes of plain numbers to keep; {_PLAIN_BYTES} fit")
-        self._plain.zero_()
-        self._plain[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if len(text) > _PLAIN_VALUES_BYTES:
+            raise ModelError(f"attach: {len(text)} bytes of plain numbers to keep; {_PLAIN_VALUES_BYTES} fit")
+        self._plain_values.zero_()
+        self._plain_values[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
-    def loaded(self) -> None:
+    def restore(self) -> None:
         """What is held has been filled: give it to the optimizer and the scheduler."""
-        said = json.loads(bytes(self._plain.numpy()).rstrip(b"\0").decode())
+        said = json.loads(bytes(self._plain_values.numpy()).rstrip(b"\0").decode())
         for group, before in zip(self._optimizer.param_groups, said["groups"], strict=True):
             for key, value in before.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
-                    group[key] = _merged(group.get(key), value)
+                    group[key] = _merge(group.get(key), value)
         for name, plain in said["states"].items():
             self._optimizer.state[self.parameters[name]].update(plain)
-        for parameter, name, key, held in self._held:
+        for parameter, name, key, held in self._optimizer_tensors:
             if name in said["states"]:
                 self._optimizer.state[parameter][key] = held
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(_merged(self._scheduler.state_dict(), said["scheduler"]))
+            self._scheduler.load_state_dict(_merge(self._scheduler.state_dict(), said["scheduler"]))
 
 
-def _moved(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _copy_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     """A copy; tensors as large as the parameter are where it is."""
     return {
         key: value.detach().to(parameter.device if value.shape == parameter.shape else value.device, copy=True)
@@ -145,28 +155,28 @@ def _moved(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """What of a value is numbers and words, in lists and by names, as JSON; _LEFT_OUT where nothing is."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
-        plain = [_plain(one) for one in value]
-        return _LEFT_OUT if any(one is _LEFT_OUT for one in plain) else plain
+        plain = [_to_plain(one) for one in value]
+        return _OMITTED if any(one is _OMITTED for one in plain) else plain
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):  # JSON has no other keys
-            return _LEFT_OUT
-        plain_ones = {key: _plain(one) for key, one in value.items()}
-        return {key: one for key, one in plain_ones.items() if one is not _LEFT_OUT}
-    return value if isinstance(value, int | float | str | bool | None) else _LEFT_OUT
+            return _OMITTED
+        plain_ones = {key: _to_plain(one) for key, one in value.items()}
+        return {key: one for key, one in plain_ones.items() if one is not _OMITTED}
+    return value if isinstance(value, int | float | str | bool | None) else _OMITTED
 
 
-def _merged(fresh: Any, said: Any) -> Any:
+def _merge(current: Any, saved: Any) -> Any:
     """`said` in the place of what is fresh, of whose kind it becomes; what was left out stays as it is fresh."""
-    if isinstance(fresh, Tensor):
-        return fresh.new_tensor(said)
-    if isinstance(fresh, dict) and isinstance(said, dict):
-        return {**fresh, **{key: _merged(fresh.get(key), value) for key, value in said.items()}}
-    if isinstance(fresh, list | tuple) and isinstance(said, list):
-        padded = [*fresh, *[None] * (len(said) - len(fresh))]
-        return type(fresh)(_merged(old, new) for old, new in zip(padded, said, strict=False))
-    return said
+    if isinstance(current, Tensor):
+        return current.new_tensor(saved)
+    if isinstance(current, dict) and isinstance(saved, dict):
+        return {**current, **{key: _merge(current.get(key), value) for key, value in saved.items()}}
+    if isinstance(current, list | tuple) and isinstance(saved, list):
+        padded = [*current, *[None] * (len(saved) - len(current))]
+        return type(current)(_merge(old, new) for old, new in zip(padded, saved, strict=False))
+    return saved

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.model.param_init import initial_tensor
+from raytrain_hpc.model.param_init import init_tensor
 from raytrain_hpc.runtime.worker_spec import LossFunction, ModelFactory
-from raytrain_hpc.state.keyed_rng import position_keys, sample_keys, seed_for
+from raytrain_hpc.state.keyed_rng import derive_position_keys, derive_sample_keys, derive_seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +31,16 @@ class Batch:
     targets: Tensor
     samples: Tensor
     documents: Tensor | None
-    tokens: int
-    spare: bool = False
+    num_tokens: int
+    is_padding: bool = False
 
     @property
-    def counted(self) -> float:
+    def loss_weight(self) -> float:
         """0 for a spare one, else 1."""
-        return 0.0 if self.spare else 1.0
+        return 0.0 if self.is_padding else 1.0
 
 
-class Task(Protocol):
+class TrainModule(Protocol):
     """A model and its loss, knowing nothing of ranks."""
 
     keyed_randomness: bool
@@ -48,7 +48,7 @@ class Task(Protocol):
     def build(self, stage: int) -> nn.Module:
         """A stage of the module, on the meta device where `initial` can fill it, else with its first weights."""
 
-    def initial(self, name: str, shape: torch.Size) -> Tensor | None:
+    def init_param(self, name: str, shape: torch.Size) -> Tensor | None:
         """The whole first value of a parameter, None where `build` already gave it."""
 
     def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Tensor:
@@ -59,40 +59,40 @@ class Task(Protocol):
 
 
 @dataclass
-class DecoderTask:
+class DecoderTrainModule:
     """The platform's own decoder on next-token prediction."""
 
-    shape: ModelShape
+    model_spec: ModelSpec
     seed: int
     positions: list[int]  # of a sequence, that this rank reads
-    rows: list[int]  # of its positions, that it holds between the products
-    stages: list[range]  # the layers of each
+    shard_positions: list[int]  # of its positions, that it holds between the products
+    stage_layers: list[range]  # the layers of each
     loss_function: Callable[[Tensor, Tensor], Tensor] = loss_sum
     keyed_randomness: bool = True
 
     def build(self, stage: int) -> nn.Module:
         """A stage of the decoder without storage; its weights are a function of seed and name."""
         with torch.device("meta"):
-            return Decoder(self.shape, self.stages[stage])
+            return Decoder(self.model_spec, self.stage_layers[stage])
 
-    def initial(self, name: str, shape: torch.Size) -> Tensor | None:
+    def init_param(self, name: str, shape: torch.Size) -> Tensor | None:
         """Whole first value of the parameter `name`."""
-        return initial_tensor(self.shape, name, shape, self.seed)
+        return init_tensor(self.model_spec, name, shape, self.seed)
 
     def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Tensor:
         """Logits, or the residual stream between two stages; dropout bits come from (seed, step, sample)."""
         keys = None
-        if module.training and self.shape.dropout > 0:
-            rows = torch.tensor(self.rows, device=x.device)
-            keys = position_keys(sample_keys(self.seed, step, batch.samples), rows)
+        if module.training and self.model_spec.dropout > 0:
+            rows = torch.tensor(self.shard_positions, device=x.device)
+            keys = derive_position_keys(derive_sample_keys(self.seed, step, batch.samples), rows)
         positions = None  # whole sequences of tokens speak for themselves
         if x.is_floating_point() or len(self.positions) < x.shape[1]:
             positions = torch.tensor(self.positions, device=x.device)
             x = x if x.is_floating_point() else x[:, positions]
         if batch.documents is not None:
-            within = positions_in_documents(batch.documents)
+            within = compute_document_positions(batch.documents)
             positions = within if positions is None else within[:, positions]
-        output: Tensor = module(x, keys, positions, documents=batch.documents, counted=batch.counted)
+        output: Tensor = module(x, keys, positions, documents=batch.documents, counted=batch.loss_weight)
         return output
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class DecoderTask:
         return self.loss_function(output, targets)
 
 
-def positions_in_documents(documents: Tensor) -> Tensor:
+def compute_document_positions(documents: Tensor) -> Tensor:
     """How far each position of documents int64 [b, t] is from where its document begins in the row, int64 [b, t]."""
     here = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
@@ -110,7 +110,7 @@ def positions_in_documents(documents: Tensor) -> Tensor:
 
 
 @dataclass
-class CustomTask:
+class CustomTrainModule:
     """A user's module and loss. Random bits come from torch's generator, seeded by (seed, step, first sample)."""
 
     factory: ModelFactory
@@ -120,7 +120,7 @@ class CustomTask:
 
     def build(self, stage: int) -> nn.Module:
         """Call the user's factory under the run's seed. Raises ModelError where it gives no module."""
-        torch.manual_seed(seed_for(self.config.run.seed, "model"))
+        torch.manual_seed(derive_seed(self.config.run.seed, "model"))
         module = self.factory(self.config)
         if not isinstance(module, nn.Module):
             raise ModelError(f"model: the factory returned {type(module).__name__}; return a torch.nn.Module")
@@ -130,13 +130,13 @@ class CustomTask:
             raise ModelError(f"model: {strays[0]} is on the meta device; the factory must give the first weights")
         return module
 
-    def initial(self, name: str, shape: torch.Size) -> Tensor | None:
+    def init_param(self, name: str, shape: torch.Size) -> Tensor | None:
         """Nothing: the factory gave the weights."""
         return None
 
     def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Any:
         """Whatever the user's module returns."""
-        torch.manual_seed(seed_for(self.config.run.seed, step, int(batch.samples[0])))
+        torch.manual_seed(derive_seed(self.config.run.seed, step, int(batch.samples[0])))
         return module(x)
 
     def loss(self, output: Any, targets: Tensor) -> Tensor:

@@ -15,31 +15,31 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
-from raytrain_hpc.distributed.process_groups import GenerationFallen, Place
-from raytrain_hpc.distributed.replica_check import Replicas
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
+from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.watchdog import Phase
-from raytrain_hpc.errors import RunFailed
-from raytrain_hpc.observability.metrics import COMPARED
+from raytrain_hpc.errors import RunFailedError
+from raytrain_hpc.observability.metrics import RANK_STATISTIC_KEYS
 from raytrain_hpc.observability.profiler import StepProfiler
 from raytrain_hpc.optim.grad_norm import GradientNorm
-from raytrain_hpc.optim.lr_scheduler import evaluates, learning_rate
+from raytrain_hpc.optim.lr_scheduler import learning_rate, should_evaluate
 from raytrain_hpc.optim.optimizer import Optimizer
-from raytrain_hpc.parallel.pairwise_sum import pairwise_total
+from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.planner.layout import Batching
-from raytrain_hpc.runtime.control_channel import Control, Record
-from raytrain_hpc.runtime.fault_injection import Injector
-from raytrain_hpc.training.checkpointer import Saver
-from raytrain_hpc.training.device_loader import Feed, on_device
-from raytrain_hpc.training.expert_bias import Balance
-from raytrain_hpc.training.forward_backward import Passes
-from raytrain_hpc.training.snapshot_manager import Keeper
-from raytrain_hpc.training.step_guard import BadSteps
-from raytrain_hpc.training.timers import Laps, Stopwatch, over_ranks
+from raytrain_hpc.runtime.control_channel import ControlChannel, Record
+from raytrain_hpc.runtime.fault_injection import FaultInjector
+from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.device_loader import DeviceLoader, move_to_device
+from raytrain_hpc.training.expert_bias import ExpertBias
+from raytrain_hpc.training.forward_backward import ForwardBackward
+from raytrain_hpc.training.snapshot_manager import SnapshotManager
+from raytrain_hpc.training.step_guard import StepGuard
+from raytrain_hpc.training.timers import PhaseTimer, StepTimer, reduce_over_ranks
 from raytrain_hpc.training.train_module import Batch
 
-Outcome = Literal["done", "stopped", "paused"]
+TrainOutcome = Literal["done", "stopped", "paused"]
 
-_ASK_EVERY = 8  # evaluation passes between two looks at whether to stop
+_STOP_CHECK_INTERVAL = 8  # evaluation passes between two looks at whether to stop
 
 
 @dataclass
@@ -51,7 +51,7 @@ class StepResult:
     stop: bool
     pause: bool
     data_s: float
-    losses: list[float]  # of the step's microbatches, one by one
+    microbatch_losses: list[float]  # of the step's microbatches, one by one
 
 
 @dataclass
@@ -59,72 +59,72 @@ class Trainer:
     """The parts of one rank, put together by worker.build."""
 
     config: Config
-    place: Place
+    context: ParallelContext
     batching: Batching
-    passes: Passes
-    watch: Stopwatch
+    model_step: ForwardBackward
+    timers: PhaseTimer
     buffers: list[Tensor]  # running statistics, which depend on the data that a rank saw
-    balance: Balance
-    bad_steps: BadSteps
+    expert_bias: ExpertBias
+    step_guard: StepGuard
     optimizer: Optimizer
-    norm: GradientNorm
-    feed: Feed
-    evaluation: EvaluationSet | None
-    saver: Saver
+    gradient_norm: GradientNorm
+    loader: DeviceLoader
+    eval_set: EvaluationSet | None
+    checkpointer: Checkpointer
     profiler: StepProfiler
     generation: int
     emit: Callable[[Record], None]
-    control: Control
-    keeper: Keeper
-    replicas: Replicas
-    injector: Injector
-    held: dict[str, float]  # GiB of weights and moments here, under their metric keys
-    unevaluated: Record | None = None
-    unsaved: bool = False
+    control: ControlChannel
+    snapshots: SnapshotManager
+    replica_check: ReplicaCheck
+    fault_injector: FaultInjector
+    memory_metrics: dict[str, float]  # GiB of weights and moments here, under their metric keys
+    pending_eval_metrics: Record | None = None
+    has_pending_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         # The first step of a generation may wait for a compiler.
         self._gradient_bytes = 0
-        self._busy: Phase = "building" if self.config.train.compile else "training"
+        self._busy_phase: Phase = "building" if self.config.train.compile else "training"
 
-    def run(self, first: int, steps_to: int) -> Outcome:
+    def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Train from `first` committed steps to `steps_to` and save, unless stopped or paused before."""
-        with self.feed.reading(first, steps_to), self.keeper.keeping():
-            outcome = self._run(first, steps_to)
-            self.control.mark("saving")
-        self.saver.finish()
+        with self.loader.prefetch(start_step, end_step), self.snapshots.close_on_exit():
+            outcome = self._train_loop(start_step, end_step)
+            self.control.set_phase("saving")
+        self.checkpointer.finish()
         return outcome
 
-    def _run(self, first: int, steps_to: int) -> Outcome:
-        step, stopped, paused = first, False, False
-        if self.unsaved:
-            self._save(first)
-        if self.unevaluated is not None:
-            stopped = not self._evaluate_into(self.unevaluated)
+    def _train_loop(self, start_step: int, end_step: int) -> TrainOutcome:
+        step, stopped, paused = start_step, False, False
+        if self.has_pending_checkpoint:
+            self._save_checkpoint(start_step)
+        if self.pending_eval_metrics is not None:
+            stopped = not self._evaluate_into(self.pending_eval_metrics)
             if not stopped:
-                self.emit({"type": "step", "metrics": self.unevaluated})
-        laps = Laps()
-        while step < steps_to and not (stopped or paused):
-            with self.profiler.step(step):
+                self.emit({"type": "step", "metrics": self.pending_eval_metrics})
+        laps = StepTimer()
+        while step < end_step and not (stopped or paused):
+            with self.profiler.profile_step(step):
                 result = self.train_step(step)
             step += 1
-            stopped, paused = result.stop and step < steps_to, result.pause and step < steps_to
-            self.injector.flip(step, self.keeper.holding)
-            saving = self.saver.due(step) or step == steps_to or stopped
-            self.keeper.stepped(step, last=paused)
-            record = self._record(step, result, laps.end())
-            self.control.committed(record)
-            self._compare_replicas(step, saving)
-            self._compare_times(step, record)
-            self._busy = "training"
-            with laps.left_out():
+            stopped, paused = result.stop and step < end_step, result.pause and step < end_step
+            self.fault_injector.post_step(step, self.snapshots.state)
+            saving = self.checkpointer.should_save(step) or step == end_step or stopped
+            self.snapshots.after_step(step, is_last=paused)
+            record = self._build_metrics(step, result, laps.end_step())
+            self.control.record_commit(record)
+            self._check_replicas(step, saving)
+            self._record_rank_stats(step, record)
+            self._busy_phase = "training"
+            with laps.exclude():
                 if saving:  # before the evaluation, which can take its time
-                    record["time/checkpoint_s"] = self._save(step)
-                if not (stopped or paused) and self.evaluation and evaluates(self.config.train, step, steps_to):
+                    record["time/checkpoint_s"] = self._save_checkpoint(step)
+                if not (stopped or paused) and self.eval_set and should_evaluate(self.config.train, step, end_step):
                     stopped = not self._evaluate_into(record)
                     if stopped and not saving:
-                        record["time/checkpoint_s"] = self._save(step)
-            self.control.amend(record)
+                        record["time/checkpoint_s"] = self._save_checkpoint(step)
+            self.control.amend_metrics(record)
             self.emit({"type": "step", "metrics": record})
         return "stopped" if stopped else "paused" if paused else "done"
 
@@ -134,106 +134,108 @@ class Trainer:
         Where they are bad the step is computed once more: a bit that flipped is not there any more. Raises RunFailed
         where they still are, unless fault.on_nan goes on without such a step.
         """
-        result = self._gradients(step, self.feed.batch)
-        if self.bad_steps.judge(result.loss, result.grad_norm) is not None:
-            result, taken = self._second_try(step, result)
+        result = self.forward_backward(step, self.loader.next_batch)
+        if self.step_guard.check(result.loss, result.grad_norm) is not None:
+            result, taken = self.retry_step(step, result)
             if not taken:
                 return result
-        self._share_buffers()
-        self.keeper.steps()
-        with self.watch.on("optimizer"):
+        self.sync_buffers()
+        self.snapshots.before_update()
+        with self.timers.phase("optimizer"):
             self.optimizer.step(learning_rate(self.config.train, step))
-        self.balance.step()
-        self.bad_steps.taken(step, result.loss)
-        self._check()
+        self.expert_bias.update()
+        self.step_guard.accept(step, result.loss)
+        self.raise_if_aborted()
         return result
 
-    def _second_try(self, step: int, bad: StepResult) -> tuple[StepResult, bool]:
+    def retry_step(self, step: int, bad: StepResult) -> tuple[StepResult, bool]:
         """Compute a step again, and see to it where it is as bad. Returns what it gave, and whether that is taken."""
-        incident = self.bad_steps.incident(step, (bad.loss, bad.grad_norm), bad.losses)
-        self._drop_gradients()
-        result = self._gradients(step, self.feed.again)
-        if self.bad_steps.judge(result.loss, result.grad_norm) is None:
-            self.bad_steps.report(incident, "gone when computed again", 0)
+        incident = self.step_guard.build_incident(step, (bad.loss, bad.grad_norm), bad.microbatch_losses)
+        self._discard_gradients()
+        result = self.forward_backward(step, self.loader.reread)
+        if self.step_guard.check(result.loss, result.grad_norm) is None:
+            self.step_guard.report_incident(incident, "gone when computed again", 0)
             return result, True
-        self._drop_gradients()
-        self.keeper.steps()
-        self.control.mark("saving")
-        undone = self.bad_steps.not_taken(step, result.loss, result.grad_norm)
-        self.optimizer.skip()
+        self._discard_gradients()
+        self.snapshots.before_update()
+        self.control.set_phase("saving")
+        undone = self.step_guard.reject(step, result.loss, result.grad_norm)
+        self.optimizer.skip_step()
         back = f"; went back to the state of step {step - undone}" if undone else ""
-        self.bad_steps.report(incident, f"the same when computed again{back}", undone)
+        self.step_guard.report_incident(incident, f"the same when computed again{back}", undone)
         return result, False
 
-    def _gradients(self, step: int, batch_of: Callable[[int, int], Batch]) -> StepResult:
+    def forward_backward(self, step: int, next_batch: Callable[[int, int], Batch]) -> StepResult:
         """Leave the clipped gradients of the mean loss on the parameters."""
-        layout = self.place.layout
+        layout = self.context.layout
         # Where collectives run inside a microbatch every rank runs as many; a spare one repeats data at weight zero.
-        mine = self.batching.shares(layout.data_parallel)[layout.data_rank(self.place.rank)]
-        slots = -(-self.batching.count // layout.data_parallel) if layout.lockstep else len(mine)
+        mine = self.batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(self.context.rank)]
+        slots = -(-self.batching.count // layout.dp_size) if layout.is_lockstep else len(mine)
         data_s = 0.0
 
         def read(slot: int) -> Batch:
             nonlocal data_s
             began = time.perf_counter()
-            self.control.mark("loading")
-            batch = batch_of(step, slot)
-            self.control.mark(self._busy)
+            self.control.set_phase("loading")
+            batch = next_batch(step, slot)
+            self.control.set_phase(self._busy_phase)
             data_s += time.perf_counter() - began
             return batch
 
         # A row a logical microbatch, filled by one data rank, a column a context-parallel peer: adding up ranks rounds
         # nothing, and the order of the rest is the same for all data-parallel degrees.
         shape = (self.batching.count + 1, layout.cp, 2)
-        sums = torch.zeros(shape, dtype=torch.float64, device=self.place.device)
-        self.injector.poison(step)
-        made = self._counted(self.passes.train(step, slots, read))
-        sums[mine.start : mine.stop, self.place.at["cp"]] = made[: len(mine)]
-        self.injector.strike(step)
-        self.control.mark("saving")
-        self.keeper.wait_for_copies()
-        self.saver.copied()
-        self.control.mark(self._busy)
+        sums = torch.zeros(shape, dtype=torch.float64, device=self.context.device)
+        self.fault_injector.pre_forward(step)
+        made = self._mask_duplicates(self.model_step.train(step, slots, read))
+        sums[mine.start : mine.stop, self.context.coordinates["cp"]] = made[: len(mine)]
+        self.fault_injector.pre_reduce(step)
+        self.control.set_phase("saving")
+        self.snapshots.wait_for_copies()
+        self.checkpointer.wait_for_staging()
+        self.control.set_phase(self._busy_phase)
         asked = (float(self.control.stop_requested), float(self.control.pause_requested))
         sums[-1, 0] = sums.new_tensor(asked)
-        with self.watch.on("communication"):
-            self._sum_over_ranks(sums)
+        with self.timers.phase("communication"):
+            self._all_reduce(sums)
         by_microbatch = sums[:-1].sum(1)
-        totals = torch.cat((pairwise_total(by_microbatch), sums[-1, 0]))
-        with self.watch.on("communication"):
-            norm = self._clip(totals[1])
+        totals = torch.cat((sum_pairwise(by_microbatch), sums[-1, 0]))
+        with self.timers.phase("communication"):
+            norm = self._clip_gradients(totals[1])
         loss_sum, tokens, stop, pause = totals.tolist()
-        self._check()
+        self.raise_if_aborted()
         losses = (by_microbatch[:, 0] / by_microbatch[:, 1].clamp(min=1.0)).tolist()
         return StepResult(loss_sum / tokens, float(norm), stop > 0, pause > 0, data_s, losses)
 
-    def _check(self) -> None:
+    def raise_if_aborted(self) -> None:
         """Raise GenerationFallen where collectives were aborted: some come back from that with anything at all."""
-        if self.control.aborted:
-            raise GenerationFallen("its collectives were aborted")
+        if self.control.is_aborted:
+            raise GenerationAbortedError("its collectives were aborted")
 
-    def _drop_gradients(self) -> None:
-        self.optimizer.drop_gradients()
-        self.balance.forget()
+    def _discard_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self.expert_bias.reset_counts()
 
     def evaluate(self) -> float | None:
         """Mean loss over the validation windows, shared out over the data-parallel ranks; None if asked to stop."""
-        if self.evaluation is None:
-            raise RunFailed("evaluation asked for, but the dataset has no validation split")
-        layout, batches = self.place.layout, self.evaluation.num_batches
+        if self.eval_set is None:
+            raise RunFailedError("evaluation asked for, but the dataset has no validation split")
+        layout, batches = self.context.layout, self.eval_set.num_batches
         # Every rank runs the same number of passes: forward passes can hold collectives.
-        turns = -(-batches // layout.data_parallel)
-        shape = (turns, layout.data_parallel, layout.cp, 2)
-        sums = torch.zeros(shape, dtype=torch.float64, device=self.place.device)
-        mine = sums[:, layout.data_rank(self.place.rank), self.place.at["cp"]]
-        for first in range(0, turns, _ASK_EVERY):
-            if self._stop_agreed():
+        turns = -(-batches // layout.dp_size)
+        shape = (turns, layout.dp_size, layout.cp, 2)
+        sums = torch.zeros(shape, dtype=torch.float64, device=self.context.device)
+        mine = sums[:, layout.get_dp_rank(self.context.rank), self.context.coordinates["cp"]]
+        for first in range(0, turns, _STOP_CHECK_INTERVAL):
+            if self._is_stop_agreed():
                 return None
-            read = partial(self._validation_batch, self.evaluation, first)
-            mine[first : first + _ASK_EVERY] = self._counted(self.passes.evaluate(min(_ASK_EVERY, turns - first), read))
-        self._sum_over_ranks(sums)
-        self.watch.read()  # no step's
-        loss_sum, tokens = pairwise_total(sums.sum(2).view(-1, 2)[:batches]).tolist()
+            read = partial(self._read_eval_batch, self.eval_set, first)
+            mine[first : first + _STOP_CHECK_INTERVAL] = self._mask_duplicates(
+                self.model_step.evaluate(min(_STOP_CHECK_INTERVAL, turns - first), read)
+            )
+        self._all_reduce(sums)
+        self.timers.read_and_reset()  # no step's
+        loss_sum, tokens = sum_pairwise(sums.sum(2).view(-1, 2)[:batches]).tolist()
         return float(loss_sum / tokens)
 
     def _evaluate_into(self, record: Record) -> bool:
@@ -243,67 +245,67 @@ class Trainer:
             record["val/loss"] = loss
         return loss is not None
 
-    def _compare_replicas(self, step: int, saving: bool) -> None:
+    def _check_replicas(self, step: int, saving: bool) -> None:
         """If that is due. What is saved has always been compared: it is gone back to."""
         every = self.config.fault.compare_every
         if every > 0 and (saving or step % every == 0):
-            self.replicas.compare()
-            self.keeper.agreed(step)
+            self.replica_check.compare()
+            self.snapshots.mark_verified(step)
 
-    def _compare_times(self, step: int, record: Record) -> None:
+    def _record_rank_stats(self, step: int, record: Record) -> None:
         """Every so many steps, how ranks differ in what they took and hold."""
         every = self.config.observe.ranks_every
         if every and step % every == 0:
-            mine = {name: record[name] for name in COMPARED}
-            record |= over_ranks(mine, self.place.world_group, self.place.device)
+            mine = {name: record[name] for name in RANK_STATISTIC_KEYS}
+            record |= reduce_over_ranks(mine, self.context.world_group, self.context.device)
 
-    def _save(self, step: int) -> float:
-        self.control.mark("saving")
-        waited = self.saver.save(step)
-        self.optimizer.rest()
+    def _save_checkpoint(self, step: int) -> float:
+        self.control.set_phase("saving")
+        waited = self.checkpointer.save(step)
+        self.optimizer.release_memory()
         return waited
 
-    def _stop_agreed(self) -> bool:
+    def _is_stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: the same answer on all of them."""
-        asked = torch.tensor([float(self.control.stop_requested)], dtype=torch.float64, device=self.place.device)
-        self._sum_over_ranks(asked)
+        asked = torch.tensor([float(self.control.stop_requested)], dtype=torch.float64, device=self.context.device)
+        self._all_reduce(asked)
         return bool(asked.item() > 0)
 
-    def _validation_batch(self, windows: EvaluationSet, first: int, number: int) -> Batch:
-        self.control.mark("evaluating")
-        layout = self.place.layout
-        index = (first + number) * layout.data_parallel + layout.data_rank(self.place.rank)
-        spare = index >= windows.num_batches
-        return on_device(windows.batch(0 if spare else index), self.place.device, spare=spare)
+    def _read_eval_batch(self, eval_set: EvaluationSet, first: int, number: int) -> Batch:
+        self.control.set_phase("evaluating")
+        layout = self.context.layout
+        index = (first + number) * layout.dp_size + layout.get_dp_rank(self.context.rank)
+        spare = index >= eval_set.num_batches
+        return move_to_device(eval_set.get_batch(0 if spare else index), self.context.device, is_padding=spare)
 
-    def _counted(self, sums: Tensor) -> Tensor:
+    def _mask_duplicates(self, sums: Tensor) -> Tensor:
         """What of rows of (sum of losses, valid targets) counts in a sum over all ranks: peers compute the same."""
-        return sums * sums.new_tensor([self.place.counts_loss, self.place.counts_tokens])
+        return sums * sums.new_tensor([self.context.should_count_loss, self.context.should_count_tokens])
 
-    def _share_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """After a step all ranks hold the running statistics of the first."""
-        if self.place.world_group is not None:
+        if self.context.world_group is not None:
             for buffer in self.buffers:
-                dist.broadcast(buffer, group=self.place.world_group, group_src=0)
+                dist.broadcast(buffer, group=self.context.world_group, group_src=0)
 
-    def _sum_over_ranks(self, totals: Tensor) -> None:
-        if self.place.world_group is not None:
-            dist.all_reduce(totals, group=self.place.world_group)
+    def _all_reduce(self, totals: Tensor) -> None:
+        if self.context.world_group is not None:
+            dist.all_reduce(totals, group=self.context.world_group)
 
-    def _clip(self, tokens: Tensor) -> Tensor:
+    def _clip_gradients(self, num_tokens: Tensor) -> Tensor:
         """Turn summed gradients into those of the mean loss, clipped. Returns the norm before clipping."""
-        gradients = self.optimizer.gradients()
+        gradients = self.optimizer.get_gradients()
         self._gradient_bytes = sum(gradient.nbytes for gradient in gradients.values())
-        norm = self.norm(gradients) / tokens
+        norm = self.gradient_norm(gradients) / num_tokens
         limit = self.config.train.grad_clip
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0) / tokens if limit else 1.0 / tokens
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0) / num_tokens if limit else 1.0 / num_tokens
         if gradients:
             slices = list(gradients.values())
             torch._foreach_mul_(slices, scale.to(slices[0].dtype))
         return norm
 
-    def _record(self, step: int, result: StepResult, seconds: float) -> Record:
-        train, world = self.config.train, self.place.layout.world
+    def _build_metrics(self, step: int, result: StepResult, seconds: float) -> Record:
+        train, world = self.config.train, self.context.layout.world_size
         rate = train.global_batch * train.seq_len / seconds
         return {
             "step": step,
@@ -316,17 +318,17 @@ class Trainer:
             "time/unix": time.time(),
             "time/step_s": seconds,
             "time/data_s": result.data_s,
-            **{f"time/{part}_s": seconds for part, seconds in self.watch.read().items()},
+            **{f"time/{part}_s": seconds for part, seconds in self.timers.read_and_reset().items()},
             "time/checkpoint_s": 0.0,
-            "memory/peak_gib": peak_gib(self.place.device),
-            **self.held,
+            "memory/peak_gib": get_peak_memory_gib(self.context.device),
+            **self.memory_metrics,
             "memory/gradients_gib": self._gradient_bytes / 2**30,
             "elastic/world_size": world,
             "elastic/generation": self.generation,
         }
 
 
-def peak_gib(device: torch.device) -> float:
+def get_peak_memory_gib(device: torch.device) -> float:
     """Peak memory of the device, or resident memory of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

@@ -8,17 +8,17 @@ from functools import partial
 
 import torch
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.planner.layout import Batching, Layout
-from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.builder import build_trainer
 
-_POSITIONS = 128  # of the sample: a large vocabulary's logits are to be small
+_MAX_SEQ_LEN = 128  # of the sample: a large vocabulary's logits are to be small
 
 
-def rehearse(spec: WorkerSpec, device: torch.device) -> None:
+def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
     """Train on a sample of the run's own data by a tiny decoder of its kind, alone, and forget it all.
 
     A process that has never trained takes half a second for its first step, in which the others of a generation that
@@ -31,29 +31,31 @@ def rehearse(spec: WorkerSpec, device: torch.device) -> None:
         config=deepcopy(spec.config),
         layout=Layout(),
         batching=Batching(1, 1),
-        shape=_tiny(spec.shape),
+        model_spec=_shrink_model(spec.model_spec),
         resume_step=None,
         memory_step=None,
-        initial=None,
-        steps_to=1,
-        unevaluated=None,
-        unsaved=False,
-        buddies=(),
+        init_checkpoint=None,
+        end_step=1,
+        pending_eval_metrics=None,
+        has_pending_checkpoint=False,
+        replication_pairs=(),
     )
     tiny.config.parallel = ParallelConfig()
     train = tiny.config.train
-    train.global_batch, train.seq_len, train.compile = 1, min(train.seq_len, _POSITIONS), False
+    train.global_batch, train.seq_len, train.compile = 1, min(train.seq_len, _MAX_SEQ_LEN), False
     tiny.config.fault.inject = []
     tiny.config.observe.profile = "none"
-    trainer = build_trainer(tiny, 0, device, None, Control())
+    trainer = build_trainer(tiny, 0, device, None, ControlChannel())
     trainer.train_step(0)
 
 
-def _tiny(shape: ModelShape) -> ModelShape:
+def _shrink_model(model_spec: ModelSpec) -> ModelSpec:
     """A model that meets the same operations; the vocabulary stays, since the data has it."""
-    sizes = replace(shape, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, ffn_size=64)
-    sizes = replace(sizes, num_kv_heads=1 if shape.num_kv_heads < shape.num_heads else 2)
-    if not shape.num_experts:
+    sizes = replace(model_spec, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, ffn_size=64)
+    sizes = replace(sizes, num_kv_heads=1 if model_spec.num_kv_heads < model_spec.num_heads else 2)
+    if not model_spec.num_experts:
         return sizes
     experts = partial(min, 4)
-    return replace(sizes, num_experts=experts(shape.num_experts), experts_per_token=experts(shape.experts_per_token))
+    return replace(
+        sizes, num_experts=experts(model_spec.num_experts), experts_per_token=experts(model_spec.experts_per_token)
+    )

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raytrain_hpc.distributed.flight_recorder import calls, start_recording
-from raytrain_hpc.elastic.fault_attribution import peer_gone
-from raytrain_hpc.errors import RaytrainError, StateLost
+from raytrain_hpc.distributed.flight_recorder import enable_flight_recorder, read_calls
+from raytrain_hpc.elastic.fault_attribution import is_peer_failure
+from raytrain_hpc.errors import RaytrainError, StateLostError
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.worker.malloc import share_one_arena
+from raytrain_hpc.worker.malloc import use_single_malloc_arena
 
 if TYPE_CHECKING:
     from raytrain_hpc.config.schema import Config
     from raytrain_hpc.distributed.rendezvous import Rendezvous
-    from raytrain_hpc.elastic.fault_attribution import Call
-    from raytrain_hpc.runtime.control_channel import Ended, Record
+    from raytrain_hpc.elastic.fault_attribution import CollectiveCall
+    from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
-    from raytrain_hpc.training.trainer import Outcome
+    from raytrain_hpc.training.trainer import TrainOutcome
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]
@@ -33,23 +33,23 @@ class WorkerActor:
 
     def __init__(self, device: str, threads: int):
         began = time.time()
-        share_one_arena()
+        use_single_malloc_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # whoever is given up on is the driver's to say
-        start_recording()
+        enable_flight_recorder()
         import torch
 
         import raytrain_hpc.training.factory  # noqa: F401  here, where no rank waits for another
-        from raytrain_hpc.parallel.blocking_collectives import blocking_files
-        from raytrain_hpc.runtime.control_channel import Control
+        from raytrain_hpc.parallel.blocking_collectives import get_blocking_files
+        from raytrain_hpc.runtime.control_channel import ControlChannel
         from raytrain_hpc.runtime.heartbeat import Heartbeat
-        from raytrain_hpc.snapshot.memory_store import Snapshots
+        from raytrain_hpc.snapshot.memory_store import SnapshotStore
 
         self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self._heartbeat = Heartbeat(blocking_files())
-        self._control, self._memory = Control(heartbeat=self._heartbeat), Snapshots()
-        self._run_began_ns, self._rehearsed = time.time_ns(), False
-        self._began, self._imported = began, time.time()
+        self._heartbeat = Heartbeat(get_blocking_files())
+        self._control, self._snapshots = ControlChannel(heartbeat=self._heartbeat), SnapshotStore()
+        self._run_start_ns, self._is_warmed_up = time.time_ns(), False
+        self._start_unix, self._imported_unix = began, time.time()
 
     def describe(self, config: Config, spec: WorkerSpec | None) -> dict[str, Any]:
         """Who and where this worker is; settles the network interface its collectives use, and is warm after it.
@@ -58,16 +58,16 @@ class WorkerActor:
         """
         import torch
 
-        from raytrain_hpc.distributed.network_interface import interface_of
-        from raytrain_hpc.distributed.process_groups import use_interface
-        from raytrain_hpc.training.builder import set_kernels
+        from raytrain_hpc.distributed.network_interface import find_interface
+        from raytrain_hpc.distributed.process_groups import set_network_interface
+        from raytrain_hpc.training.builder import configure_torch
 
-        set_kernels(config, self._device)  # loads for seconds, which others would wait for later
+        configure_torch(config, self._device)  # loads for seconds, which others would wait for later
         interface = config.cluster.interface
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        chosen = interface_of(address) if interface == "auto" else interface
+        chosen = find_interface(address) if interface == "auto" else interface
         if chosen is not None:
-            use_interface(chosen)
+            set_network_interface(chosen)
         if spec is not None:
             self.rehearse(spec)
         gc.freeze()  # what is there by now stays: only what generations make is to be looked through
@@ -82,78 +82,82 @@ class WorkerActor:
             "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None,
             "gpu_ids": ray.get_gpu_ids() if cuda else [],
             "pulse": str(self._heartbeat.path),
-            "began": self._began,
-            "imported": self._imported,
+            "began": self._start_unix,
+            "imported": self._imported_unix,
         }
 
     def rehearse(self, spec: WorkerSpec) -> None:
         """A step of a tiny model of this kind, once, behind what runs."""
-        if not self._rehearsed:
-            from raytrain_hpc.training.warmup import rehearse
+        if not self._is_warmed_up:
+            from raytrain_hpc.training.warmup import run_warmup_step
 
-            rehearse(spec, self._device)
-            self._rehearsed = True
+            run_warmup_step(spec, self._device)
+            self._is_warmed_up = True
 
-    def facts(self, path: str, mark: str) -> dict[str, Any]:
+    def facts(self, path: str, marker: str) -> dict[str, Any]:
         """What this process finds on its machine; see worker.facts."""
-        from raytrain_hpc.worker.host_info import facts
+        from raytrain_hpc.worker.host_info import collect_host_info
 
-        return facts(self._device, path, mark)
+        return collect_host_info(self._device, path, marker)
 
-    def collectives(self, rank: int, ranks: int, meeting: Rendezvous, sizes: list[int]) -> dict[str, dict[int, float]]:
+    def collectives(
+        self, rank: int, world_size: int, rendezvous: Rendezvous, sizes: list[int]
+    ) -> dict[str, dict[int, float]]:
         """Join a group of so many, and measure; see worker.collectives."""
-        from raytrain_hpc.distributed.collective_bench import measure
-        from raytrain_hpc.distributed.process_groups import join, leave
+        from raytrain_hpc.distributed.collective_bench import measure_collectives
+        from raytrain_hpc.distributed.process_groups import destroy_process_groups, init_process_groups
 
-        join(meeting, rank, Layout(dp_replicate=ranks), self._device)
+        init_process_groups(rendezvous, rank, Layout(dp_replicate=world_size), self._device)
         try:
-            return measure(sizes, self._device)
+            return measure_collectives(sizes, self._device)
         finally:
-            leave()
+            destroy_process_groups()
 
-    def run(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any = None) -> Ended:
+    def run(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous | None, feeder: Any = None) -> GenerationOutcome:
         """One generation, on what the feeder hands out, if there is one. Whatever broke, it can go on to another.
 
         Raises what a user should see.
         """
-        from raytrain_hpc.distributed.process_groups import leave
-        from raytrain_hpc.distributed.replica_check import ReplicasDiffer
-        from raytrain_hpc.runtime.control_channel import Ended
+        from raytrain_hpc.distributed.process_groups import destroy_process_groups
+        from raytrain_hpc.distributed.replica_check import ReplicaMismatchError
+        from raytrain_hpc.runtime.control_channel import GenerationOutcome
 
-        self._run_began_ns = time.time_ns()
-        self._control.begin()
+        self._run_start_ns = time.time_ns()
+        self._control.begin_generation()
         try:
-            ended = Ended(self._train(spec, rank, meeting, feeder))
-        except StateLost as error:
-            ended = Ended("lost", str(error))
+            ended = GenerationOutcome(self._train(spec, rank, rendezvous, feeder))
+        except StateLostError as error:
+            ended = GenerationOutcome("lost", str(error))
         except RaytrainError:
             raise
-        except ReplicasDiffer as error:
-            self._memory.distrust()
-            ended = Ended("differs", str(error), differing=error.ranks if error.most else ())
+        except ReplicaMismatchError as error:
+            self._snapshots.discard_unverified()
+            ended = GenerationOutcome("differs", str(error), divergent_ranks=error.ranks if error.has_majority else ())
         except Exception as error:  # most often a collective that broke because a peer is gone
-            made = tuple(calls(self._run_began_ns))
-            ended = Ended("broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=made)
-            if not peer_gone(ended.reason):
+            made = tuple(read_calls(self._run_start_ns))
+            ended = GenerationOutcome("broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=made)
+            if not is_peer_failure(ended.reason):
                 traceback.print_exc()
         finally:
-            self._control.disarm()
-            leave()  # at once: it sets those free who wait for this rank
-            self._control.mark("idle")
-        self._memory.keep_lent()  # also of a run that is done: another rank may be lost while it saves
-        memory = self._memory
-        return replace(ended, steps=memory.steps, copies=memory.copies, taken_in=memory.generation)
+            self._control.disarm_abort()
+            destroy_process_groups()  # at once: it sets those free who wait for this rank
+            self._control.set_phase("idle")
+        self._snapshots.copy_live()  # also of a run that is done: another rank may be lost while it saves
+        memory = self._snapshots
+        return replace(
+            ended, steps=memory.steps, replica_steps=memory.replica_steps, snapshot_generation=memory.generation
+        )
 
-    def _train(self, spec: WorkerSpec, rank: int, meeting: Rendezvous | None, feeder: Any) -> Outcome:
-        from raytrain_hpc.training.factory import runner_of
+    def _train(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous | None, feeder: Any) -> TrainOutcome:
+        from raytrain_hpc.training.factory import build_rank_trainer
 
         blocks = None
         if feeder is not None:
-            from raytrain_hpc.data.loader.ray_loader import RayBlocks
+            from raytrain_hpc.data.loader.ray_loader import RayBlockSource
 
-            blocks = RayBlocks(feeder, spec.blocks, rank)
-        runner = runner_of(spec, rank, self._device, meeting, self._control, blocks, self._memory)
-        return runner.run(spec.first, spec.steps_to)
+            blocks = RayBlockSource(feeder, spec.block_plan, rank)
+        runner = build_rank_trainer(spec, rank, self._device, rendezvous, self._control, blocks, self._snapshots)
+        return runner.run(spec.start_step, spec.end_step)
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:
@@ -161,14 +165,14 @@ class WorkerActor:
         return self._control.drain()
 
     @ray.method(concurrency_group="control")
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CollectiveCall]:
         """The collectives that this rank was last in, in this generation."""
-        return calls(self._run_began_ns)
+        return read_calls(self._run_start_ns)
 
     @ray.method(concurrency_group="control")
-    def recall(self, after: int) -> list[Record]:
+    def recall(self, after_step: int) -> list[Record]:
         """The metrics of the steps after this one."""
-        return self._control.recall(after)
+        return self._control.recall_metrics(after_step)
 
     @ray.method(concurrency_group="control")
     def abort(self) -> None:

@@ -12,54 +12,54 @@ from typing import Any
 
 import torch
 
-_SIDE = {"cpu": 512, "cuda": 8192}  # of the square matrices that are multiplied
-_COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes
+_MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # of the square matrices that are multiplied
+_COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes
 
 
-def facts(device: torch.device, path: str, mark: str) -> dict[str, Any]:
+def collect_host_info(device: torch.device, path: str, marker: str) -> dict[str, Any]:
     """As plain values: versions, clock, limits, speed of the device, and whether the file at `path` says `mark`."""
     try:
-        seen = Path(path).read_text() == mark
+        seen = Path(path).read_text() == marker
     except OSError:
         seen = False
     return {
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")},
+        "versions": {name: _get_version(name) for name in ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")},
         "time": time.time(),
         "shared_memory_free": shutil.disk_usage("/dev/shm").free,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "sees_directory": seen,
-        "tflops": _tflops(device),
-        "memory_gbs": _memory_gbs(device),
+        "tflops": _measure_tflops(device),
+        "memory_gbs": _measure_memory_gbs(device),
     }
 
 
-def _version(name: str) -> str:
+def _get_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "missing"
 
 
-def _tflops(device: torch.device) -> float:
+def _measure_tflops(device: torch.device) -> float:
     """What a large product reaches: in bf16 on a GPU, in fp32 on a CPU."""
-    side, dtype = _SIDE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+    side, dtype = _MATRIX_SIZE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / _best(lambda: a @ b, device) / 1e12
+    return 2 * side**3 / _time_best(lambda: a @ b, device) / 1e12
 
 
-def _memory_gbs(device: torch.device) -> float:
+def _measure_memory_gbs(device: torch.device) -> float:
     """Bytes read and written in a second by a copy."""
-    source = torch.ones(_COPIED[device.type] // 4, device=device)
+    source = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best(lambda: target.copy_(source), device) / 1e9
+    return 2 * source.nbytes / _time_best(lambda: target.copy_(source), device) / 1e9
 
 
-def _best(once: Any, device: torch.device) -> float:
+def _time_best(operation: Any, device: torch.device) -> float:
     times = []
     for _ in range(5):
         began = time.perf_counter()
-        once()
+        operation()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)

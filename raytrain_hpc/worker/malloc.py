@@ -7,7 +7,7 @@ import ctypes
 _M_ARENA_MAX = -8  # glibc's malloc.h
 
 
-def share_one_arena() -> None:
+def use_single_malloc_arena() -> None:
     """Let every thread that has not allocated yet use the main arena (glibc; elsewhere nothing happens).
 
     Ray runs an actor's calls in a thread, and glibc gives threads arenas of their own, which fragment under tensors of

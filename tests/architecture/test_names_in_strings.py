@@ -17,9 +17,9 @@ import torch.distributed as dist
 import raytrain_hpc
 from raytrain_hpc.bench import BENCHMARKS
 from raytrain_hpc.cli.main import COMMANDS
-from raytrain_hpc.parallel.blocking_collectives import blocking_files, wait
-from tests.conftest import ALONE
-from tests.warm_pool import PRELOADED
+from raytrain_hpc.parallel.blocking_collectives import get_blocking_files, wait_all
+from tests.conftest import SERIAL_TESTS
+from tests.warm_pool import PRELOADED_MODULES
 
 PACKAGE = Path(raytrain_hpc.__file__).parent
 ROOT = PACKAGE.parent
@@ -72,19 +72,19 @@ def test_every_benchmark_has_the_module_of_its_name(name: str) -> None:
 
 
 def test_blocking_files_are_where_ranks_wait() -> None:
-    torch_file, fsdp_file, own_file = blocking_files()
+    torch_file, fsdp_file, own_file = get_blocking_files()
     assert inspect.unwrap(dist.all_reduce).__code__.co_filename == torch_file
     assert inspect.unwrap(dist.broadcast).__code__.co_filename == torch_file
-    assert wait.__code__.co_filename == own_file
+    assert wait_all.__code__.co_filename == own_file
     assert "def foreach_reduce(" in Path(fsdp_file).read_text()
 
 
 def test_modules_that_test_processes_preload_exist() -> None:
-    assert all(find_spec(module) for module in PRELOADED)
+    assert all(find_spec(module) for module in PRELOADED_MODULES)
 
 
 def test_files_of_tests_that_run_alone_exist() -> None:
-    assert not [name for name in ALONE if not (TESTS / f"{name}.py").is_file()]
+    assert not [name for name in SERIAL_TESTS if not (TESTS / f"{name}.py").is_file()]
 
 
 def test_package_data_exists() -> None:

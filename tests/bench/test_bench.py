@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from raytrain_hpc.bench import overhead
-from raytrain_hpc.bench.checkpoint import windows
-from raytrain_hpc.bench.checkpoint_formats import adamw_state
-from raytrain_hpc.bench.contenders import plain_command, read_lines, run_process
+from raytrain_hpc.bench.checkpoint import measure_windows
+from raytrain_hpc.bench.checkpoint_formats import build_adamw_state
+from raytrain_hpc.bench.contenders import build_baseline_command, read_jsonl, run_process
 from raytrain_hpc.bench.results_table import Table
-from raytrain_hpc.bench.snapshots import measure
-from raytrain_hpc.bench.workloads import plain_job
-from tests.warm_pool import small, steps_of
+from raytrain_hpc.bench.snapshots import measure_snapshots
+from raytrain_hpc.bench.workloads import build_baseline_job
+from tests.warm_pool import get_step_metrics, make_small_config
 
 
 def test_table_text_lines_up_and_json_keeps_every_digit():
     table = Table("bench x", ("what", "ratio", "each", "met", "goal"), notes=["how"])
-    table.add("a", 0.98765, [0.5, 123.456], True, None)
+    table.add_row("a", 0.98765, [0.5, 123.456], True, None)
     lines = table.text().splitlines()
     assert lines[0] == "bench x"
     assert lines[2:5] == [
@@ -37,16 +37,16 @@ def test_table_text_lines_up_and_json_keeps_every_digit():
 
 def test_table_refuses_a_row_that_does_not_fit():
     with pytest.raises(ValueError):
-        Table("x", ("a", "b")).add(1)
+        Table("x", ("a", "b")).add_row(1)
 
 
 def test_what_a_run_does_now_and_then_is_measured_after_every_step(monkeypatch):
     """A quarter of a step more after every step is a fortieth where it is done every ten."""
-    monkeypatch.setattr(overhead, "platform", lambda *arguments: nullcontext())
+    monkeypatch.setattr(overhead, "launch_platform", lambda *arguments: nullcontext())
     monkeypatch.setattr(overhead, "alternate", lambda *arguments: [(1.0, 1.25)] * 4)
     table = Table("x", ("with", "without", "having", "ratio", "middle", "turns", "goal", "met"))
-    seldom = overhead.Case("compared", (), (), 0.97, every=10)
-    for case in (seldom, replace(seldom, every=1)):
+    seldom = overhead.Case("compared", (), (), 0.97, interval=10)
+    for case in (seldom, replace(seldom, interval=1)):
         overhead._measure(case, 1, "127.0.0.1:1", table)
     every, spread, always = table.rows
     assert (every["ratio"], every["goal"], every["met"]) == (0.8, None, None)
@@ -57,19 +57,21 @@ def test_what_a_run_does_now_and_then_is_measured_after_every_step(monkeypatch):
 
 def test_plain_loop_takes_the_steps_of_the_platform(pool, tmp_path):
     """Same weights, same tokens, same optimizer: what the bench compares is the same training."""
-    config = small(
+    config = make_small_config(
         tmp_path / "run", "train.steps=3", "train.schedule=constant", "train.warmup=0", "train.micro_batch=6"
     )
     steps = tmp_path / "steps.jsonl"
-    run_process(plain_command(plain_job(config, 1, tmp_path), 1, tmp_path, steps), {"OMP_NUM_THREADS": "1"})
-    theirs = [line["loss"] for line in read_lines(steps)]
-    ours = [step["train/loss"] for step in steps_of(pool.train(config)[0])]
+    run_process(
+        build_baseline_command(build_baseline_job(config, 1, tmp_path), 1, tmp_path, steps), {"OMP_NUM_THREADS": "1"}
+    )
+    theirs = [line["loss"] for line in read_jsonl(steps)]
+    ours = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
     assert theirs[0] == pytest.approx(ours[0], abs=1e-6)
     assert theirs == pytest.approx(ours, abs=1e-4)
 
 
 def test_medium_case_has_25_million_parameters():
-    weights = [tensor for name, tensor in adamw_state().items() if name.startswith("model.")]
+    weights = [tensor for name, tensor in build_adamw_state().items() if name.startswith("model.")]
     assert sum(tensor.numel() for tensor in weights) == pytest.approx(25e6, rel=0.01)
 
 
@@ -78,11 +80,11 @@ def test_windows_of_a_run_that_checkpoints_every_other_window():
     unix = [0.0]
     for step in range(2, 83):
         unix.append(unix[-1] + (2.0 if step % 20 == 1 else 1.0))
-    paying, free = windows(unix)
+    paying, free = measure_windows(unix)
     assert paying == [11.0, 11.0] and free == [10.0, 10.0, 10.0]
 
 
 def test_snapshots_are_measured_in_every_way() -> None:
-    table = measure(small(None, "cluster.workers=1", "train.steps=30"), torch.device("cpu"))
+    table = measure_snapshots(make_small_config(None, "cluster.workers=1", "train.steps=30"), torch.device("cpu"))
     assert [row["snapshots"] for row in table.rows] == ["none", "behind", "waited for"]
     assert all(row["step s"] > 0 for row in table.rows) and table.rows[0]["more ms"] == 0.0

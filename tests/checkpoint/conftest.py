@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raytrain_hpc.checkpoint.manifest import shard_name
+from raytrain_hpc.checkpoint.manifest import get_shard_name
 from raytrain_hpc.checkpoint.shard_io import write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.state.shard_index import Box, assign_writers
-from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name
 
 
 class Ranks:
@@ -33,17 +33,21 @@ class Ranks:
 
     @classmethod
     def holdings(cls, state, degree):
-        return [Holding(cls.part(name, whole, rank, degree) for name, whole in state.items()) for rank in range(degree)]
+        return [
+            ShardedState(cls.part(name, whole, rank, degree) for name, whole in state.items()) for rank in range(degree)
+        ]
 
     @classmethod
     def part(cls, name, whole, rank, degree):
         shape = tuple(whole.shape)
-        box = Box.whole(shape)
+        box = Box.from_shape(shape)
         if name not in cls.replicated:
             step = -(-shape[0] // degree)
             start, end = min(shape[0], rank * step), min(shape[0], (rank + 1) * step)
             box = Box((start, *box.offsets[1:]), (end - start, *shape[1:]))
-        return Held(name, shape, dtype_name(whole.dtype), box, whole[box.slices_in(Box.whole(shape))].clone())
+        return StateShard(
+            name, shape, dtype_name(whole.dtype), box, whole[box.to_slices(Box.from_shape(shape))].clone()
+        )
 
     @classmethod
     def publish(cls, store, step, *, degree=4, generation=1, guard=lambda: None):
@@ -55,10 +59,10 @@ class Ranks:
     @classmethod
     def write(cls, store, step, degree=4, generation=1):
         holdings = cls.holdings(cls.state(step), degree)
-        writes = assign_writers([holding.index() for holding in holdings])
+        writes = assign_writers([holding.to_index() for holding in holdings])
         staging = store.staging(step, generation)
         return [
-            write_shard(staging / shard_name(rank), [holding.at(*key) for key in mine])
+            write_shard(staging / get_shard_name(rank), [holding.get_shard(*key) for key in mine])
             for rank, (holding, mine) in enumerate(zip(holdings, writes, strict=True))
         ]
 

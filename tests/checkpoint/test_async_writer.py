@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from raytrain_hpc.checkpoint import async_writer as writer_module
-from raytrain_hpc.checkpoint.async_writer import CheckpointWriter
+from raytrain_hpc.checkpoint.async_writer import AsyncCheckpointWriter
 from raytrain_hpc.checkpoint.manifest import ShardReport
-from raytrain_hpc.state.sharded_state import Held
+from raytrain_hpc.state.sharded_state import StateShard
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def gate(monkeypatch):
 
 def test_what_is_written_is_what_was_there_at_the_call(tmp_path, gate):
     reports = []
-    writer = CheckpointWriter(reports.append)
+    writer = AsyncCheckpointWriter(reports.append)
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    blocked = writer.save([Held.of("w", weight)], tmp_path / "a.safetensors", 1, wait=False)
+    blocked = writer.save([StateShard.from_tensor("w", weight)], tmp_path / "a.safetensors", 1, wait=False)
     with torch.no_grad():
         weight.fill_(-1)
     assert not (tmp_path / "a.safetensors").exists() and reports == [] and blocked < 10
@@ -53,47 +53,54 @@ def test_what_is_written_is_what_was_there_at_the_call(tmp_path, gate):
 
 def test_a_second_save_waits_for_the_first_and_allocates_nothing(tmp_path, gate):
     reports = []
-    writer = CheckpointWriter(reports.append)
-    held = [Held.of("w", torch.zeros(1000)), Held.of("step", torch.tensor(1))]
+    writer = AsyncCheckpointWriter(reports.append)
+    held = [StateShard.from_tensor("w", torch.zeros(1000)), StateShard.from_tensor("step", torch.tensor(1))]
     writer.save(held, tmp_path / "a", 1, wait=False)
-    place = writer._aside.block.data_ptr()
+    place = writer._buffer.block.data_ptr()
     threading.Timer(0.2, gate.set).start()
     held[0].tensor.fill_(2)
     blocked = writer.save(held, tmp_path / "b", 2, wait=False)
     assert blocked >= 0.1 and reports[0]["step"] == 1
-    assert writer._aside.block.data_ptr() == place
+    assert writer._buffer.block.data_ptr() == place
     writer.finish()
     assert [report["step"] for report in reports] == [1, 2]
     assert load_file(tmp_path / "a")["w[0:1000]"].sum() == 0 and load_file(tmp_path / "b")["w[0:1000]"].sum() == 2000
 
 
 def test_buffers_follow_a_change_of_layout(tmp_path):
-    writer = CheckpointWriter(lambda report: None)
-    writer.save([Held.of("w", torch.zeros(10)), Held.of("v", torch.zeros(5))], tmp_path / "a", 1, wait=True)
-    writer.save([Held.of("w", torch.ones(20))], tmp_path / "b", 2, wait=True)
-    assert writer._aside.block.numel() == 128, "bytes of 20 floats, to a multiple of 64"
+    writer = AsyncCheckpointWriter(lambda report: None)
+    writer.save(
+        [StateShard.from_tensor("w", torch.zeros(10)), StateShard.from_tensor("v", torch.zeros(5))],
+        tmp_path / "a",
+        1,
+        wait=True,
+    )
+    writer.save([StateShard.from_tensor("w", torch.ones(20))], tmp_path / "b", 2, wait=True)
+    assert writer._buffer.block.numel() == 128, "bytes of 20 floats, to a multiple of 64"
     assert load_file(tmp_path / "b")["w[0:20]"].sum() == 20
 
 
 def test_waiting_returns_with_the_file_on_disk(tmp_path):
     reports = []
-    CheckpointWriter(reports.append).save([Held.of("w", torch.ones(3))], tmp_path / "a", 1, wait=True)
+    AsyncCheckpointWriter(reports.append).save(
+        [StateShard.from_tensor("w", torch.ones(3))], tmp_path / "a", 1, wait=True
+    )
     assert (tmp_path / "a").stat().st_size == reports[0]["shard"]["bytes"]
 
 
 def test_a_disk_that_refuses_is_an_alarm_and_the_writer_goes_on(tmp_path, monkeypatch):
     reports = []
-    writer = CheckpointWriter(reports.append)
+    writer = AsyncCheckpointWriter(reports.append)
 
     def no_space(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
-        writer.save([Held.of("w", torch.ones(3))], tmp_path / "a", 1, wait=True)
+        writer.save([StateShard.from_tensor("w", torch.ones(3))], tmp_path / "a", 1, wait=True)
     (tmp_path / "file").write_text("")
-    writer.save([Held.of("w", torch.ones(3))], tmp_path / "file" / "b", 2, wait=True)
-    writer.save([Held.of("w", torch.ones(3))], tmp_path / "c", 3, wait=True)
+    writer.save([StateShard.from_tensor("w", torch.ones(3))], tmp_path / "file" / "b", 2, wait=True)
+    writer.save([StateShard.from_tensor("w", torch.ones(3))], tmp_path / "c", 3, wait=True)
     assert [report.get("error") for report in reports] == [
         f"{tmp_path}/a cannot be written: No space left on device",
         f"{tmp_path}/file/b cannot be written: Not a directory",
@@ -104,8 +111,8 @@ def test_a_disk_that_refuses_is_an_alarm_and_the_writer_goes_on(tmp_path, monkey
 
 def test_a_mistake_of_ours_is_reported_and_raised_at_the_next_call(tmp_path):
     reports = []
-    writer = CheckpointWriter(reports.append)
-    writer.save([Held.of("w", torch.ones(3))] * 2, tmp_path / "a", 1, wait=False)
+    writer = AsyncCheckpointWriter(reports.append)
+    writer.save([StateShard.from_tensor("w", torch.ones(3))] * 2, tmp_path / "a", 1, wait=False)
     with pytest.raises(ValueError, match="given twice"):
         writer.finish()
     assert "given twice" in reports[0]["error"]
@@ -114,17 +121,17 @@ def test_a_mistake_of_ours_is_reported_and_raised_at_the_next_call(tmp_path):
     def broken(_):
         raise RuntimeError("nobody listens")
 
-    writer = CheckpointWriter(broken)
+    writer = AsyncCheckpointWriter(broken)
     with pytest.raises(RuntimeError, match="nobody listens"):
-        writer.save([Held.of("w", torch.ones(3))], tmp_path / "b", 2, wait=True)
+        writer.save([StateShard.from_tensor("w", torch.ones(3))], tmp_path / "b", 2, wait=True)
 
 
 def write_until_refused(root):
     """Small, too large, small again; returns what was said of the large one."""
     reports = []
-    writer = CheckpointWriter(reports.append)
+    writer = AsyncCheckpointWriter(reports.append)
     for step, elements in ((1, 1000), (2, 2**20), (3, 2000)):
-        writer.save([Held.of("w", torch.ones(elements))], root / str(step), step, wait=True)
+        writer.save([StateShard.from_tensor("w", torch.ones(elements))], root / str(step), step, wait=True)
     assert ["error" in report for report in reports] == [False, True, False], "the small one after it fits again"
     assert sorted(path.name for path in root.iterdir()) == ["1", "3"], "the partial file is gone"
     return reports[1]["error"]

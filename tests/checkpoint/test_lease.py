@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from raytrain_hpc.checkpoint import lease
-from raytrain_hpc.checkpoint.lease import Lease, probe_writable
-from raytrain_hpc.errors import LeaseLost, RunDirectoryError
+from raytrain_hpc.checkpoint.lease import Lease, check_writable
+from raytrain_hpc.errors import LeaseLostError, RunDirectoryError
 
 HOLDER = """
 import sys, time
@@ -77,7 +77,7 @@ def test_the_same_process_cannot_hold_it_twice_but_again_after_release(tmp_path)
     second = Lease.acquire(tmp_path / "new" / "run", "second")
     assert second.generation == 2
     for call in (first.check, first.renew, first.next_generation, first.release):
-        with pytest.raises(LeaseLost, match="taken over by second"):
+        with pytest.raises(LeaseLostError, match="taken over by second"):
             call()
     second.check()
 
@@ -87,7 +87,7 @@ def test_another_host_counts_by_its_last_sign_of_life(tmp_path):
     edit(tmp_path, host="elsewhere", renewed=time.time() - 10)
     with pytest.raises(RunDirectoryError, match="elsewhere"):
         Lease.acquire(tmp_path, "second")
-    assert Lease.acquire(tmp_path, "second", stale_after=5).generation == 2
+    assert Lease.acquire(tmp_path, "second", stale_after_s=5).generation == 2
 
 
 def test_renewing_and_new_generations(tmp_path):
@@ -99,8 +99,8 @@ def test_renewing_and_new_generations(tmp_path):
     assert lease.next_generation() == lease.generation == content(tmp_path)["generation"] == 2
     lease.check()
     lease.release()
-    with pytest.raises(LeaseLost):
-        Lease(tmp_path, lease._holder.__class__(**before)).check()
+    with pytest.raises(LeaseLostError):
+        Lease(tmp_path, lease._record.__class__(**before)).check()
     assert Lease.acquire(tmp_path, "me").generation == 3
 
 
@@ -135,7 +135,7 @@ def test_a_directory_that_is_gone_for_a_while_is_not_lost(tmp_path):
     for call in (lease.check, lease.renew):
         with pytest.raises(RunDirectoryError) as raised:
             call()
-        assert not isinstance(raised.value, LeaseLost)
+        assert not isinstance(raised.value, LeaseLostError)
     assert lease.next_generation() == lease.generation == 2
     assert not (tmp_path / "run").exists()
     (tmp_path / "away").rename(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_a_lease_that_is_gone_or_garbage_is_lost(tmp_path):
         with pytest.raises(RunDirectoryError, match="lease.json is no lease"):
             call()
     (tmp_path / "lease.json").unlink()
-    with pytest.raises(LeaseLost, match="gone"):
+    with pytest.raises(LeaseLostError, match="gone"):
         lease.check()
 
 
@@ -176,10 +176,10 @@ def test_of_many_that_start_at_once_one_wins(tmp_path):
 
 
 def test_probe_leaves_nothing_and_names_what_is_wrong(tmp_path):
-    probe_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == [], "the directories that it made are gone too"
     (tmp_path / "a").mkdir()
-    probe_writable(tmp_path / "a")
+    check_writable(tmp_path / "a")
     assert list(tmp_path.iterdir()) == [tmp_path / "a"] and not any((tmp_path / "a").iterdir())
     (tmp_path / "file").write_text("")
     for path, reason in (
@@ -189,7 +189,7 @@ def test_probe_leaves_nothing_and_names_what_is_wrong(tmp_path):
         (Path("/proc/none"), "No such file"),
     ):
         with pytest.raises(RunDirectoryError, match=f"run.dir {path} cannot be written: {reason}"):
-            probe_writable(path)
+            check_writable(path)
         with pytest.raises(RunDirectoryError, match=reason):
             Lease.acquire(path, "me")
 
@@ -202,7 +202,7 @@ def test_probe_of_a_directory_without_permission(tmp_path):
         try:
             if os.geteuid() == 0:  # root may write everywhere: go on as nobody
                 os.setuid(65534)
-            probe_writable(tmp_path)
+            check_writable(tmp_path)
         except RunDirectoryError as error:
             outcome = 0 if "cannot be written: Permission denied" in str(error) else 2
         finally:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raytrain_hpc.checkpoint.manifest import shard_name
-from raytrain_hpc.checkpoint.shard_io import read_pieces, write_shard
-from raytrain_hpc.errors import CheckpointDamaged, CheckpointError
+from raytrain_hpc.checkpoint.manifest import get_shard_name
+from raytrain_hpc.checkpoint.shard_io import read_state, write_shard
+from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.state.shard_index import Box
-from raytrain_hpc.state.sharded_state import Held, Holding, digest
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, compute_digest
 
 
 def empty_like(state):
@@ -29,26 +29,28 @@ def test_any_degree_loads_any_checkpoint(store, ranks, before, after):
     state = ranks.state(3)
     expected, loaded = ranks.holdings(state, after), ranks.holdings(empty_like(state), after)
     for rank in range(after):
-        read_pieces(checkpoint, loaded[rank])
+        read_state(checkpoint, loaded[rank])
         for held, want in zip(loaded[rank], expected[rank], strict=True):
             assert torch.equal(held.tensor, want.tensor), (rank, held.name)
-        assert digest(loaded[rank]) == digest(expected[rank])
+        assert compute_digest(loaded[rank]) == compute_digest(expected[rank])
 
 
 def test_column_parts_load_from_row_shards(store, ranks):
     ranks.publish(store, 3, degree=4)
     whole = ranks.state(3)["model.head.weight"]
     column = torch.zeros(11, 3, 4)[:, :, 1]  # a view that is not contiguous
-    target = Held.of("model.head.weight", torch.zeros(11, 3, 2))
-    target = Held(target.name, target.shape, target.dtype, Box((0, 0, 1), (11, 3, 1)), column[..., None])
-    read_pieces(store.verify(3), Holding([target]))
+    target = StateShard.from_tensor("model.head.weight", torch.zeros(11, 3, 2))
+    target = StateShard(target.name, target.shape, target.dtype, Box((0, 0, 1), (11, 3, 1)), column[..., None])
+    read_state(store.verify(3), ShardedState([target]))
     assert torch.equal(column, whole[:, :, 1])
 
 
 def test_the_file_is_plain_safetensors_and_the_report_is_true(tmp_path):
     tensors = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.tensor(3), torch.randn(4, 6).t(), torch.zeros(0, 2)]
     tensors.append(torch.tensor([True, False]))
-    report = write_shard(tmp_path / "x.safetensors", [Held.of(f"t{n}", tensor) for n, tensor in enumerate(tensors)])
+    report = write_shard(
+        tmp_path / "x.safetensors", [StateShard.from_tensor(f"t{n}", tensor) for n, tensor in enumerate(tensors)]
+    )
     content = (tmp_path / "x.safetensors").read_bytes()
     assert (report.file, report.bytes) == ("x.safetensors", len(content))
     assert report.sha256 == hashlib.sha256(content).hexdigest()
@@ -64,38 +66,38 @@ def test_the_file_is_plain_safetensors_and_the_report_is_true(tmp_path):
 
 def test_one_box_twice_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"t\[0:2\] is given twice"):
-        write_shard(tmp_path / "x.safetensors", [Held.of("t", torch.zeros(2))] * 2)
+        write_shard(tmp_path / "x.safetensors", [StateShard.from_tensor("t", torch.zeros(2))] * 2)
 
 
 def test_what_does_not_fit_is_named_before_anything_is_changed(store, ranks):
     ranks.publish(store, 3)
     checkpoint = store.verify(3)
-    mark = Held.of("model.embed.weight", torch.full((13, 4), 7.0))
+    mark = StateShard.from_tensor("model.embed.weight", torch.full((13, 4), 7.0))
     cases = {
-        r"model.extra is missing there": Held.of("model.extra", torch.zeros(2)),
-        r"model.head.weight has shape \[11, 3, 2\], not \[11, 3, 3\]": Held.of(
+        r"model.extra is missing there": StateShard.from_tensor("model.extra", torch.zeros(2)),
+        r"model.head.weight has shape \[11, 3, 2\], not \[11, 3, 3\]": StateShard.from_tensor(
             "model.head.weight", torch.zeros(11, 3, 3)
         ),
-        r"optimizer.step has dtype int64, not float32": Held.of("optimizer.step", torch.tensor(0.0)),
+        r"optimizer.step has dtype int64, not float32": StateShard.from_tensor("optimizer.step", torch.tensor(0.0)),
     }
     for reason, wanted in cases.items():
         with pytest.raises(CheckpointError, match=reason):
-            read_pieces(checkpoint, Holding([mark, wanted]))
+            read_state(checkpoint, ShardedState([mark, wanted]))
     assert (mark.tensor == 7).all()
 
 
 def test_a_file_that_changed_after_the_check_is_damaged_not_a_crash(store, ranks):
     path = ranks.publish(store, 3, degree=1) / "rank-00000.safetensors"
     checkpoint = store.verify(3)
-    wanted = Holding([Held.of("model.embed.weight", torch.zeros(13, 4))])
+    wanted = ShardedState([StateShard.from_tensor("model.embed.weight", torch.zeros(13, 4))])
     good = path.read_bytes()
     for content in (b"", good[:50], good[:-9], good.replace(b'"shape":[13,4]', b'"shape":[4,13]')):
         path.write_bytes(content)
-        with pytest.raises(CheckpointDamaged, match="rank-00000.safetensors"):
-            read_pieces(checkpoint, wanted)
+        with pytest.raises(CheckpointCorruptedError, match="rank-00000.safetensors"):
+            read_state(checkpoint, wanted)
     path.unlink()
-    with pytest.raises(CheckpointDamaged, match="rank-00000.safetensors"):
-        read_pieces(checkpoint, wanted)
+    with pytest.raises(CheckpointCorruptedError, match="rank-00000.safetensors"):
+        read_state(checkpoint, wanted)
 
 
 def peak_mib(call):
@@ -112,14 +114,14 @@ def peak_mib(call):
 
 
 def test_writing_makes_no_copy_and_reading_touches_only_the_rows_needed(store):
-    big = Held.of("w", torch.arange(2**24, dtype=torch.float32).reshape(2**14, 2**10))  # 64 MiB
-    path = store.staging(1, 1) / shard_name(0)
+    big = StateShard.from_tensor("w", torch.arange(2**24, dtype=torch.float32).reshape(2**14, 2**10))  # 64 MiB
+    path = store.staging(1, 1) / get_shard_name(0)
     reports = []
     assert peak_mib(lambda: reports.append(write_shard(path, [big]))) < 24
     store.publish(1, 1, reports, {}, lambda: None)
     checkpoint = store.verify(1)
-    row = Held("w", big.shape, "float32", Box((9999, 0), (1, 2**10)), torch.zeros(1, 2**10))
-    assert peak_mib(lambda: read_pieces(checkpoint, Holding([row]))) < 24
+    row = StateShard("w", big.shape, "float32", Box((9999, 0), (1, 2**10)), torch.zeros(1, 2**10))
+    assert peak_mib(lambda: read_state(checkpoint, ShardedState([row]))) < 24
     assert torch.equal(row.tensor[0], big.tensor[9999])
 
 
@@ -129,11 +131,13 @@ def test_a_refused_write_is_an_oserror_and_leaves_no_file(tmp_path, monkeypatch)
 
     monkeypatch.setattr("os.fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
-        write_shard(tmp_path / "x.safetensors", [Held.of("t", torch.zeros(4))])
+        write_shard(tmp_path / "x.safetensors", [StateShard.from_tensor("t", torch.zeros(4))])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_cannot_bring_a_discarded_directory_back(tmp_path):
     with pytest.raises(FileNotFoundError):
-        write_shard(tmp_path / ".staging-step-00000001-g1" / "x.safetensors", [Held.of("t", torch.zeros(4))])
+        write_shard(
+            tmp_path / ".staging-step-00000001-g1" / "x.safetensors", [StateShard.from_tensor("t", torch.zeros(4))]
+        )
     assert list(tmp_path.iterdir()) == []

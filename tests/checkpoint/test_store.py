@@ -18,15 +18,15 @@ import torch
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
-from raytrain_hpc.checkpoint.shard_io import read_pieces
-from raytrain_hpc.errors import CheckpointDamaged, CheckpointError, LeaseLost
+from raytrain_hpc.checkpoint.shard_io import read_state
+from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError, LeaseLostError
 
 
 def assert_content(checkpoint, ranks):
     """The checkpoint holds exactly the state that belongs to its step."""
     expected = ranks.state(checkpoint.step)
     (loaded,) = ranks.holdings({name: torch.zeros_like(whole) for name, whole in expected.items()}, 1)
-    read_pieces(checkpoint, loaded)
+    read_state(checkpoint, loaded)
     for held in loaded:
         assert torch.equal(held.tensor, expected[held.name]), held.name
     assert checkpoint.meta == {"data": {"next_sample": checkpoint.step * 32}}
@@ -34,7 +34,7 @@ def assert_content(checkpoint, ranks):
 
 def newest(store):
     skipped = []
-    return store.newest_valid(lambda path, reason: skipped.append((path.name, reason))), skipped
+    return store.find_newest_valid(lambda path, reason: skipped.append((path.name, reason))), skipped
 
 
 def flip_byte(path, position):
@@ -45,7 +45,7 @@ def flip_byte(path, position):
 
 def test_nothing_is_there_at_first(store):
     assert store.steps() == [] and newest(store) == (None, [])
-    store.discard_staging()
+    store.remove_leftovers()
     assert store.prune(1) == []
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_which(store,
     ranks.publish(store, 1)
     path = ranks.publish(store, 2)
     damage(path)
-    with pytest.raises(CheckpointDamaged, match=reason):
+    with pytest.raises(CheckpointCorruptedError, match=reason):
         store.verify(2)
     checkpoint, skipped = newest(store)
     assert checkpoint.step == 1
@@ -103,7 +103,7 @@ def test_every_flipped_bit_of_the_manifest_is_seen(store, ranks):
     content = path.read_bytes()
     for position in range(0, len(content), 37):
         flip_byte(path, position)
-        with pytest.raises(CheckpointDamaged):
+        with pytest.raises(CheckpointCorruptedError):
             store.verify(1)
         path.write_bytes(content)
     store.verify(1)
@@ -112,12 +112,12 @@ def test_every_flipped_bit_of_the_manifest_is_seen(store, ranks):
 def test_a_manifest_of_another_step_or_with_a_path_is_no_checkpoint(store, ranks, monkeypatch):
     path = ranks.publish(store, 1)
     path.rename(path.with_name("step-00000009"))
-    with pytest.raises(CheckpointDamaged, match="manifest.json is that of step 1"):
+    with pytest.raises(CheckpointCorruptedError, match="manifest.json is that of step 1"):
         store.verify(9)
     monkeypatch.setattr("raytrain_hpc.checkpoint.manifest._checksum", lambda manifest: manifest.get("checksum"))
     path = ranks.publish(store, 2) / "manifest.json"
     path.write_text(path.read_text().replace("rank-00001", "../rank-00001"))
-    with pytest.raises(CheckpointDamaged, match="leaves the directory"):
+    with pytest.raises(CheckpointCorruptedError, match="leaves the directory"):
         store.verify(2)
 
 
@@ -143,7 +143,7 @@ def test_a_crash_between_the_two_renames_loses_nothing(store, ranks):
     path = ranks.publish(store, 7)
     ranks.write(store, 7, generation=2)
     path.rename(path.with_name(".replaced-step-00000007"))
-    store.discard_staging()
+    store.remove_leftovers()
     checkpoint, skipped = newest(store)
     assert (checkpoint.generation, skipped) == (1, [])
     assert [path.name for path in store.root.iterdir()] == ["step-00000007"]
@@ -155,9 +155,9 @@ def test_a_lost_lease_publishes_nothing(store, ranks):
     taken = json.loads((store.root.parent / "lease.json").read_text())
     taken.update(owner="second", generation=2)
     (store.root.parent / "lease.json").write_text(json.dumps(taken))
-    with pytest.raises(LeaseLost, match="taken over by second"):
+    with pytest.raises(LeaseLostError, match="taken over by second"):
         ranks.publish(store, 2, guard=lease.check)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLostError):
         ranks.publish(store, 1, guard=lease.check)
     assert [path.name for path in store.root.iterdir()] == ["step-00000001"]
     assert_content(newest(store)[0], ranks)
@@ -202,7 +202,7 @@ def test_left_overs_are_discarded_and_checkpoints_are_not(store, ranks):
     ranks.write(store, 2, generation=3)
     (store.root / ".pruned-step-00000000").mkdir()
     (store.root / "notes.txt").write_text("mine")
-    store.discard_staging()
+    store.remove_leftovers()
     assert sorted(path.name for path in store.root.iterdir()) == ["notes.txt", "step-00000001"]
 
 
@@ -249,8 +249,8 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 
 def publish_for_ever():
     store = CheckpointStore(Path(sys.argv[1]))
-    store.discard_staging()
-    found = store.newest_valid(print)
+    store.remove_leftovers()
+    found = store.find_newest_valid(print)
     first = found.step if found else 1
     for turn in itertools.count():  # every step twice: replacing one must be safe too
         Ranks.publish(store, first + turn // 2, generation=turn + 1)
@@ -287,7 +287,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_valid_complete(store, ranks):
             os.kill(pid, signal.SIGKILL)
             assert parent.stdout.readline() == "dead\n"
             cut_short += any(path.name.startswith(".") for path in store.root.iterdir())
-            store.discard_staging()
+            store.remove_leftovers()
             checkpoint, skipped = newest(store)
             assert skipped == [], "what has the name of a checkpoint is one"
             assert checkpoint.step >= last

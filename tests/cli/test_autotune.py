@@ -10,22 +10,28 @@ from click.testing import CliRunner
 
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.planner.calibration import Calibration
-from raytrain_hpc.planner.measured_links import known_calibration
-from tests.warm_pool import SMALL
+from raytrain_hpc.planner.measured_links import load_calibration
+from tests.warm_pool import SMALL_OVERRIDES
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def test_the_best_layouts_are_tried(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path / "cache"))
-    words = [*SMALL, f"run.dir={tmp_path / 'runs' / 'a'}", "cluster.workers=2", "parallel.zero=[0,1]", "parallel.tp=1"]
+    words = [
+        *SMALL_OVERRIDES,
+        f"run.dir={tmp_path / 'runs' / 'a'}",
+        "cluster.workers=2",
+        "parallel.zero=[0,1]",
+        "parallel.tp=1",
+    ]
     words += ["train.micro_batch=3", "parallel.pp=1", "parallel.cp=1", "parallel.recompute=none"]
     done = CliRunner().invoke(main, ["plan", *words, "--measure", "2", "--steps", "4", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [row["layout"]["zero"] for row in found["layouts"]] in ([0, 1], [1, 0])
     assert all(row["measured_s"] > 0 and row["expected_s"] > 0 and not row["failed"] for row in found["layouts"])
-    assert Calibration(**found["after"]) == known_calibration("cpu") != Calibration(**found["before"])
+    assert Calibration(**found["after"]) == load_calibration("cpu") != Calibration(**found["before"])
     assert list((tmp_path / "runs").iterdir()) == [], "what was tried leaves nothing"
 
     running = CliRunner().invoke(main, ["plan", *words, "--running", "--json"])

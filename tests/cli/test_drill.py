@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.cli.drill import KINDS, report, schedule
+from raytrain_hpc.cli.drill import FAULT_KINDS, build_report, make_schedule
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.errors import ConfigError
 
 
 def test_a_schedule_is_the_seeds_and_reaches_all_kinds_and_ranks() -> None:
-    made = schedule(7, 100, 2000, 3)
-    assert made == schedule(7, 100, 2000, 3) != schedule(8, 100, 2000, 3)
-    assert {fault.kind for fault in made} == set(KINDS) and {fault.rank for fault in made} == {0, 1, 2}
+    made = make_schedule(7, 100, 2000, 3)
+    assert made == make_schedule(7, 100, 2000, 3) != make_schedule(8, 100, 2000, 3)
+    assert {fault.kind for fault in made} == set(FAULT_KINDS) and {fault.rank for fault in made} == {0, 1, 2}
     steps = [fault.step for fault in made]
     assert steps == sorted(set(steps)) and steps[-1] < 2000
     assert min(b - a for a, b in zip(steps, steps[1:], strict=False)) >= 5
     with pytest.raises(ConfigError, match="train.steps=50 .*10 faults need at least 55 steps"):
-        schedule(7, 10, 50, 3)
+        make_schedule(7, 10, 50, 3)
 
 
 def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) 
     metrics = [{"step": step, "time/unix": 90.0 + 10 * step, "time/step_s": 8.0} for step in (1, 2, 3, 3, 4)]
     for name, lines in (("incidents", incidents), ("metrics", metrics)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = report(faults, tmp_path)
+    found = build_report(faults, tmp_path)
     plain = found.to_json()
     assert (plain["planned"], plain["struck"], plain["named"], plain["steps_lost"]) == (4, 3, 1, 2)
     assert plain["kinds"]["kill"]["detected_s"] == [pytest.approx(0.2)]
@@ -55,4 +55,4 @@ def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) 
     }
     assert plain["kinds"]["nan"]["detected_s"] == []
     assert plain["goodput"] == pytest.approx(24.0 / 30.0), "a step that was run again counts once"
-    assert "3 of 4 faults struck in 4 steps; 1 named right; 2 steps lost; goodput 80.0%" in found.text()
+    assert "3 of 4 faults struck in 4 steps; 1 named right; 2 steps lost; goodput 80.0%" in found.format_text()

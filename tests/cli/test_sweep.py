@@ -9,16 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_hpc.cli.main import main
-from raytrain_hpc.cli.sweep import Trial, combinations, table
+from raytrain_hpc.cli.sweep import Trial, build_trials, format_table
 from raytrain_hpc.errors import ConfigError
-from tests.warm_pool import SMALL
+from tests.warm_pool import SMALL_OVERRIDES
 
 
 def test_every_combination(tmp_path: Path) -> None:
     over = ["train.lr=1e-3,3e-3", "train.micro_batch=auto,4", "fault.inject=[],[{kind: kill, rank: 0, step: 1}]"]
-    trials = combinations(None, [f"run.dir={tmp_path}", *SMALL], over)
+    trials = build_trials(None, [f"run.dir={tmp_path}", *SMALL_OVERRIDES], over)
     assert len(trials) == 8 and len({trial.run_dir for trial in trials}) == 8
-    assert trials[1].words == (
+    assert trials[1].overrides == (
         "train.lr=1e-3",
         "train.micro_batch=auto",
         "fault.inject=[{kind: kill, rank: 0, step: 1}]",
@@ -38,12 +38,12 @@ def test_every_combination(tmp_path: Path) -> None:
 )
 def test_a_wrong_combination_is_seen_before_anything_runs(tmp_path: Path, over: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        combinations(None, [f"run.dir={tmp_path / 'base'}"], over)
+        build_trials(None, [f"run.dir={tmp_path / 'base'}"], over)
     assert not (tmp_path / "base").exists()
 
 
 def test_two_runs_side_by_side_and_one_that_fails(tmp_path: Path) -> None:
-    words = [f"run.dir={tmp_path}", *SMALL, "train.steps=2", "cluster.workers=0", "cluster.device=cpu"]
+    words = [f"run.dir={tmp_path}", *SMALL_OVERRIDES, "train.steps=2", "cluster.workers=0", "cluster.device=cpu"]
     # A dataset that is not there is seen by the run itself.
     over = ["--over", f"data.path=synthetic,{tmp_path / 'nowhere'}", "--at-once", "2"]
     done = CliRunner().invoke(main, ["sweep", *words, *over, "--json"])
@@ -68,4 +68,4 @@ def test_the_best_comes_first_and_the_failed_last(tmp_path: Path, monkeypatch: p
         "figures",
         lambda self: empty | dict(zip(("loss", "validation"), losses[self.run_dir.name], strict=True)),
     )
-    assert [line.split()[0] for line in table(trials)[1:]] == ["run=b", "run=d", "run=a", "run=c"]
+    assert [line.split()[0] for line in format_table(trials)[1:]] == ["run=b", "run=d", "run=a", "run=c"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_hpc.api import load_config, plan
-from raytrain_hpc.config.loader import config_text, known_keys
+from raytrain_hpc.config.loader import config_to_yaml, get_key_docs
 from raytrain_hpc.config.presets import PRESETS
-from raytrain_hpc.config.schema import Config, to_plain
+from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -24,21 +24,21 @@ PARAMETERS = {
 }
 
 
-def refused(*words: str, path: Path | None = None) -> ConfigError:
+def expect_config_error(*words: str, path: Path | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_config(path, words)
     assert "\n" not in str(caught.value)
     return caught.value
 
 
-def written(directory: Path, text: str, name: str = "a.yaml") -> Path:
+def write_yaml(directory: Path, text: str, name: str = "a.yaml") -> Path:
     path = directory / name
     path.write_text(text)
     return path
 
 
 def test_every_key_is_documented() -> None:
-    keys = known_keys()
+    keys = get_key_docs()
     count = sum(len(fields(section.default_factory)) for section in fields(Config))
     assert len(keys) == count
     for key, doc in keys.items():
@@ -68,9 +68,9 @@ def test_quickstart_is_the_defaults_written_out() -> None:
 
 
 def test_later_settings_win_base_then_file_then_words(tmp_path: Path) -> None:
-    written(tmp_path, "train: {steps: 1, lr: 0.1, seq_len: 7}\nrun: {seed: 1}", "root.yaml")
-    written(tmp_path, "base: root.yaml\ntrain: {steps: 2, lr: 0.2}", "middle.yaml")
-    top = written(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # wherever `base` stands
+    write_yaml(tmp_path, "train: {steps: 1, lr: 0.1, seq_len: 7}\nrun: {seed: 1}", "root.yaml")
+    write_yaml(tmp_path, "base: root.yaml\ntrain: {steps: 2, lr: 0.2}", "middle.yaml")
+    top = write_yaml(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # wherever `base` stands
     config = load_config(top, ["run.seed=4", "run.seed=5"])
     assert (config.train.seq_len, config.train.lr, config.train.steps, config.run.seed) == (7, 0.2, 3, 5)
     assert config.run.name == "top"
@@ -81,8 +81,8 @@ def test_later_settings_win_base_then_file_then_words(tmp_path: Path) -> None:
 
 
 def test_files_that_name_each_other_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, "base: b.yaml", "a.yaml")
-    error = refused(path=written(tmp_path, "base: a.yaml", "b.yaml"))
+    write_yaml(tmp_path, "base: b.yaml", "a.yaml")
+    error = expect_config_error(path=write_yaml(tmp_path, "base: a.yaml", "b.yaml"))
     assert "circle" in str(error)
 
 
@@ -94,15 +94,15 @@ def test_explicit_key_beats_the_preset_wherever_it_stands(first: bool) -> None:
 
 
 def test_key_of_a_base_beats_the_preset_of_the_file(tmp_path: Path) -> None:
-    written(tmp_path, "model: {hidden_size: 512}", "base.yaml")
-    top = written(tmp_path, "base: base.yaml\nmodel: {preset: gpt2_124m, num_heads: 8}", "top.yaml")
+    write_yaml(tmp_path, "model: {hidden_size: 512}", "base.yaml")
+    top = write_yaml(tmp_path, "base: base.yaml\nmodel: {preset: gpt2_124m, num_heads: 8}", "top.yaml")
     model = load_config(top, ["model.num_layers=2"]).model
     assert (model.hidden_size, model.num_heads, model.num_layers, model.norm) == (512, 8, 2, "layernorm")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_sets_all_its_keys(name: str) -> None:
-    model = to_plain(load_config(None, [f"model.preset={name}"]).model)
+    model = to_dict(load_config(None, [f"model.preset={name}"]).model)
     assert {key: model[key] for key in PRESETS[name]} == PRESETS[name]
 
 
@@ -122,11 +122,11 @@ def test_preset_sets_all_its_keys(name: str) -> None:
 )
 def test_written_config_reads_back_equal(tmp_path: Path, words: list[str]) -> None:
     config = load_config(None, words)
-    (tmp_path / "config.yaml").write_text(config_text(config))
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     config.model.preset = ""  # its keys are written out
     again = load_config(tmp_path / "config.yaml")
     assert again == config
-    (tmp_path / "again.yaml").write_text(config_text(again))
+    (tmp_path / "again.yaml").write_text(config_to_yaml(again))
     assert (tmp_path / "again.yaml").read_text() == (tmp_path / "config.yaml").read_text()
 
 
@@ -134,13 +134,13 @@ def test_written_config_reads_back_equal(tmp_path: Path, words: list[str]) -> No
 def test_text_stays_as_it_was_typed(tmp_path: Path, name: str) -> None:
     assert load_config(None, [f"run.name={name}"]).run.dir == f"runs/{name}"
     plain = name if name not in ("a: b", "[x") else f"'{name}'"
-    assert load_config(written(tmp_path, f"run:\n  name: {plain}")).run.name == name
+    assert load_config(write_yaml(tmp_path, f"run:\n  name: {plain}")).run.name == name
 
 
 def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> None:
     assert load_config(None, ["checkpoint.async=false"]).checkpoint.async_ is False
-    assert "checkpoint.async" in known_keys()
-    assert "did you mean checkpoint.async?" in str(refused("checkpoint.async_=false"))
+    assert "checkpoint.async" in get_key_docs()
+    assert "did you mean checkpoint.async?" in str(expect_config_error("checkpoint.async_=false"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> Non
     ],
 )
 def test_wrong_setting_is_one_line_with_key_origin_and_remedy(word: str, remedy: str) -> None:
-    error = refused(word)
+    error = expect_config_error(word)
     assert remedy in str(error)
     assert str(error).startswith(word.split("=")[0].split(".")[0])
     assert "(command line)" in str(error) or error.key in ("train.lr_base_batch",)
@@ -180,15 +180,15 @@ def test_wrong_setting_is_one_line_with_key_origin_and_remedy(word: str, remedy:
 
 
 def test_two_ways_to_name_the_data_are_refused() -> None:
-    assert "not both" in str(refused("data.path=x", "data.sources=[{path: a}]"))
+    assert "not both" in str(expect_config_error("data.path=x", "data.sources=[{path: a}]"))
     assert load_config(None, ["data.path=stdlib", "data.sources=[{path: a}]"]).data.sources[0].path == "a"
 
 
 @pytest.mark.parametrize("text", ["- 1", "a: [", "train: {steps: [1]}", "train: {steps: }"])
 def test_bad_file_is_named(tmp_path: Path, text: str) -> None:
-    path = written(tmp_path, text)
-    assert str(path) in str(refused(path=path))
+    path = write_yaml(tmp_path, text)
+    assert str(path) in str(expect_config_error(path=path))
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    assert "none.yaml" in str(refused(path=tmp_path / "none.yaml"))
+    assert "none.yaml" in str(expect_config_error(path=tmp_path / "none.yaml"))

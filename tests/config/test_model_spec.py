@@ -4,14 +4,14 @@ import json
 import pytest
 import torch
 
-from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.presets import PRESETS
 from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.decoder import Decoder
 
 
-def module_parameters(shape: ModelShape) -> int:
+def count_module_parameters(shape: ModelSpec) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Decoder(shape).parameters())
 
@@ -21,8 +21,8 @@ def module_parameters(shape: ModelShape) -> int:
     "preset, published", [("gpt2_124m", 124_439_808), ("llama3_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248)]
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, published: int):
-    shape = resolve_shape(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=1024)
-    assert shape.num_parameters() == published == module_parameters(shape)
+    shape = resolve_model_spec(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=1024)
+    assert shape.num_parameters() == published == count_module_parameters(shape)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -42,7 +42,7 @@ def test_presets_have_the_published_number_of_parameters(preset: str, published:
 )
 def test_counted_parameters_are_those_of_the_module(tiny, family: str, keys: dict):
     shape = tiny(family, **keys)
-    assert shape.num_parameters() == module_parameters(shape)
+    assert shape.num_parameters() == count_module_parameters(shape)
     with torch.device("meta"):
         block = Decoder(shape).layers["0"]
     assert shape.layer_parameters() == sum(parameter.numel() for parameter in block.parameters())
@@ -55,25 +55,25 @@ def test_counted_parameters_are_those_of_the_module(tiny, family: str, keys: dic
 
 
 def test_auto_is_resolved():
-    shape = resolve_shape(ModelConfig(hidden_size=192, num_heads=6), vocab_size=65, seq_len=128)
+    shape = resolve_model_spec(ModelConfig(hidden_size=192, num_heads=6), vocab_size=65, seq_len=128)
     assert (shape.vocab_size, shape.num_kv_heads, shape.ffn_size, shape.max_positions) == (65, 6, 512, 0)
-    assert resolve_shape(ModelConfig(hidden_size=128), vocab_size=65, seq_len=1).ffn_size == 384
+    assert resolve_model_spec(ModelConfig(hidden_size=128), vocab_size=65, seq_len=1).ffn_size == 384
     gpt2 = ModelConfig(hidden_size=100, num_heads=4, activation="gelu", positions="learned")
-    assert resolve_shape(gpt2, vocab_size=65, seq_len=77).ffn_size == 400
-    assert resolve_shape(gpt2, vocab_size=65, seq_len=77).max_positions == 77
+    assert resolve_model_spec(gpt2, vocab_size=65, seq_len=77).ffn_size == 400
+    assert resolve_model_spec(gpt2, vocab_size=65, seq_len=77).max_positions == 77
 
 
 def test_a_shape_survives_json(tiny):
     shape = tiny("llama")
-    assert ModelShape(**json.loads(json.dumps(dataclasses.asdict(shape)))) == shape
+    assert ModelSpec(**json.loads(json.dumps(dataclasses.asdict(shape)))) == shape
 
 
 def test_a_vocabulary_smaller_than_the_datasets_is_refused():
     with pytest.raises(ConfigError, match="the dataset has 300 tokens"):
-        resolve_shape(ModelConfig(vocab_size=256), vocab_size=300, seq_len=8)
-    assert resolve_shape(ModelConfig(vocab_size=320), vocab_size=300, seq_len=8).vocab_size == 320
+        resolve_model_spec(ModelConfig(vocab_size=256), vocab_size=300, seq_len=8)
+    assert resolve_model_spec(ModelConfig(vocab_size=320), vocab_size=300, seq_len=8).vocab_size == 320
 
 
 def test_an_unknown_vocabulary_is_refused():
     with pytest.raises(ConfigError, match="model.vocab_size='auto'"):
-        resolve_shape(ModelConfig(), vocab_size=None, seq_len=8)
+        resolve_model_spec(ModelConfig(), vocab_size=None, seq_len=8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, Manifest
 from raytrain_hpc.data.dataset.token_shards import ShardWriter
 
 
@@ -31,5 +31,5 @@ def write_dataset(
         writer.append(np.concatenate(documents), ends, counted if prompt else None)
         written[name] = writer.close()
     manifest = Manifest({"name": "byte"}, vocab_size, "uint16", prompt > 0, None, {}, (), written)
-    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    (directory / MANIFEST_FILE).write_text(json.dumps(manifest.to_json()))
     return manifest

@@ -7,25 +7,27 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, Manifest
 from raytrain_hpc.data.dataset.token_shards import ShardWriter
 
-VOCAB = 1 << 28  # stored as uint32
+VOCAB_SIZE = 1 << 28  # stored as uint32
 
 
-def token(source: int, positions: np.ndarray) -> np.ndarray:
+def compute_tokens(source: int, positions: np.ndarray) -> np.ndarray:
     return ((source << 24) + positions).astype(np.uint32)
 
 
-def write(directory: Path, source: int, tokens: int, *, shard_tokens: int = 40_000, masked: bool = False) -> Path:
+def write_dataset(
+    directory: Path, source: int, tokens: int, *, shard_tokens: int = 40_000, masked: bool = False
+) -> Path:
     """A dataset of `tokens` tokens, document ends every 29 and shards of different files."""
     directory.mkdir(parents=True)
     splits = {}
     for name, count in (("train", tokens), ("val", 200)):
         writer = ShardWriter(directory, name, "uint32", shard_tokens, masked=masked)
         positions = np.arange(count)
-        writer.append(token(source, positions), positions[28::29] + 1, (positions % 5 > 0).astype(np.uint8))
+        writer.append(compute_tokens(source, positions), positions[28::29] + 1, (positions % 5 > 0).astype(np.uint8))
         splits[name] = writer.close()
-    manifest = Manifest({"name": "byte"}, VOCAB, "uint32", masked, None, {}, (), splits)
-    (directory / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    manifest = Manifest({"name": "byte"}, VOCAB_SIZE, "uint32", masked, None, {}, (), splits)
+    (directory / MANIFEST_FILE).write_text(json.dumps(manifest.to_json()))
     return directory

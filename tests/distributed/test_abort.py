@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.distributed.abort import Abort
-from raytrain_hpc.distributed.handshake import tell
-from raytrain_hpc.distributed.process_groups import join, leave
-from raytrain_hpc.driver.node_agent import Agent
+from raytrain_hpc.distributed.abort import CollectiveAbort
+from raytrain_hpc.distributed.handshake import exchange_peer_info
+from raytrain_hpc.distributed.process_groups import destroy_process_groups, init_process_groups
+from raytrain_hpc.driver.node_agent import NodeAgent
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_index import StateIndex
-from tests.warm_pool import WarmPool, small
+from tests.warm_pool import WarmPool, make_small_config
 
 AWAY_S = 4.0
 
@@ -30,10 +30,10 @@ AWAY_S = 4.0
 def absent_and_freed(rank: int, meeting: Any, layout: Layout) -> tuple[float, str, float]:
     """Rank 2 stays away from a collective. Seconds until this rank is through, what it raised, and a later sum."""
     cpu = torch.device("cpu")
-    place = join(meeting, rank, layout, cpu)
+    place = init_process_groups(meeting, rank, layout, cpu)
     own, other = socket.socketpair()
     outside = socket.create_connection((meeting.host, meeting.port))
-    abort = Abort(tell(StateIndex(), StateIndex(), place).sockets)
+    abort = CollectiveAbort(exchange_peer_info(StateIndex(), StateIndex(), place).peer_sockets)
     began, raised = time.monotonic(), ""
     if rank == 2:
         time.sleep(AWAY_S)
@@ -44,15 +44,15 @@ def absent_and_freed(rank: int, meeting: Any, layout: Layout) -> tuple[float, st
         except RuntimeError as error:
             raised = str(error)
     freed_s = time.monotonic() - began
-    assert abort.called is (rank != 2)
-    abort.end()
-    leave()
+    assert abort.is_aborted is (rank != 2)
+    abort.disarm()
+    destroy_process_groups()
     abort()  # too late: whatever has these descriptors now is none of its business
     own.send(b"whole")
     assert other.recv(5) == b"whole" and outside.getpeername()[1] == meeting.port
     for connection in (own, other, outside):
         connection.close()
-    join(replace(meeting, generation=meeting.generation + 1000), rank, layout, cpu)
+    init_process_groups(replace(meeting, generation=meeting.generation + 1000), rank, layout, cpu)
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
     return freed_s, raised, float(total)
@@ -71,11 +71,11 @@ def test_an_agent_that_nobody_asks_ends_its_workers() -> None:
     worker += "; print(h.path, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", worker], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
-        agent = Agent(small(), orphaned_s=1.0)
+        agent = NodeAgent(make_small_config(), orphan_timeout_s=1.0)
         agent.watch({0: (process.pid, process.stdout.readline().strip())})
         for _ in range(20):
             time.sleep(0.1)
-            assert agent.look().signs is not None and process.poll() is None, "somebody asks"
+            assert agent.look().workers is not None and process.poll() is None, "somebody asks"
         assert process.wait(timeout=30) == -signal.SIGKILL
         agent.close()
 
@@ -93,10 +93,10 @@ def test_nccl_is_aborted_and_formed_again() -> None:
         dist.all_reduce(value)
         assert float(value[0]) == 1.0
         if generation == 0:
-            abort = Abort({})
+            abort = CollectiveAbort({})
             torch.cuda._sleep(1 << 32)
             dist.all_reduce(value, async_op=True)
             abort()
             torch.cuda.synchronize()
-            assert abort.called
+            assert abort.is_aborted
         dist.destroy_process_group()

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.warm_pool import SMALL
+from tests.warm_pool import SMALL_OVERRIDES
 
 TIMEOUT_S = 120
 # Several microbatches a step, so that a signal hits it in the middle, and dropout: random bits to be replayed.
 WORDS = [
-    *SMALL,
+    *SMALL_OVERRIDES,
     "model.dropout=0.1",
     "train.steps=24",
     "train.micro_batch=2",
@@ -145,12 +145,12 @@ def signal_after(step: int, number: signal.Signals, delay_s: float = 0.0) -> str
     return f"""
 import os, threading
 from raytrain_hpc.driver.run_recorder import RunRecorder
-real = RunRecorder._take_step
+real = RunRecorder._handle_step
 def take(self, metrics):
     real(self, metrics)
     if metrics["step"] == {step}:
         threading.Timer({delay_s}, os.kill, (os.getpid(), {int(number)})).start()
-RunRecorder._take_step = take
+RunRecorder._handle_step = take
 """
 
 

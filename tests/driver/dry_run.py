@@ -25,9 +25,9 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.driver import supervisor
-from raytrain_hpc.driver.ray_backend import RayWorkers
+from raytrain_hpc.driver.ray_backend import RayWorkerGroup
 from raytrain_hpc.driver.supervisor import Supervisor
-from raytrain_hpc.driver.worker_group import Actors
+from raytrain_hpc.driver.worker_group import ActorPool
 from raytrain_hpc.observability.console import Console
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.driver.fake_ray import Play, Stage
@@ -39,25 +39,25 @@ RANKS = (256, 512, 1024, 2048, 4096)
 class NoStore:
     """Where nobody meets."""
 
-    def fall(self, generation: int) -> None:
+    def abort_generation(self, generation: int) -> None:
         pass
 
-    def meeting(self, generation: int) -> Rendezvous:
+    def create_rendezvous(self, generation: int) -> Rendezvous:
         return Rendezvous("127.0.0.1", 0, generation, 60.0)
 
 
 @dataclass
-class DryFleet:
+class DryRunBackend:
     """Nodes of eight, and one more for spares."""
 
     world: int
     cluster: Topology
     stage: Stage
-    lasting: bool = False
+    is_external: bool = False
 
-    def crew(self, config: Config) -> RayWorkers:
-        actors = Actors(config, self.world + config.cluster.spares, self.cluster, self.stage.workers)
-        return RayWorkers(config, actors, NoStore(), readers=False)  # type: ignore[arg-type]
+    def create_worker_group(self, config: Config) -> RayWorkerGroup:
+        actors = ActorPool(config, self.world + config.cluster.spares, self.cluster, self.stage.workers)
+        return RayWorkerGroup(config, actors, NoStore(), use_ray_readers=False)  # type: ignore[arg-type]
 
 
 def settings(ranks: int, directory: str) -> Config:
@@ -79,14 +79,14 @@ def dry_run(ranks: int, play: Play) -> dict[str, Any]:
     nodes = tuple(Node(f"node-{n:04}", f"10.0.{n // 256}.{n % 256}", A_NODE) for n in range(ranks // A_NODE + 1))
     cluster = Topology(nodes, "cuda", "h100")
     with tempfile.TemporaryDirectory() as directory, Stage(cluster, play) as stage:
-        fleet = DryFleet(ranks, cluster, stage)
+        fleet = DryRunBackend(ranks, cluster, stage)
 
         @contextmanager
-        def opened(config: Config) -> Iterator[DryFleet]:
+        def opened(config: Config) -> Iterator[DryRunBackend]:
             yield fleet
 
         before, began, cpu = peak_mib(), time.monotonic(), time.process_time()
-        with mock.patch.object(supervisor, "open_fleet", opened):
+        with mock.patch.object(supervisor, "open_backend", opened):
             result = Supervisor(settings(ranks, f"{directory}/run"), None, Console(quiet=True), threading.Event()).run()
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         lines = Path(directory, "run", "incidents.jsonl").read_text().splitlines()

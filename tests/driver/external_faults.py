@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.data.loader.test_exactly_once import readers
+from tests.data.loader.test_exactly_once import find_reader_processes
 from tests.driver.loop_filesystem import Disk
 
 
@@ -37,7 +37,7 @@ def kill_readers(run_dir: Path) -> None:
     killed: set[int] = set()
     until(lambda: steps_of(run_dir) >= 10, 0.01)
     while len(killed) < 3:
-        found = set(readers()) - killed
+        found = set(find_reader_processes()) - killed
         for pid in found:
             os.kill(pid, signal.SIGKILL)
             killed.add(pid)

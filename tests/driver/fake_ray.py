@@ -15,10 +15,10 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from raytrain_hpc.driver import health_monitor, node_drain, ray_backend, ray_topology, record_poller, worker_group
-from raytrain_hpc.driver.node_agent import Seen
-from raytrain_hpc.elastic.watchdog import Signs
+from raytrain_hpc.driver.node_agent import NodeHealth
+from raytrain_hpc.elastic.watchdog import WorkerHealth
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.runtime.control_channel import Ended
+from raytrain_hpc.runtime.control_channel import GenerationOutcome
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _DOZE_S = 0.001
@@ -66,7 +66,7 @@ class Part:
     pid: int
     records: list[dict[str, Any]] = field(default_factory=list)
     running: Reference | None = None
-    held: Ended = field(default_factory=lambda: Ended("done"))
+    held: GenerationOutcome = field(default_factory=lambda: GenerationOutcome("done"))
 
     def describe(self, config: Any, spec: Any) -> dict[str, Any]:
         now = time.time()
@@ -99,9 +99,9 @@ class Watcher:
     def watch(self, pulses: dict[int, Any]) -> None:
         self.ranks = list(pulses)
 
-    def look(self) -> Seen:
+    def look(self) -> NodeHealth:
         step = self.stage.step
-        return Seen([], {r: Signs(r, True, False, 0.0, 0.0, "training", step, 0.25) for r in self.ranks})
+        return NodeHealth([], {r: WorkerHealth(r, True, False, 0.0, 0.0, "training", step, 0.25) for r in self.ranks})
 
     def stacks(self) -> dict[int, str]:
         return dict.fromkeys(self.ranks, "")
@@ -228,13 +228,13 @@ class Stage:
         self.launched.append(now)
         self.placed.append({rank: player.node for rank, (player, _) in self._cast.items()})
         self._due.append((now + play.building_s, self._ready))
-        for step in range(spec.first + 1, spec.steps_to + 1):
-            at = now + play.building_s + (step - spec.first) * play.step_s
+        for step in range(spec.start_step + 1, spec.end_step + 1):
+            at = now + play.building_s + (step - spec.start_step) * play.step_s
             self._due.append((at, lambda step=step: self._commit(spec, step)))
             if step == play.lost_after and len(self.launched) == 1:
                 self._due.append((at + play.step_s / 2, lambda step=step: self._lose(spec, step)))
                 return
-        self._due.append((at + play.step_s, lambda: self._end(spec, "done", spec.steps_to)))
+        self._due.append((at + play.step_s, lambda: self._end(spec, "done", spec.end_step)))
 
     def _ready(self) -> None:
         self._steady = time.monotonic(), self.messages.total()
@@ -246,9 +246,9 @@ class Stage:
         tokens = spec.config.train.global_batch * spec.config.train.seq_len
         values = dict.fromkeys(("train/lr", "train/grad_norm", "time/data_s", "time/checkpoint_s"), 0.0)
         values |= {"step": step, "train/loss": 1.0 / step, "train/tokens": step * tokens, "time/unix": time.time()}
-        values |= {"time/step_s": play.step_s, "memory/peak_gib": 1.0, "elastic/world_size": spec.layout.world}
+        values |= {"time/step_s": play.step_s, "memory/peak_gib": 1.0, "elastic/world_size": spec.layout.world_size}
         values |= {"throughput/tokens_per_sec": tokens / play.step_s, "elastic/generation": spec.generation}
-        values["throughput/tokens_per_sec_per_device"] = tokens / play.step_s / spec.layout.world
+        values["throughput/tokens_per_sec_per_device"] = tokens / play.step_s / spec.layout.world_size
         self._cast[0][0].records.append({"type": "step", "metrics": values})
 
     def _lose(self, spec: WorkerSpec, step: int) -> None:
@@ -265,12 +265,12 @@ class Stage:
         if outcome == "done":
             self._count_messages()
         copies: dict[int, dict[int, tuple[int, ...]]] = {}
-        for source, buddy in spec.buddies:
+        for source, buddy in spec.replication_pairs:
             copies.setdefault(buddy, {})[source] = (step - 1, step)
         for rank, (player, _) in self._cast.items():
             assert player.running is not None
             states = {"steps": (step - 1, step), "copies": copies.get(rank, {}), "taken_in": spec.generation}
-            player.running.answer(Ended(outcome, reason, **states))
+            player.running.answer(GenerationOutcome(outcome, reason, **states))
         self._cast = {}
 
     def _count_messages(self) -> None:

@@ -24,7 +24,7 @@ from tests.driver.loop_filesystem import Disk, mounted
 from tests.driver.network_namespaces import Apart
 from tests.driver.two_node_cluster import TwoNodes
 from tests.jobs.ray_head import Head
-from tests.warm_pool import SMALL, small
+from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
 STEPS = 80
 WORDS = [
@@ -90,13 +90,13 @@ class Cost:
 def train(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
     """A run in the Ray that this process is connected to. Returns the hash of losses and last state."""
     if disturbed and fault.between:
-        first = rt.start(small(run_dir, *fault.settings(disturbed=True)))
+        first = rt.start(make_small_config(run_dir, *fault.settings(disturbed=True)))
         until(lambda: steps_of(run_dir) >= 45, 0.01)
         first.stop()
         assert first.result(timeout=120).outcome == "stopped"
         fault.between(run_dir)
         stamp(run_dir)
-    handle = rt.start(small(run_dir, *fault.settings(disturbed=disturbed)))
+    handle = rt.start(make_small_config(run_dir, *fault.settings(disturbed=disturbed)))
     if disturbed and fault.outside:
         threading.Thread(target=fault.outside, args=(run_dir,), daemon=True).start()
     for world in fault.grow if disturbed else ():
@@ -132,7 +132,7 @@ def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
 
 def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
     """A run in a process of its own on the first of two nodes, and what is to be struck of all this."""
-    words = [*SMALL, *fault.settings(disturbed=disturbed)]
+    words = [*SMALL_OVERRIDES, *fault.settings(disturbed=disturbed)]
     command = cluster.inside(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
     process = _started(command, cluster, run_dir)
     try:
@@ -169,7 +169,7 @@ def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbe
 
 def train_as_job(head: Head, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
     """A submitted job, whose driver is killed, and the same submitted again."""
-    words = [f"run.dir={run_dir}", *SMALL, *fault.settings(disturbed=disturbed)]
+    words = [f"run.dir={run_dir}", *SMALL_OVERRIDES, *fault.settings(disturbed=disturbed)]
     names = [run_dir.name, f"{run_dir.name}-again"][: 2 if disturbed else 1]
     for name in names:
         head.submit(name, *words, wait=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from tests.conftest import OBJECT_STORE
+from tests.conftest import OBJECT_STORE_BYTES
 from tests.driver.external_faults import (
     cut_short,
     delete,
@@ -189,7 +189,7 @@ def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
         import ray
 
         os.environ.setdefault("RAY_worker_niceness", "0")  # as in a Ray that a run starts for itself
-        store = {"object_store_memory": OBJECT_STORE}  # bytes: small enough for a row to fill
+        store = {"object_store_memory": OBJECT_STORE_BYTES}  # bytes: small enough for a row to fill
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, **store)
         yield from _compared(inside, train_on_a_disk, rounds)
         ray.shutdown()

@@ -15,14 +15,14 @@ import ray
 from ray.cluster_utils import Cluster
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.ray_topology import topology
-from raytrain_hpc.driver.worker_group import Actors
-from raytrain_hpc.elastic.recovery import Candidate, form
-from raytrain_hpc.planner.comm_volume import by_axis
+from raytrain_hpc.driver.ray_topology import read_topology
+from raytrain_hpc.driver.worker_group import ActorPool
+from raytrain_hpc.elastic.recovery import Candidate, plan_membership
+from raytrain_hpc.planner.comm_volume import compute_bytes_by_axis
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
-from raytrain_hpc.planner.workload import work_of
+from raytrain_hpc.planner.workload import make_workload
 from tests.driver.two_node_cluster import LEAN_HEAD
 
 
@@ -41,22 +41,26 @@ class Stand:
 
 def placed(config: Config) -> dict[str, Any]:
     """Where each rank of a first generation would be, by what is planned and by what Ray says of the processes."""
-    cluster = topology(config)
+    cluster = read_topology(config)
     world = int(config.cluster.workers)
     batching = resolve_batching(config, resolve_layout(config, world))
-    work = work_of(config, resolve_shape(config.model, vocab_size=64, seq_len=config.train.seq_len))
-    actors = Actors(config, world + config.cluster.spares, cluster, Stand)
+    work = make_workload(config, resolve_model_spec(config.model, vocab_size=64, seq_len=config.train.seq_len))
+    actors = ActorPool(config, world + config.cluster.spares, cluster, Stand)
     try:
         actors.start()
-        there = [Candidate(one.number, one.info["node"], one.info["pid"], rack=one.info["rack"]) for one in actors.up]
-        formation = form(config, batching, there, world, lambda layout, cut: by_axis(work, layout, cut))
+        there = [
+            Candidate(one.worker_id, one.info["node"], one.info["pid"], rack=one.info["rack"]) for one in actors.ready
+        ]
+        formation = plan_membership(
+            config, batching, there, world, lambda layout, cut: compute_bytes_by_axis(work, layout, cut)
+        )
         assert formation is not None
-        by_number = {one.number: one.info for one in actors.up}
+        by_number = {one.worker_id: one.info for one in actors.ready}
         spares = [info["node"] for number, info in by_number.items() if number not in formation.members]
         members = [by_number[number] for number in formation.members]
     finally:
         actors.close()
-    coordinates = [formation.layout.coordinates(rank) for rank in range(world)]
+    coordinates = [formation.layout.get_coordinates(rank) for rank in range(world)]
     ranks = [{**info, "at": at} for info, at in zip(members, coordinates, strict=True)]
     slots = {node.id: node.slots for node in cluster.nodes}
     return {"ranks": ranks, "spares": spares, "slots": slots, "racks": {node.id: node.rack for node in cluster.nodes}}

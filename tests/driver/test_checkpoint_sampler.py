@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import raytrain_hpc as rt
-from tests.warm_pool import small
+from tests.warm_pool import make_small_config
 
 ALONE = ["cluster.workers=0", "cluster.device=cpu", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=0"]
 
 
 def test_every_checkpoint_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.path=stdlib", "model.vocab_size=256", "observe.sample_tokens=5", "observe.prompts=['def f', 'x = ']"]
-    rt.train(small(tmp_path / "run", *ALONE, *words))
+    rt.train(make_small_config(tmp_path / "run", *ALONE, *words))
     found = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     asked = [(one["step"], one["prompt"]) for one in found]
     assert asked[:2] == [(2, "def f"), (2, "x = ")]  # the last one only where the first was answered by then
@@ -26,7 +26,7 @@ def test_every_checkpoint_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_cannot_be_asked_is_one_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rt.train(small(tmp_path / "run", *ALONE, "observe.prompts=['?']"))  # synthetic tokens mean nothing
+    rt.train(make_small_config(tmp_path / "run", *ALONE, "observe.prompts=['?']"))  # synthetic tokens mean nothing
     printed = capsys.readouterr().out
     assert printed.count("alarm: observe.prompts: ") == 1 and "the run has no tokenizer" in printed
     assert (tmp_path / "run" / "result.json").exists()

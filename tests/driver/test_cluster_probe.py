@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc.bench.comm import comm_table
-from raytrain_hpc.cli.doctor import examine, examine_cluster
-from raytrain_hpc.driver.cluster_probe import scopes
-from raytrain_hpc.planner.link_fit import SENT
-from tests.warm_pool import small
+from raytrain_hpc.bench.comm import build_table
+from raytrain_hpc.cli.doctor import examine_cluster, run_checks
+from raytrain_hpc.driver.cluster_probe import group_workers_by_scope
+from raytrain_hpc.planner.link_fit import BUS_FACTORS
+from tests.warm_pool import make_small_config
 
 pytestmark = pytest.mark.timeout(200)
 FACT: dict[str, Any] = {
@@ -33,26 +33,30 @@ FACT: dict[str, Any] = {
 
 
 def test_sets_of_workers() -> None:
-    assert scopes(["a", "a", "b", "b"]) == {"inside a node": [0, 1], "across nodes": [0, 2], "all": [0, 1, 2, 3]}
-    assert scopes(["a", "a"]) == {"inside a node": [0, 1]}
-    assert scopes(["a", "b", "c"]) == {"across nodes": [0, 1, 2]}
-    assert scopes(["a"]) == {}
+    assert group_workers_by_scope(["a", "a", "b", "b"]) == {
+        "inside a node": [0, 1],
+        "across nodes": [0, 2],
+        "all": [0, 1, 2, 3],
+    }
+    assert group_workers_by_scope(["a", "a"]) == {"inside a node": [0, 1]}
+    assert group_workers_by_scope(["a", "b", "c"]) == {"across nodes": [0, 1, 2]}
+    assert group_workers_by_scope(["a"]) == {}
 
 
 def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
     run_dir = tmp_path / "not there yet" / "run"
-    report = examine_cluster(small(run_dir, "cluster.workers=3"))
+    report = examine_cluster(make_small_config(run_dir, "cluster.workers=3"))
     assert {check.name: check.state for check in report.checks if check.state == "fail"} == {}
-    assert report.fit and not run_dir.parent.exists(), "nothing is left behind"
-    (reach,) = report.reaches
+    assert report.is_healthy and not run_dir.parent.exists(), "nothing is left behind"
+    (reach,) = report.timings
     assert (reach.scope, reach.ranks, reach.nodes) == ("inside a node", 3, 1)
-    assert reach.seconds.keys() == SENT.keys()
+    assert reach.seconds.keys() == BUS_FACTORS.keys()
     assert all(took > 0 for seconds in reach.seconds.values() for took in seconds.values())
-    said = "\n".join(report.lines())
+    said = "\n".join(report.format_lines())
     assert "run.dir" in said and "all_to_all" in said and "3 workers on 1 node" in said
     assert json.loads(json.dumps(report.to_json()))["collectives"][0]["ranks"] == 3
-    table = comm_table(list(report.reaches))
-    assert [row["operation"] for row in table.rows] == list(SENT)
+    table = build_table(list(report.timings))
+    assert [row["operation"] for row in table.rows] == list(BUS_FACTORS)
     assert all(row["GB/s"] > 0 for row in table.rows)  # type: ignore[operator]
 
 
@@ -72,8 +76,8 @@ def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
 )
 def test_one_worker_that_is_unlike_the_others(changes: dict[str, Any], name: str, state: str, said: str) -> None:
     others = [FACT, {**FACT, "pid": 2}]
-    assert {check.state for check in examine(others, (99.0, 102.0), "/runs")} == {"ok"}
-    found = examine([*others, {**FACT, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
+    assert {check.state for check in run_checks(others, (99.0, 102.0), "/runs")} == {"ok"}
+    found = run_checks([*others, {**FACT, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
     (check,) = [check for check in found if check.state != "ok"]
     assert (check.name, check.state) == (name, state)
     assert said in check.found and check.remedy

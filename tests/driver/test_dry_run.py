@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
-from raytrain_hpc.distributed.process_groups import place_among
+from raytrain_hpc.config.model_spec import resolve_model_spec
+from raytrain_hpc.distributed.process_groups import build_parallel_context
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.parallel.parallelize import parallelise
+from raytrain_hpc.parallel.parallelize import parallelize
 from raytrain_hpc.planner.layout import Layout, resolve_layout
-from raytrain_hpc.planner.model_state_memory import parameters_by_stage
+from raytrain_hpc.planner.model_state_memory import count_parameters_by_pp_rank
 from raytrain_hpc.planner.stage_split import split_layers
-from raytrain_hpc.state.sharded_state import local
+from raytrain_hpc.state.sharded_state import to_local
 from tests.driver.dry_run import A_NODE, dry_run
 from tests.driver.fake_ray import Play
 
@@ -80,26 +80,29 @@ def test_a_rank_of_thousands_has_its_share_of_the_model(layout: str, rank: int) 
         held = elements(config, resolved, rank)
     finally:
         dist.destroy_process_group()
-    shape = resolve_shape(config.model, vocab_size=None, seq_len=4096)
-    planned = parameters_by_stage(shape, resolved, 4096)[resolved.coordinates(rank)["pp"]].dense
+    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
+    planned = count_parameters_by_pp_rank(shape, resolved, 4096)[resolved.get_coordinates(rank)["pp"]].dense
     shards = resolved.dp_shard if resolved.zero == 3 else 1
     assert held == pytest.approx(planned / shards, rel=0.01)
 
 
 def elements(config: Any, layout: Layout, rank: int) -> int:
     """Parameters that this rank stores."""
-    place = place_among(rank, layout, torch.device("cpu"), tied=False, balanced=False)
-    assert place.at == layout.coordinates(rank)
+    place = build_parallel_context(rank, layout, torch.device("cpu"), tied_weights=False, balance_experts=False)
+    assert place.coordinates == layout.get_coordinates(rank)
     if layout.tp > 1:
         neighbours = dist.get_process_group_ranks(place.axes["tp"].group)
         assert len({other // A_NODE for other in neighbours}) == 1 and rank in neighbours
         assert all(after - before == 1 for before, after in pairwise(neighbours))
-    shape = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    stages = split_layers(shape, config.train.seq_len, layout.pipeline.stages)
+    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    stages = split_layers(shape, config.train.seq_len, layout.pipeline.num_stages)
     with torch.device("meta"):
-        modules = {stage: Decoder(shape, stages[stage]) for stage in layout.pipeline.stages_of(place.at["pp"])}
+        modules = {
+            stage: Decoder(shape, stages[stage])
+            for stage in layout.pipeline.get_stages_of_rank(place.coordinates["pp"])
+        }
     meta = torch.device("meta")
-    made = parallelise(
-        modules, config, layout, place.mesh, meta, place.axes, place.experts, None, keyed_randomness=True
+    made = parallelize(
+        modules, config, layout, place.mesh, meta, place.axes, place.expert_mesh, None, keyed_randomness=True
     )
-    return sum(local(parameter).numel() for parameter in made.parameters.values())
+    return sum(to_local(parameter).numel() for parameter in made.parameters.values())

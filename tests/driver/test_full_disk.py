@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raytrain_hpc.observability.metric_writers import JsonlSink, TensorBoardSink
+from raytrain_hpc.observability.metric_writers import JsonlWriter, TensorBoardWriter
 from tests.driver.cli_process import WORDS, Lives, joined, signal_after
 
 # The disk is full from step 6 on and, where `freed` is a step, has room again after that one.
@@ -21,7 +21,7 @@ BALLAST = """
 import os, pathlib
 from raytrain_hpc.driver.run_recorder import RunRecorder
 ballast, freed = pathlib.Path({ballast!r}), {freed}
-real = RunRecorder._take_step
+real = RunRecorder._handle_step
 def fill():
     with ballast.open("wb", buffering=0) as file:
         try:
@@ -35,7 +35,7 @@ def take(self, metrics):
     real(self, metrics)
     if metrics["step"] == freed:
         ballast.unlink()
-RunRecorder._take_step = take
+RunRecorder._handle_step = take
 """
 WAIT_FOR_THE_DISK = "checkpoint.async=false"  # so that the checkpoint of step 4 is there when the disk fills up
 
@@ -148,7 +148,7 @@ class Disk:
 def test_lines_are_whole_or_absent_and_come_later(tmp_path, monkeypatch) -> None:
     path, told = tmp_path / "metrics.jsonl", []
     path.write_text('{"step": 1}\n{"step": 2, "tra')
-    disk, sink = Disk(monkeypatch), JsonlSink(path, told.append)
+    disk, sink = Disk(monkeypatch), JsonlWriter(path, told.append)
     sink.write({"step": 2})
     for step, disk.room in ((3, 5), (4, 17), (5, 0)):
         sink.write({"step": step})
@@ -170,10 +170,10 @@ def test_lines_are_whole_or_absent_and_come_later(tmp_path, monkeypatch) -> None
 
 def test_events_come_later_too_and_a_restart_purges(tmp_path, monkeypatch) -> None:
     told: list[str] = []
-    disk, sink = Disk(monkeypatch), TensorBoardSink(tmp_path / "tb", 0, told.append)
+    disk, sink = Disk(monkeypatch), TensorBoardWriter(tmp_path / "tb", 0, told.append)
     for step, disk.room in ((1, None), (2, 9), (3, 0), (4, None)):
         sink.write({"step": step, "time/unix": 1.0, "train/loss": step / 2, "throughput/mfu": None})
-    sink.restart(2)
+    sink.discard_steps_after(2)
     sink.write({"step": 3, "time/unix": 1.0, "train/loss": 7.0})
     sink.close()
     events = EventAccumulator(str(tmp_path / "tb"))

@@ -15,10 +15,10 @@ import pytest
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.elastic.recovery import Candidate
-from raytrain_hpc.elastic.state_partition import State
-from raytrain_hpc.errors import ClusterError, WorkerFailed
+from raytrain_hpc.elastic.state_partition import StatePart
+from raytrain_hpc.errors import ClusterError, WorkerFailedError
 from raytrain_hpc.planner.topology import Node, Topology
-from tests.warm_pool import SMALL
+from tests.warm_pool import SMALL_OVERRIDES
 
 
 def metrics(step: int, generation: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def metrics(step: int, generation: int) -> dict[str, Any]:
     }
 
 
-class Crew:
+class FakeWorkerGroup:
     """Each generation reports some steps and fails; with None as its number it goes to the end. An exception in the
     place of a number: nobody comes up any more. `holds`: what the worker that is left has in memory after a failure."""
 
@@ -49,48 +49,48 @@ class Crew:
         return self.plan[min(len(self.specs), len(self.plan) - 1)]
 
     def start(self) -> None:
-        self.wait(1)
+        self.wait_for_workers(1)
 
-    def wait(self, count: int) -> None:
+    def wait_for_workers(self, count: int) -> None:
         if isinstance(self._next, Exception):
             raise self._next
 
-    def extend(self, count: int) -> None:
+    def scale_up_to(self, count: int) -> None:
         assert count == 1, "nobody asked for more"
 
-    def candidates(self) -> list[Candidate]:
+    def list_candidates(self) -> list[Candidate]:
         if isinstance(self._next, Exception):
             return []
-        return [Candidate(0, "n", 7, tuple(State(1, 0, 1, step) for step in self.holds) if self.specs else ())]
+        return [Candidate(0, "n", 7, tuple(StatePart(1, 0, 1, step) for step in self.holds) if self.specs else ())]
 
-    def arrange(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
+    def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         who = {"rank": 0, "rack": "", "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
         return [who | {"began": time.time(), "imported": time.time()}]
 
-    def run(
+    def run_generation(
         self,
         spec: Any,
-        handle: Callable[[dict[str, Any]], None],
-        stop: threading.Event,
-        regroup: Callable[[], Any],
+        on_record: Callable[[dict[str, Any]], None],
+        stop_event: threading.Event,
+        poll_regroup: Callable[[], Any],
     ) -> str:
-        assert regroup() is None
+        assert poll_regroup() is None
         planned = self._next
-        handle({"type": "ready", "rank": 0, "model": time.time() + 100.0 * len(self.specs)})
+        on_record({"type": "ready", "rank": 0, "model": time.time() + 100.0 * len(self.specs)})
         self.specs.append(spec)
         steps = spec.steps_to if planned is None else spec.first + planned
         for step in range(spec.first + 1, steps + 1):
-            handle({"type": "step", "metrics": metrics(step, spec.generation)})
+            on_record({"type": "step", "metrics": metrics(step, spec.generation)})
         if planned is None:
             return "done"
         now = time.time()
-        raise WorkerFailed(0, "n", 7, "died", "the reason", detected=now, last_seen=now - 0.25)
+        raise WorkerFailedError(0, "n", 7, "died", "the reason", detected_at=now, last_seen=now - 0.25)
 
-    def recall(self, after: int, until: int) -> list[dict[str, Any]]:
+    def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
         """What it had committed and nobody had heard of."""
-        return [metrics(step, 1) for step in range(after + 1, until + 1)]
+        return [metrics(step, 1) for step in range(after_step + 1, until_step + 1)]
 
-    def forget(self) -> None:
+    def discard_state(self) -> None:
         self.holds = ()
 
     def close(self) -> None:
@@ -98,26 +98,28 @@ class Crew:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Crew]]:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, FakeWorkerGroup]]:
     """Runs the command with a crew whose generations go as planned; the last plan is repeated for ever."""
 
-    def start(plan: list[int | Exception | None], *words: str, holds: tuple[int, ...] = ()) -> tuple[int, Crew]:
-        crew = Crew(plan, holds)
+    def start(
+        plan: list[int | Exception | None], *words: str, holds: tuple[int, ...] = ()
+    ) -> tuple[int, FakeWorkerGroup]:
+        crew = FakeWorkerGroup(plan, holds)
 
-        class Fleet:
+        class FakeBackend:
             world, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
-            lasting = False
+            is_external = False
 
-            def crew(self, config: Any) -> Crew:
+            def create_worker_group(self, config: Any) -> FakeWorkerGroup:
                 return crew
 
         @contextmanager
         def fleet(config: Any) -> Any:
-            yield Fleet()
+            yield FakeBackend()
 
-        monkeypatch.setattr(supervisor, "open_fleet", fleet)
+        monkeypatch.setattr(supervisor, "open_backend", fleet)
         with pytest.raises(SystemExit) as ended:
-            main(["train", *SMALL, f"run.dir={tmp_path}", *words])
+            main(["train", *SMALL_OVERRIDES, f"run.dir={tmp_path}", *words])
         assert crew.closed
         return ended.value.code or 0, crew
 

@@ -40,12 +40,12 @@ CheckpointStore._rename = rename
 STOP_REQUESTED_AFTER_9 = """
 import os, signal
 from raytrain_hpc.driver.run_recorder import RunRecorder
-real = RunRecorder._take_step
+real = RunRecorder._handle_step
 def take(self, metrics):
     real(self, metrics)
     if metrics["step"] == 9:
         os.kill(os.getpid(), signal.SIGTERM)
-RunRecorder._take_step = take
+RunRecorder._handle_step = take
 """
 
 
@@ -76,12 +76,12 @@ def signal_in_evaluation(batch: int) -> str:
     return f"""
 import itertools, os, signal
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
-real, calls = EvaluationSet.batch, itertools.count(1)
+real, calls = EvaluationSet.get_batch, itertools.count(1)
 def batch(self, index):
     if next(calls) == {batch}:
         os.kill(os.getpid(), signal.SIGTERM)
     return real(self, index)
-EvaluationSet.batch = batch
+EvaluationSet.get_batch = batch
 """
 
 

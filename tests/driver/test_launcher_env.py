@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_hpc.driver.launcher_env import Task, task_of
+from raytrain_hpc.driver.launcher_env import LauncherTask, detect_launcher_task
 
 SLURM_JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0"}
 SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
@@ -14,26 +14,26 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4"}
 @pytest.mark.parametrize(
     "environment, task",
     [
-        (SLURM_STEP, Task("srun", 5, 8, 1)),
-        ({**SLURM_STEP, "PMI_RANK": "5", "PMI_SIZE": "8"}, Task("srun", 5, 8, 1)),
+        (SLURM_STEP, LauncherTask("srun", 5, 8, 1)),
+        ({**SLURM_STEP, "PMI_RANK": "5", "PMI_SIZE": "8"}, LauncherTask("srun", 5, 8, 1)),
         (
             {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "3"},
-            Task("mpirun (Open MPI)", 3, 16, 3),
+            LauncherTask("mpirun (Open MPI)", 3, 16, 3),
         ),
         (
             {"PALS_RANKID": "7", "PALS_LOCAL_RANKID": "7", "PMI_RANK": "7", "PMI_SIZE": "24", "PMI_LOCAL_RANK": "7"},
-            Task("mpiexec (PALS)", 7, 24, 7),
+            LauncherTask("mpiexec (PALS)", 7, 24, 7),
         ),
-        ({**HYDRA, "MPI_LOCALRANKID": "0"}, Task("mpiexec (Intel MPI)", 2, 4, 0)),
-        ({**HYDRA, "PMI_LOCAL_RANK": "1"}, Task("mpiexec (MPICH)", 2, 4, 1)),
+        ({**HYDRA, "MPI_LOCALRANKID": "0"}, LauncherTask("mpiexec (Intel MPI)", 2, 4, 0)),
+        ({**HYDRA, "PMI_LOCAL_RANK": "1"}, LauncherTask("mpiexec (MPICH)", 2, 4, 1)),
         (
             {"PBS_JOBID": "9.x", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-            Task("mpirun (Open MPI)", 0, 1, None),
+            LauncherTask("mpirun (Open MPI)", 0, 1, None),
         ),
     ],
 )
-def test_a_task_is_read(environment: dict[str, str], task: Task) -> None:
-    assert task_of(environment) == task
+def test_a_task_is_read(environment: dict[str, str], task: LauncherTask) -> None:
+    assert detect_launcher_task(environment) == task
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_a_task_is_read(environment: dict[str, str], task: Task) -> None:
     ],
 )
 def test_whoever_is_no_task_of_several_is_none(environment: dict[str, str]) -> None:
-    assert task_of(environment) is None
+    assert detect_launcher_task(environment) is None

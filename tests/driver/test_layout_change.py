@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 # Twelve microbatches of one: four ranks have three each, three ranks four, two ranks six.
 WORDS = ["model.dropout=0.1", "train.steps=10", "train.micro_batch=1"]
@@ -19,7 +19,10 @@ OTHERS = {
 
 
 def losses(pool: WarmPool, directory: Path, *words: str, **part: int) -> list[float]:
-    return [metrics["train/loss"] for metrics in steps_of(pool.train(small(directory, *WORDS, *words), **part)[0])]
+    return [
+        metrics["train/loss"]
+        for metrics in get_step_metrics(pool.train(make_small_config(directory, *WORDS, *words), **part)[0])
+    ]
 
 
 @pytest.fixture(scope="module")

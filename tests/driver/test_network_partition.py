@@ -15,7 +15,7 @@ import pytest
 from tests.driver.cli_process import curve, joined
 from tests.driver.network_namespaces import Apart, allowed
 from tests.driver.test_two_nodes import ELASTIC, FAR, until
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -33,7 +33,7 @@ def apart() -> Iterator[Apart]:
 def test_the_side_of_the_driver_goes_on_and_the_other_ends(apart: Apart, pool: WarmPool, tmp_path: Path) -> None:
     """Stages on both sides: no connection breaks by itself, and what is there is known here as copies."""
     words, run_dir = [*ELASTIC, "cluster.workers=4", "parallel.pp=2"], tmp_path / "run"
-    undisturbed = steps_of(pool.train(small(None, *words))[0])
+    undisturbed = get_step_metrics(pool.train(make_small_config(None, *words))[0])
     command = apart.inside(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
     process = subprocess.Popen(
         command, env=apart.env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

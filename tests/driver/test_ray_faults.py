@@ -17,9 +17,9 @@ from torch import nn
 
 import raytrain_hpc as rt
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.errors import ConfigError, RunFailed
+from raytrain_hpc.errors import ConfigError, RunFailedError
 from tests.driver.cli_process import count, curve, joined, until
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 60
 WORDS = [
@@ -34,14 +34,14 @@ WORDS = [
 
 
 def config(run_dir: Path, *words: str) -> Config:
-    return small(run_dir, *WORDS, *words)
+    return make_small_config(run_dir, *WORDS, *words)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(pool: WarmPool) -> list[tuple[float, float, float]]:
     """The same two ranks, with neither Ray nor a driver."""
-    records = pool.train(small(None, *WORDS))[0]
-    return [curve(metrics) for metrics in steps_of(records)]
+    records = pool.train(make_small_config(None, *WORDS))[0]
+    return [curve(metrics) for metrics in get_step_metrics(records)]
 
 
 def pids(run_dir: Path) -> list[int]:
@@ -111,7 +111,7 @@ def test_one_fault_after_another(ray_cluster: None, undisturbed, tmp_path: Path)
 
 def test_a_slow_rank_is_given_less_to_do(ray_cluster: None, pool: WarmPool, tmp_path: Path) -> None:
     constant = [*WORDS, "train.schedule=constant"]
-    reference = [curve(metrics) for metrics in steps_of(pool.train(small(None, *constant))[0])]
+    reference = [curve(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *constant))[0])]
     words = ["train.schedule=constant", "train.steps=5000", "checkpoint.every=0", "fault.on_straggler=rebalance"]
     slow = "fault.inject=[{kind: slow, rank: 1, step: 3}]"
     run = rt.start(config(tmp_path, *words, slow, "cluster.workers=3", "data.engine=local"))
@@ -144,7 +144,7 @@ def test_more_come_back(ray_cluster: None, undisturbed, tmp_path: Path) -> None:
 
 def test_the_number_of_workers_changes_as_asked(ray_cluster: None, pool: WarmPool, tmp_path: Path) -> None:
     constant = [*WORDS, "train.schedule=constant"]
-    reference = [curve(metrics) for metrics in steps_of(pool.train(small(None, *constant))[0])]
+    reference = [curve(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *constant))[0])]
     run = rt.start(config(tmp_path, "train.schedule=constant", "train.steps=4000", "checkpoint.every=0"))
     until(lambda: count(tmp_path) > 5)
     for workers in (1, 2, 3):  # the third one is started for it
@@ -187,7 +187,7 @@ def test_an_exception_names_its_own_rank_and_not_the_peers(ray_cluster: None, tm
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     run = rt.start(config(tmp_path, "fault.max_failures=0"), model=embedding_alone, loss=loss_that_breaks)
     with pytest.raises(
-        RunFailed, match=r"gave up after 1 failures \(fault.max_failures=0\): rank 1 .*a mistake of rank 1"
+        RunFailedError, match=r"gave up after 1 failures \(fault.max_failures=0\): rank 1 .*a mistake of rank 1"
     ):
         run.result(timeout=240)
     (incident,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())

@@ -17,7 +17,7 @@ import ray
 
 from tests.driver.cli_process import TIMEOUT_S, count, curve, until
 from tests.driver.test_ray_faults import STEPS, WORDS, config, gone, pids
-from tests.warm_pool import SMALL, WarmPool, steps_of
+from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics
 
 OURS = "RAYTRAIN_TEST_OF"
 
@@ -44,7 +44,7 @@ def processes_of(mark: str) -> list[int]:
 @contextmanager
 def life(run: Path, ray_tmpdir: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "RAY_TMPDIR": ray_tmpdir, OURS: str(run)}
-    command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run}", *SMALL, *WORDS, *words]
+    command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run}", *SMALL_OVERRIDES, *WORDS, *words]
     with (run.parent / "out").open("ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
         try:
@@ -96,7 +96,7 @@ def test_interrupted_again_and_again(ray_cluster: None, pool: WarmPool, tmp_path
     assert "Traceback" not in out.read_text() and "authentication" not in out.read_text()
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rest = steps_of(pool.train(config(run), resume_step=second)[0])
+    rest = get_step_metrics(pool.train(config(run), resume_step=second)[0])
     by_step = {metrics["step"]: curve(metrics) for metrics in [*lines, *rest]}
-    alone = steps_of(pool.train(config(tmp_path / "alone"))[0])
+    alone = get_step_metrics(pool.train(config(tmp_path / "alone"))[0])
     assert len(alone) == STEPS and by_step == {metrics["step"]: curve(metrics) for metrics in alone}

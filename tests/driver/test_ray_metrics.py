@@ -7,14 +7,14 @@ import urllib.request
 
 import ray
 
-from raytrain_hpc.driver.ray_metrics import Gauges
-from tests.run_report.run_directories import line
+from raytrain_hpc.driver.ray_metrics import RayMetricsTracker
+from tests.run_report.run_directories import make_metrics
 
 
 def test_the_newest_step_is_what_prometheus_reads(ray_cluster: None) -> None:
-    gauges = Gauges("mine")
-    gauges.write(line(3))
-    gauges.write(line(4, **{"throughput/mfu": 0.5}))
+    gauges = RayMetricsTracker("mine")
+    gauges.write(make_metrics(3))
+    gauges.write(make_metrics(4, **{"throughput/mfu": 0.5}))
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     deadline = time.monotonic() + 60

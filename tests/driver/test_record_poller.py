@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from raytrain_hpc.driver import record_poller, throttle
-from raytrain_hpc.driver.record_poller import Listener
-from raytrain_hpc.elastic.watchdog import Signs
+from raytrain_hpc.driver.record_poller import RecordPoller
+from raytrain_hpc.elastic.watchdog import WorkerHealth
 
-WELL = Signs(0, True, False, 0.0, 0.0, "training", 1, 0.1)
+WELL = WorkerHealth(0, True, False, 0.0, 0.0, "training", 1, 0.1)
 
 
 class Clock:
@@ -64,7 +64,7 @@ def listened(
 ) -> list[tuple[Any, float]]:
     """Records and when they came, of a driver that looks every 0.05 s; `urgent`: when a rank makes such a record."""
     came: list[tuple[Any, float]] = []
-    listener = Listener(ranks, lambda record: came.append((record, round(clock.now - Clock.now, 2))))
+    listener = RecordPoller(ranks, lambda record: came.append((record, round(clock.now - Clock.now, 2))))
     made = dict.fromkeys(range(len(ranks)), 0)
     for _ in range(round(until_s / 0.05)):
         clock.now += 0.05
@@ -72,7 +72,7 @@ def listened(
             while made[rank] < len(moments) and clock.now - Clock.now >= moments[made[rank]]:
                 ranks[rank].records.append(f"shard of {rank}")
                 made[rank] += 1
-        listener.listen({rank: replace(WELL, rank=rank, urgent=number) for rank, number in made.items()})
+        listener.poll({rank: replace(WELL, rank=rank, num_urgent_records=number) for rank, number in made.items()})
     return came
 
 

@@ -12,8 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain_hpc import Result, load_config, train
-from raytrain_hpc.observability.metrics import KEYS
-from tests.warm_pool import small
+from raytrain_hpc.observability.metrics import METRIC_KEYS
+from tests.warm_pool import make_small_config
 
 
 @dataclass
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     path = tmp_path_factory.mktemp("run") / "run"
     words = ["train.eval_every=2", "train.steps=3", "observe.peak_tflops=0.01", "observe.tensorboard=true"]
     words += ["observe.ranks_every=2"]
-    result = train(small(path, "cluster.workers=0", "cluster.device=cpu", *words), quiet=True)
+    result = train(make_small_config(path, "cluster.workers=0", "cluster.device=cpu", *words), quiet=True)
     return Ended(path, result, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
 
 
@@ -41,8 +41,8 @@ def test_metrics_have_exactly_the_documented_keys(run: Ended) -> None:
     assert [line["step"] for line in run.metrics] == [1, 2, 3]
     for line in run.metrics:
         absent = {"val/loss"} if line["step"] == 1 else set()
-        absent |= {key for key in KEYS if key.startswith("ranks/")} if line["step"] != 2 else set()
-        assert set(line) == set(KEYS) - absent
+        absent |= {key for key in METRIC_KEYS if key.startswith("ranks/")} if line["step"] != 2 else set()
+        assert set(line) == set(METRIC_KEYS) - absent
         assert line["time/step_s"] > line["time/data_s"] >= 0
         assert line["throughput/tokens_per_sec"] == pytest.approx(12 * 16 / line["time/step_s"])
         assert line["train/tokens"] == line["step"] * 12 * 16
@@ -51,7 +51,7 @@ def test_metrics_have_exactly_the_documented_keys(run: Ended) -> None:
 def test_tensorboard_has_the_same_keys_and_values(run: Ended) -> None:
     events = EventAccumulator(str(run.path / "tb"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {key for key in KEYS if "/" in key}
+    assert set(events.Tags()["scalars"]) == {key for key in METRIC_KEYS if "/" in key}
     for key in ("train/loss", "val/loss"):
         shown = [(event.step, event.value) for event in events.Scalars(key)]
         assert shown == [(m["step"], pytest.approx(m[key], rel=1e-6)) for m in run.metrics if key in m]

@@ -24,14 +24,14 @@ strike, mend = {{
     ),
     "silence": (lambda: disk.freeze(3.0), lambda: None),
 }}[{how!r}]
-real = RunRecorder._take_step
+real = RunRecorder._handle_step
 def take(self, metrics):
     if metrics["step"] == 7:
         strike()
     if metrics["step"] == 19:
         mend()
     real(self, metrics)
-RunRecorder._take_step = take
+RunRecorder._handle_step = take
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.driver.cli_process import curve
 from tests.driver.two_node_cluster import TwoNodes
-from tests.warm_pool import SMALL, WarmPool, small, steps_of
+from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -67,7 +67,7 @@ def test_more_workers_than_slots_is_refused_with_both_numbers(cluster: TwoNodes,
 
 FAR = 40  # steps that are compared, of which the thirteenth sees the end of a node
 ELASTIC = [
-    *SMALL,
+    *SMALL_OVERRIDES,
     f"train.steps={FAR}",
     "train.deterministic=elastic",
     "train.micro_batch=3",
@@ -103,7 +103,7 @@ def test_a_node_is_lost_and_another_one_comes_and_is_drained(cluster: TwoNodes, 
     Stages are in test_apart.py, tensor-parallel groups among the rows of docs/faults.md.
     """
     words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.schedule=constant"], tmp_path / "run"
-    undisturbed = steps_of(pool.train(small(None, *ELASTIC, *words))[0])
+    undisturbed = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
     process = start(cluster, run_dir, *words, "train.steps=100000")
     try:
         until(lambda found: len(found) >= 12, run_dir, process)

@@ -6,8 +6,8 @@ import pytest
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.elastic.recovery import Candidate, Formation, form, least_workers
-from raytrain_hpc.elastic.state_partition import State
+from raytrain_hpc.elastic.recovery import Candidate, Membership, get_min_workers, plan_membership
+from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.planner.layout import Batching
 
 BATCH = Batching(12, 2)
@@ -23,18 +23,18 @@ def workers(text: str, parts: int = 1) -> list[Candidate]:
     for number, word in enumerate(text.split()):
         node, states = word.split(":")
         held = [("0/" + state).split("/")[-2:] for state in states.split(",") if state]
-        states = tuple(State(1, int(part), parts, int(step)) for part, step in held)
+        states = tuple(StatePart(1, int(part), parts, int(step)) for part, step in held)
         found.append(Candidate(number, node, 100 + number, states))
     return found
 
 
-def sizes(formation: Formation) -> tuple[int, int, int]:
+def sizes(formation: Membership) -> tuple[int, int, int]:
     layout = formation.layout
-    return layout.world, layout.dp_replicate, layout.dp_shard
+    return layout.world_size, layout.dp_replicate, layout.dp_shard
 
 
 def test_replicas_go_on_from_the_newest_step_that_any_holds() -> None:
-    formation = form(config(), BATCH, workers("a:7,8 a:8,9 b:8,9"), wanted=4)
+    formation = plan_membership(config(), BATCH, workers("a:7,8 a:8,9 b:8,9"), max_workers=4)
     assert formation is not None
     assert sizes(formation) == (3, 3, 1) and formation.members == (0, 1, 2) and formation.step == 9
 
@@ -50,48 +50,50 @@ def test_replicas_go_on_from_the_newest_step_that_any_holds() -> None:
     ],
 )
 def test_shards_go_on_from_a_step_of_which_all_are_there(left: str, step: int | None) -> None:
-    formation = form(config("parallel.zero=3"), BATCH, workers(left, parts=2), wanted=4)
+    formation = plan_membership(config("parallel.zero=3"), BATCH, workers(left, parts=2), max_workers=4)
     assert formation is not None and formation.step == step
 
 
 def test_whoever_alone_holds_a_part_is_a_member() -> None:
     left = workers("a:0/5 a:0/5 a:1/5 a:0/5", parts=2)
-    formation = form(config("parallel.zero=3"), BATCH, left, wanted=2)
+    formation = plan_membership(config("parallel.zero=3"), BATCH, left, max_workers=2)
     assert formation is not None and 2 in formation.members and formation.step == 5
 
 
 def test_who_holds_nothing_takes_no_part_in_that() -> None:
-    formation = form(config(), BATCH, workers("a: a:8,9 a:9"), wanted=3)
+    formation = plan_membership(config(), BATCH, workers("a: a:8,9 a:9"), max_workers=3)
     assert formation is not None and formation.step == 9 and sizes(formation)[0] == 3
-    formation = form(config(), BATCH, workers("a: a: a:"), wanted=3)
+    formation = plan_membership(config(), BATCH, workers("a: a: a:"), max_workers=3)
     assert formation is not None and formation.step is None
 
 
 def test_those_who_hold_state_come_before_spares() -> None:
-    formation = form(config(), BATCH, workers("b: a: a:4 b:4 b:4"), wanted=3)
+    formation = plan_membership(config(), BATCH, workers("b: a: a:4 b:4 b:4"), max_workers=3)
     assert formation is not None and formation.members == (2, 3, 4)
 
 
 def test_no_more_than_wanted_and_no_fewer_than_the_least() -> None:
-    assert sizes(form(config(), BATCH, workers("a:1 a:1 a:1 a:1"), wanted=2)) == (2, 2, 1)  # type: ignore[arg-type]
-    assert form(config("cluster.min_workers=3"), BATCH, workers("a:1 a:1"), wanted=4) is None
-    assert least_workers(config("parallel.tp=2")) == 2
-    assert form(config("parallel.tp=2"), BATCH, workers("a:1"), wanted=4) is None
+    assert sizes(plan_membership(config(), BATCH, workers("a:1 a:1 a:1 a:1"), max_workers=2)) == (2, 2, 1)  # type: ignore[arg-type]
+    assert plan_membership(config("cluster.min_workers=3"), BATCH, workers("a:1 a:1"), max_workers=4) is None
+    assert get_min_workers(config("parallel.tp=2")) == 2
+    assert plan_membership(config("parallel.tp=2"), BATCH, workers("a:1"), max_workers=4) is None
 
 
 def test_a_tensor_parallel_group_stays_on_one_node() -> None:
     left = workers("a:5 b:5 b:5")
-    formation = form(config("parallel.tp=2"), BATCH, left, wanted=4)
+    formation = plan_membership(config("parallel.tp=2"), BATCH, left, max_workers=4)
     assert formation is not None and formation.members == (1, 2) and formation.layout.tp == 2
-    formation = form(config("parallel.tp=2"), BATCH, workers("a:5 b:5 c:5"), wanted=4)
+    formation = plan_membership(config("parallel.tp=2"), BATCH, workers("a:5 b:5 c:5"), max_workers=4)
     assert formation is None, "three workers on three nodes make no group"
-    formation = form(config("parallel.tp=2"), BATCH, workers("b:5 a:5 b:5 a:5"), wanted=4)
+    formation = plan_membership(config("parallel.tp=2"), BATCH, workers("b:5 a:5 b:5 a:5"), max_workers=4)
     assert formation is not None and formation.members == (1, 3, 0, 2)
 
 
 def test_axes_that_cut_a_model_keep_their_size() -> None:
-    formation = form(config("parallel.pp=2", "model.num_layers=4"), BATCH, workers("a:5 " * 5), wanted=6)
-    assert formation is not None and formation.layout.pp == 2 and formation.layout.world == 4
+    formation = plan_membership(
+        config("parallel.pp=2", "model.num_layers=4"), BATCH, workers("a:5 " * 5), max_workers=6
+    )
+    assert formation is not None and formation.layout.pp == 2 and formation.layout.world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -105,10 +107,10 @@ def test_axes_that_cut_a_model_keep_their_size() -> None:
     ],
 )
 def test_data_parallel_axes_are_fitted(words: list[str], left: int, expected: tuple[int, int, int]) -> None:
-    formation = form(config(*words), BATCH, workers("a:5 " * left), wanted=6)
+    formation = plan_membership(config(*words), BATCH, workers("a:5 " * left), max_workers=6)
     assert formation is not None and sizes(formation) == expected
 
 
 def test_a_rank_needs_a_microbatch() -> None:
-    formation = form(config("train.micro_batch=12"), Batching(2, 12), workers("a:5 " * 4), wanted=4)
+    formation = plan_membership(config("train.micro_batch=12"), Batching(2, 12), workers("a:5 " * 4), max_workers=4)
     assert formation is not None and sizes(formation) == (2, 2, 1)

@@ -103,13 +103,13 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 run = rt.attach(model, optimizer, scheduler)
 for step in run.steps(12):
     batch = {"x": torch.randn(10, 3), "y": torch.randn(10, 1)}
-    mine = run.share(batch)
+    mine = run.local_batch(batch)
     loss = run.backward((model(mine["x"]) - mine["y"]).square().mean())
     if step % 2:  # gradients of two steps together
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    if step == 5 and run.first:
+    if step == 5 and run.is_main_process:
         time.sleep(4)  # an evaluation: many times as long as a step
 sys.exit(0)
 """
@@ -128,11 +128,11 @@ def test_running_statistics_slow_evaluations_and_gradients_of_several_steps(ray_
 SCRIPTS = {
     "steps(7)": "for step in run.steps(7): pass",
     "backward was not called": "for step in run.steps(): pass",
-    "have \\[2, 3\\] rows": "for step in run.steps(): run.share((torch.zeros(2), torch.zeros(3)))",
+    "have \\[2, 3\\] rows": "for step in run.steps(): run.local_batch((torch.zeros(2), torch.zeros(3)))",
     "attach: called twice": "rt.attach(model, optimizer)",
     "backward was called twice": "for step in run.steps(): [run.backward(model(torch.ones(1, 2)).sum()) for _ in '12']",
     "asked for twice": "next(iter(run.steps())); next(iter(run.steps()))",
-    "a batch holds str": "for step in run.steps(): run.share(['a', 'b'])",
+    "a batch holds str": "for step in run.steps(): run.local_batch(['a', 'b'])",
     "ended with exit code 3": "raise SystemExit(3)",
     "outside of the steps": "run.backward(torch.zeros(()))",
     "without going through the steps": "pass",
@@ -156,13 +156,15 @@ def test_what_a_script_does_wrong(tmp_path: Path, reason: str) -> None:
 
 def test_rows_are_shared_out_in_runs() -> None:
     places = [SimpleNamespace(layout=Layout(dp_replicate=3), rank=rank) for rank in range(3)]
-    ranks = [SimpleNamespace(place=place, _rows=[]) for place in places]
-    assert [ScriptTrainer.share(rank, 8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
-    mine = SimpleNamespace(share=lambda rows: ScriptTrainer.share(ranks[1], rows), device=torch.device("cpu"))
-    shared = ScriptRun(mine).share({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
+    ranks = [SimpleNamespace(context=place, _row_counts=[]) for place in places]
+    assert [ScriptTrainer.get_local_rows(rank, 8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
+    mine = SimpleNamespace(
+        get_local_rows=lambda rows: ScriptTrainer.get_local_rows(ranks[1], rows), device=torch.device("cpu")
+    )
+    shared = ScriptRun(mine).local_batch({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
     assert shared["x"].tolist() == shared["pair"][0].tolist() == [2, 3, 4] and shared["pair"][1].shape == (3, 2)
     with pytest.raises(ModelError, match="a batch of 2 rows for 3 ranks; every rank needs one"):
-        ScriptTrainer.share(ranks[0], 2)
+        ScriptTrainer.get_local_rows(ranks[0], 2)
 
 
 def test_what_no_script_can_be_run_on(tmp_path: Path) -> None:
@@ -177,6 +179,6 @@ def test_what_no_script_can_be_run_on(tmp_path: Path) -> None:
 def test_alone_a_number_of_steps_is_needed() -> None:
     model = torch.nn.Linear(2, 1)
     run = rt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert run.first and list(run.steps(2)) == [0, 1] and run.share(model.weight) is model.weight
+    assert run.is_main_process and list(run.steps(2)) == [0, 1] and run.local_batch(model.weight) is model.weight
     with pytest.raises(ModelError, match="steps: how many"):
         next(iter(run.steps()))

@@ -13,7 +13,7 @@ from examples import custom_module
 from raytrain_hpc import Config, train
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.runtime.worker_spec import CustomModel
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 20
 WORDS = ["model.dropout=0.2", "train.micro_batch=1", f"train.steps={STEPS}", "train.lr=0.01"]
@@ -49,7 +49,10 @@ CUSTOM = {
 
 
 def losses(pool: WarmPool, custom: CustomModel, *words: str) -> list[float]:
-    return [step["train/loss"] for step in steps_of(pool.train(small(None, *WORDS, *words), custom=custom)[0])]
+    return [
+        step["train/loss"]
+        for step in get_step_metrics(pool.train(make_small_config(None, *WORDS, *words), custom=custom)[0])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def test_dropout_is_drawn(pool: WarmPool, alone: Any) -> None:
 
 def attempt(tmp_path: Path, model: Any, loss: Any, *words: str) -> str:
     with pytest.raises(ModelError) as caught:
-        train(small(tmp_path / "run", "cluster.workers=0", *words), model=model, loss=loss, quiet=True)
+        train(make_small_config(tmp_path / "run", "cluster.workers=0", *words), model=model, loss=loss, quiet=True)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -97,6 +100,6 @@ def test_model_and_loss_go_together(tmp_path: Path) -> None:
 
 
 def test_wrong_loss_on_a_cluster_is_the_same_error(ray_cluster: None, tmp_path: Path) -> None:
-    config = small(tmp_path / "run", "cluster.workers=2")
+    config = make_small_config(tmp_path / "run", "cluster.workers=2")
     with pytest.raises(ModelError, match="return a scalar tensor"):
         train(config, model=bigram, loss=lambda logits, targets: logits, quiet=True)

@@ -16,7 +16,7 @@ _LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_STRETCHED = {
+_LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
     "factor": 8.0,
@@ -26,19 +26,19 @@ _STRETCHED = {
 }
 
 
-def _llama(**keys: Any) -> Any:
+def _build_llama(**keys: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**{**_LLAMA_LIKE, **keys}))
 
 
-def _qwen3(**keys: Any) -> Any:
+def _build_qwen3(**keys: Any) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(Qwen3Config(**{**_LLAMA_LIKE, "head_dim": 10, **keys}))
 
 
-def _mixtral(**keys: Any) -> Any:
+def _build_mixtral(**keys: Any) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     # transformers multiplies rows of whole 16 bytes only.
@@ -46,7 +46,7 @@ def _mixtral(**keys: Any) -> Any:
     return MixtralForCausalLM(MixtralConfig(**{**_LLAMA_LIKE, **experts, **keys}))
 
 
-def _gpt2(**keys: Any) -> Any:
+def _build_gpt2(**keys: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": 67, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
@@ -54,20 +54,20 @@ def _gpt2(**keys: Any) -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": _llama,
-    "llama, tied": lambda: _llama(tie_word_embeddings=True, head_dim=8, rms_norm_eps=1e-5),
-    "llama, stretched": lambda: _llama(rope_parameters=_STRETCHED),
-    "llama, biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "qwen3": _qwen3,
-    "qwen3, tied": lambda: _qwen3(tie_word_embeddings=True, num_key_value_heads=4),
-    "mixtral": _mixtral,
-    "gpt2": _gpt2,
-    "gpt2, narrow": lambda: _gpt2(n_inner=30, layer_norm_epsilon=1e-3),
-    "gpt2, untied": lambda: _gpt2(tie_word_embeddings=False),
+    "llama": _build_llama,
+    "llama, tied": lambda: _build_llama(tie_word_embeddings=True, head_dim=8, rms_norm_eps=1e-5),
+    "llama, stretched": lambda: _build_llama(rope_parameters=_LLAMA3_ROPE),
+    "llama, biases": lambda: _build_llama(attention_bias=True, mlp_bias=True),
+    "qwen3": _build_qwen3,
+    "qwen3, tied": lambda: _build_qwen3(tie_word_embeddings=True, num_key_value_heads=4),
+    "mixtral": _build_mixtral,
+    "gpt2": _build_gpt2,
+    "gpt2, narrow": lambda: _build_gpt2(n_inner=30, layer_norm_epsilon=1e-3),
+    "gpt2, untied": lambda: _build_gpt2(tie_word_embeddings=False),
 }
 
 
-def random_model(name: str) -> Any:
+def build_random_model(name: str) -> Any:
     """One of MODELS with every parameter drawn at random, norms and biases too, so that none can be left out unseen."""
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -77,7 +77,7 @@ def random_model(name: str) -> Any:
     return model.eval()
 
 
-def logits_there(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def compute_hf_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """What transformers makes of int64 [b, t]."""
     with torch.no_grad():
         logits: torch.Tensor = model(tokens, attention_mask=torch.ones_like(tokens)).logits

@@ -12,11 +12,11 @@ import torch
 from raytrain_hpc import import_model, prepare
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
-from raytrain_hpc.data.tokenizer.hf_files import tokenizer_files
+from raytrain_hpc.data.tokenizer.hf_files import build_tokenizer_files
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import CheckpointError, ConfigError, DataError
-from tests.huggingface.random_models import random_model
-from tests.warm_pool import steps_of
+from tests.huggingface.random_models import build_random_model
+from tests.warm_pool import get_step_metrics
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,9 +46,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tune")
     (directory / "theirs").mkdir()
     tokenizer = train_tokenizer([f"{pair['question']}{pair['answer']}" for pair in PAIRS], 320)
-    for name, text in tokenizer_files(tokenizer, 128).items():
+    for name, text in build_tokenizer_files(tokenizer, 128).items():
         (directory / "theirs" / name).write_text(text)
-    model = random_model("llama, tied")
+    model = build_random_model("llama, tied")
     model.resize_token_embeddings(tokenizer.vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,11 +68,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def words(place: Path, run: Path, *more: str) -> list[str]:
+def make_overrides(place: Path, run: Path, *more: str) -> list[str]:
     return [f"run.init_from={place / 'ours'}", f"run.dir={run}", f"data.path={place / 'data'}", *WORDS, *more]
 
 
-def plain_losses(place: Path, order: list[list[int]]) -> list[float]:
+def train_reference_loop(place: Path, order: list[list[int]]) -> list[float]:
     """The same pairs in the same order through transformers' model, tokenizer and loss, and torch's AdamW."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "theirs")
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "theirs", dtype=torch.float32).train()
@@ -98,19 +98,19 @@ def plain_losses(place: Path, order: list[list[int]]) -> list[float]:
 
 
 def test_losses_are_those_of_a_plain_loop(place: Path, pool: Any, tmp_path: Path) -> None:
-    config = load_config(None, words(place, tmp_path / "run"))
+    config = load_config(None, make_overrides(place, tmp_path / "run"))
     stream = prepare_run(config, None, lambda line: None).stream
-    order = [[int(stream.places(step, v)[0]) for v in range(BATCH)] for step in range(STEPS)]
+    order = [[int(stream.get_positions(step, v)[0]) for v in range(BATCH)] for step in range(STEPS)]
     assert len({number for numbers in order for number in numbers}) == len(PAIRS)  # more than an epoch
-    ours = [step["train/loss"] for step in steps_of(pool.train(config)[0])]
-    theirs = plain_losses(place, order)
+    ours = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
+    theirs = train_reference_loop(place, order)
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert sum(ours[-5:]) < sum(ours[:5]) - 1
 
 
 def test_what_does_not_belong_together(place: Path, tmp_path: Path) -> None:
     def refused(*more: str) -> Any:
-        return prepare_run(load_config(None, words(place, tmp_path / "run", *more)), None, lambda line: None)
+        return prepare_run(load_config(None, make_overrides(place, tmp_path / "run", *more)), None, lambda line: None)
 
     with pytest.raises(ConfigError, match=r"model.norm_eps=0.001.*the model in .*ours has 1e-05; leave the key out"):
         refused("model.norm_eps=0.001")
@@ -123,7 +123,7 @@ def test_what_does_not_belong_together(place: Path, tmp_path: Path) -> None:
 
 def test_weights_of_another_type(place: Path, pool: Any, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"run.init_from: .*float32"):
-        pool.train(load_config(None, words(place, tmp_path / "run", "train.dtype=fp64")))
+        pool.train(load_config(None, make_overrides(place, tmp_path / "run", "train.dtype=fp64")))
 
 
 def test_a_damaged_import_is_refused(place: Path, tmp_path: Path) -> None:

@@ -12,18 +12,18 @@ from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.driver.run_setup import prepare_run
-from raytrain_hpc.errors import ConfigError, MissingDependency
-from raytrain_hpc.model.param_init import initial_tensor
+from raytrain_hpc.errors import ConfigError, MissingDependencyError
+from raytrain_hpc.model.param_init import init_tensor
 from raytrain_hpc.text_generation import load_model
-from tests.huggingface.random_models import logits_there, random_model
-from tests.parallel.layout_run import whole_state
-from tests.warm_pool import steps_of
+from tests.huggingface.random_models import build_random_model, compute_hf_logits
+from tests.parallel.layout_run import load_full_state
+from tests.warm_pool import get_step_metrics
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 STEPS, LENGTH, BATCH, RANK, ALPHA = 8, 16, 4, 3, 6.0
-THEIRS = {"out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+HF_TARGET_NAMES = {"out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 WORDS = [
     "data.path=synthetic",
     f"train.steps={STEPS}",
@@ -43,37 +43,37 @@ TOKENS = torch.arange(24).view(2, 12) % 67
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    model = random_model("llama, tied")
+    model = build_random_model("llama, tied")
     model.save_pretrained(directory / "theirs")
     import_model(directory / "theirs", directory / "ours")
     return directory
 
 
-def trained(place: Path, pool: Any, run: Path, *more: str) -> list[float]:
+def train_run(place: Path, pool: Any, run: Path, *more: str) -> list[float]:
     words = [f"run.init_from={place / 'ours'}", f"run.dir={run}", *WORDS, "cluster.workers=2", *more]
-    return [step["train/loss"] for step in steps_of(pool.train(load_config(None, words))[0])]
+    return [step["train/loss"] for step in get_step_metrics(pool.train(load_config(None, words))[0])]
 
 
-def with_peft(place: Path, config: Any) -> tuple[list[float], Any]:
+def train_with_peft(place: Path, config: Any) -> tuple[list[float], Any]:
     """The same windows through peft's own model and a plain loop, from the same adapters; the losses, and the model."""
     prepared = prepare_run(config, None, lambda line: None)
     base = transformers.AutoModelForCausalLM.from_pretrained(place / "theirs", dtype=torch.float32)
-    targets = [name.rpartition(".")[2] for name in THEIRS.values()]
+    targets = [name.rpartition(".")[2] for name in HF_TARGET_NAMES.values()]
     model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
     named = dict(model.named_parameters())
     with torch.no_grad():
         for layer in range(2):
-            for ours, theirs in THEIRS.items():
+            for ours, theirs in HF_TARGET_NAMES.items():
                 room = "attention" if ours == "out" else "mlp"
                 a = named[f"base_model.model.model.layers.{layer}.{theirs}.lora_A.default.weight"]
                 name = f"layers.{layer}.{room}.{ours}.lora_A.default.weight"
-                a.copy_(initial_tensor(prepared.shape, name, a.shape, config.run.seed))
+                a.copy_(init_tensor(prepared.model_spec, name, a.shape, config.run.seed))
     optimizer = torch.optim.AdamW(
         [one for one in model.parameters() if one.requires_grad], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
     losses = []
     for step in range(STEPS):
-        batches = [prepared.stream.microbatch(step, v) for v in range(BATCH)]
+        batches = [prepared.stream.read_microbatch(step, v) for v in range(BATCH)]
         inputs = torch.cat([torch.from_numpy(one.inputs) for one in batches])
         targets = torch.cat([torch.from_numpy(one.targets) for one in batches])
         loss = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
@@ -86,20 +86,22 @@ def with_peft(place: Path, config: Any) -> tuple[list[float], Any]:
 
 
 def test_losses_and_the_merged_model_are_those_of_peft(place: Path, pool: Any, tmp_path: Path) -> None:
-    only = f"train.lora_targets=[{','.join(THEIRS)}]"
-    ours = trained(place, pool, tmp_path / "run", only)
+    only = f"train.lora_targets=[{','.join(HF_TARGET_NAMES)}]"
+    ours = train_run(place, pool, tmp_path / "run", only)
     config = load_config(None, [f"run.init_from={place / 'ours'}", f"run.dir={tmp_path / 'other'}", *WORDS, only])
-    theirs, merged = with_peft(place, config)
+    theirs, merged = train_with_peft(place, config)
     assert ours == pytest.approx(theirs, abs=1e-5)
     export_model(tmp_path / "run", tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    torch.testing.assert_close(logits_there(again, TOKENS), logits_there(merged.eval(), TOKENS), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        compute_hf_logits(again, TOKENS), compute_hf_logits(merged.eval(), TOKENS), rtol=0, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("layout", [[], ["parallel.zero=1"], ["parallel.zero=3"]], ids=["dp", "zero1", "zero3"])
 def test_nothing_but_adapters_is_trained(place: Path, pool: Any, tmp_path: Path, layout: list[str]) -> None:
-    trained(place, pool, tmp_path / "run", *layout)
-    before, after = whole_state(place / "ours", 0), whole_state(tmp_path / "run", STEPS)
+    train_run(place, pool, tmp_path / "run", *layout)
+    before, after = load_full_state(place / "ours", 0), load_full_state(tmp_path / "run", STEPS)
     assert all(torch.equal(before[name], after[name]) for name in before)
     others = after.keys() - before.keys()
     assert all(".lora_" in name for name in others) and all(after[name].any() for name in others if "model." in name)
@@ -112,12 +114,12 @@ def test_nothing_but_adapters_is_trained(place: Path, pool: Any, tmp_path: Path,
     plain, _ = load_model(RunDirectory(place / "ours"))
     with torch.no_grad():
         made = decoder(TOKENS)
-        torch.testing.assert_close(logits_there(again, TOKENS), made, rtol=0, atol=1e-5)
+        torch.testing.assert_close(compute_hf_logits(again, TOKENS), made, rtol=0, atol=1e-5)
         assert (made - plain(TOKENS)).abs().max() > 0.1
 
 
 def test_another_run_starts_from_the_sum_of_weights_and_adapters(place: Path, pool: Any, tmp_path: Path) -> None:
-    trained(place, pool, tmp_path / "run")
+    train_run(place, pool, tmp_path / "run")
     words = [
         f"run.init_from={tmp_path / 'run'}",
         f"run.dir={tmp_path / 'next'}",
@@ -126,19 +128,19 @@ def test_another_run_starts_from_the_sum_of_weights_and_adapters(place: Path, po
         "cluster.workers=2",
     ]
     pool.train(load_config(None, [*words, "train.steps=1", "train.lr=1e-30", "train.weight_decay=0"]))
-    merged, after = load_model(RunDirectory(tmp_path / "run"))[0], whole_state(tmp_path / "next", 1)
+    merged, after = load_model(RunDirectory(tmp_path / "run"))[0], load_full_state(tmp_path / "next", 1)
     assert all(torch.equal(after[f"model.{name}"], parameter) for name, parameter in merged.named_parameters())
 
 
 def test_bit_for_bit_at_every_degree_and_resumed(place: Path, pool: Any, tmp_path: Path) -> None:
     elastic = "train.deterministic=elastic"
-    alone = trained(place, pool, tmp_path / "one", elastic, "cluster.workers=1")
-    assert trained(place, pool, tmp_path / "two", elastic) == alone
-    assert trained(place, pool, tmp_path / "zero", elastic, "parallel.zero=3") == alone
+    alone = train_run(place, pool, tmp_path / "one", elastic, "cluster.workers=1")
+    assert train_run(place, pool, tmp_path / "two", elastic) == alone
+    assert train_run(place, pool, tmp_path / "zero", elastic, "parallel.zero=3") == alone
     words = [f"run.init_from={place / 'ours'}", f"run.dir={tmp_path / 'cut'}", *WORDS, elastic, "cluster.workers=2"]
     config = load_config(None, words)
     pool.train(config, steps_to=3)
-    later = steps_of(pool.train(config, resume_step=3)[0])
+    later = get_step_metrics(pool.train(config, resume_step=3)[0])
     assert [step["train/loss"] for step in later] == alone[3:]
 
 
@@ -158,5 +160,5 @@ def test_what_adapters_cannot_do(word: str, reason: str) -> None:
 
 def test_peft_is_asked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_hpc.driver.run_setup.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match="run `pip install peft`"):
+    with pytest.raises(MissingDependencyError, match="run `pip install peft`"):
         prepare_run(load_config(None, [*WORDS, f"run.dir={tmp_path}"]), None, lambda line: None)

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from raytrain_hpc.config.model_spec import ModelShape, resolve_shape
+from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.model.decoder import Decoder
 
@@ -21,12 +21,12 @@ def one_thread():
 
 
 @pytest.fixture
-def tiny() -> Callable[..., ModelShape]:
+def tiny() -> Callable[..., ModelSpec]:
     """A tiny shape of a family ("gpt2", "llama"), with model keys on top."""
 
-    def make(family: str, **keys: object) -> ModelShape:
+    def make(family: str, **keys: object) -> ModelSpec:
         config = ModelConfig(**{**TINY, **(GPT2 if family == "gpt2" else LLAMA), **keys})
-        return resolve_shape(config, vocab_size=19, seq_len=12)
+        return resolve_model_spec(config, vocab_size=19, seq_len=12)
 
     return make
 
@@ -35,7 +35,7 @@ def tiny() -> Callable[..., ModelShape]:
 def random_decoder() -> Callable[..., Decoder]:
     """A decoder with every parameter drawn at random, norms and biases too, so that none can be left out unseen."""
 
-    def make(shape: ModelShape, dtype: torch.dtype = torch.float64) -> Decoder:
+    def make(shape: ModelSpec, dtype: torch.dtype = torch.float64) -> Decoder:
         torch.manual_seed(0)
         decoder = Decoder(shape).to(dtype)
         with torch.no_grad():

@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 
-from raytrain_hpc.config.model_spec import ModelShape
+from raytrain_hpc.config.model_spec import ModelSpec
 
 Weights = dict[str, np.ndarray]
 
 
-def reference_logits(shape: ModelShape, weights: Weights, tokens: list[int]) -> np.ndarray:
+def reference_logits(shape: ModelSpec, weights: Weights, tokens: list[int]) -> np.ndarray:
     """Logits [t, vocab_size] in float64 of one sequence, without dropout."""
     x = weights["embedding.weight"][tokens]
     if shape.positions == "learned":
@@ -23,7 +23,7 @@ def reference_logits(shape: ModelShape, weights: Weights, tokens: list[int]) -> 
     return x @ weights["embedding.weight" if shape.tie_embeddings else "head.weight"].T
 
 
-def _norm(shape: ModelShape, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+def _norm(shape: ModelSpec, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     if shape.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + shape.norm_eps)
@@ -34,7 +34,7 @@ def _linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def _rotate(shape: ModelShape, head: np.ndarray) -> np.ndarray:
+def _rotate(shape: ModelSpec, head: np.ndarray) -> np.ndarray:
     """Channels i and i + d/2 as a complex number, turned by position * theta^(-2i/d)."""
     if shape.positions != "rotary":
         return head
@@ -48,7 +48,7 @@ def _rotate(shape: ModelShape, head: np.ndarray) -> np.ndarray:
     return turned
 
 
-def _frequency(shape: ModelShape, frequency: float) -> float:
+def _frequency(shape: ModelSpec, frequency: float) -> float:
     """Llama 3.1's rule, wave by wave."""
     wavelength = 2 * math.pi / frequency
     longest, shortest = (shape.rope_original / f for f in (shape.rope_low_factor, shape.rope_high_factor))
@@ -61,7 +61,7 @@ def _frequency(shape: ModelShape, frequency: float) -> float:
     return (1 - smooth) * frequency / shape.rope_factor + smooth * frequency
 
 
-def _attention(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
+def _attention(shape: ModelSpec, weights: Weights, x: np.ndarray) -> np.ndarray:
     width, size = shape.head_dim, shape.kv_size
     qkv = _linear(weights, "attention.qkv", x)
     queries, keys, values = np.split(qkv, [shape.num_heads * width, shape.num_heads * width + size], axis=1)
@@ -80,7 +80,7 @@ def _attention(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray
     return _linear(weights, "attention.out", mixed)
 
 
-def _feed_forward(shape: ModelShape, weights: Weights, x: np.ndarray, name: str = "mlp") -> np.ndarray:
+def _feed_forward(shape: ModelSpec, weights: Weights, x: np.ndarray, name: str = "mlp") -> np.ndarray:
     up = _linear(weights, f"{name}.up", x)
     if shape.activation == "swiglu":
         gate = _linear(weights, f"{name}.gate", x)
@@ -89,7 +89,7 @@ def _feed_forward(shape: ModelShape, weights: Weights, x: np.ndarray, name: str 
     return _linear(weights, f"{name}.down", gelu)
 
 
-def _mixture(shape: ModelShape, weights: Weights, x: np.ndarray) -> np.ndarray:
+def _mixture(shape: ModelSpec, weights: Weights, x: np.ndarray) -> np.ndarray:
     """Each position asks each of its experts, as if that were a dense feed-forward."""
     made = np.zeros_like(x)
     for position in range(len(x)):

@@ -4,9 +4,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.model.decoder import Decoder, loss_sum, rotary_tables, rotate
-from raytrain_hpc.parallel.activation_checkpoint import recompute
-from raytrain_hpc.state.keyed_rng import keyed_dropout, sample_keys
+from raytrain_hpc.model.decoder import Decoder, apply_rotary, loss_sum, make_rotary_tables
+from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
+from raytrain_hpc.state.keyed_rng import derive_sample_keys, keyed_dropout
 from tests.model.reference_decoder import reference_logits
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]]
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_finite_differences(tiny, random_decoder, family:
     small = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 12, "dropout": 0.2}
     decoder = random_decoder(tiny(family, **small, **keys))
     tokens, targets = torch.tensor(TOKENS)[:, :-1], torch.tensor(TOKENS)[:, 1:]
-    keys = sample_keys(1, 2, torch.arange(2))
+    keys = derive_sample_keys(1, 2, torch.arange(2))
     loss_sum(decoder(tokens, keys), targets).backward()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in decoder.named_parameters():
@@ -76,8 +76,11 @@ def test_gradients_are_those_of_finite_differences(tiny, random_decoder, family:
 def test_rotary_scores_depend_on_the_distance_alone(tiny):
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    tables = rotary_tables(torch.arange(50), tiny("llama"), torch.float64)
-    turned_q, turned_k = rotate(q.expand(1, 50, 1, 8), tables)[0, :, 0], rotate(k.expand(1, 50, 1, 8), tables)[0, :, 0]
+    tables = make_rotary_tables(torch.arange(50), tiny("llama"), torch.float64)
+    turned_q, turned_k = (
+        apply_rotary(q.expand(1, 50, 1, 8), tables)[0, :, 0],
+        apply_rotary(k.expand(1, 50, 1, 8), tables)[0, :, 0],
+    )
     scores = turned_q @ turned_k.T
     torch.testing.assert_close(scores[5:, :-5].diagonal(), scores[5, 0].expand(45))
     assert not torch.isclose(scores[5, 0], scores[6, 0])
@@ -85,12 +88,12 @@ def test_rotary_scores_depend_on_the_distance_alone(tiny):
 
 def test_rotary_tables_of_a_bf16_model_are_exact(tiny):
     shape = tiny("llama", head_dim=64)
-    cos, sin = rotary_tables(torch.arange(4000), shape, torch.bfloat16)
+    cos, sin = make_rotary_tables(torch.arange(4000), shape, torch.bfloat16)
     assert cos.dtype == torch.float32
-    exact_cos, exact_sin = rotary_tables(torch.arange(4000), shape, torch.float64)
+    exact_cos, exact_sin = make_rotary_tables(torch.arange(4000), shape, torch.float64)
     assert max((cos - exact_cos).abs().max(), (sin - exact_sin).abs().max()) < 1e-3
     x = torch.randn(1, 4000, 2, 64, dtype=torch.bfloat16)
-    assert rotate(x, (cos, sin)).dtype == torch.bfloat16
+    assert apply_rotary(x, (cos, sin)).dtype == torch.bfloat16
 
 
 def test_loss_is_the_log_softmax_of_the_targets_that_count(tiny):
@@ -110,7 +113,7 @@ def test_loss_is_the_log_softmax_of_the_targets_that_count(tiny):
 
 def test_dropout_needs_training_mode_and_keys(tiny, random_decoder):
     decoder = random_decoder(tiny("gpt2", dropout=0.3))
-    tokens, keys = torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2))
+    tokens, keys = torch.tensor(TOKENS), derive_sample_keys(0, 0, torch.arange(2))
     plain = decoder(tokens)
     assert not torch.allclose(decoder(tokens, keys), plain)
     decoder.eval()
@@ -126,20 +129,20 @@ def test_every_dropout_of_a_step_has_bits_of_its_own(tiny, random_decoder, monke
 
     monkeypatch.setattr("raytrain_hpc.model.decoder.keyed_dropout", record)
     decoder = random_decoder(tiny("gpt2", dropout=0.3, num_layers=3))
-    decoder(torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2)))
+    decoder(torch.tensor(TOKENS), derive_sample_keys(0, 0, torch.arange(2)))
     assert len(used) == len(set(used)) == 2 * (1 + 2 * 3)  # two samples; the embedding, and two branches a layer
 
 
 def test_dropout_follows_the_sample_not_its_place_in_the_batch(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", dropout=0.3))
     tokens, samples = torch.tensor(TOKENS), torch.tensor([40, 7])
-    whole = decoder(tokens, sample_keys(0, 5, samples))
-    swapped = decoder(tokens.flip(0), sample_keys(0, 5, samples.flip(0)))
+    whole = decoder(tokens, derive_sample_keys(0, 5, samples))
+    swapped = decoder(tokens.flip(0), derive_sample_keys(0, 5, samples.flip(0)))
     torch.testing.assert_close(swapped.flip(0), whole, rtol=1e-12, atol=1e-12)
 
 
 def test_recomputing_every_block_gives_the_same_gradients(tiny, random_decoder):
-    tokens, keys = torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2))
+    tokens, keys = torch.tensor(TOKENS), derive_sample_keys(0, 0, torch.arange(2))
     kept, recomputed = (random_decoder(tiny("llama", dropout=0.3)) for _ in range(2))
     loss_sum(kept(tokens, keys), tokens).backward()
     for block in recomputed.layers.values():
@@ -159,10 +162,10 @@ def test_one_graph_serves_every_block(tiny, random_decoder, policy: str):
         return graph.forward
 
     shape = tiny("llama", dropout=0.3, num_layers=4)
-    tokens, keys = torch.tensor(TOKENS), sample_keys(0, 0, torch.arange(2))
+    tokens, keys = torch.tensor(TOKENS), derive_sample_keys(0, 0, torch.arange(2))
     decoder = random_decoder(shape)
     expected = decoder(tokens, keys)
-    recompute(list(decoder.layers.values()), policy, keyed_randomness=True)
+    apply_activation_checkpointing(list(decoder.layers.values()), policy, keyed_randomness=True)
     for block in decoder.layers.values():
         block.compile(backend=count, fullgraph=True)
     assert torch.equal(decoder(tokens, keys), expected)

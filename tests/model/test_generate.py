@@ -4,7 +4,7 @@ import torch
 from raytrain_hpc.errors import ConfigError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate
-from raytrain_hpc.model.param_init import initialise
+from raytrain_hpc.model.param_init import init_weights
 
 
 class Fixed:
@@ -21,56 +21,56 @@ class Fixed:
 
 def test_the_same_seed_gives_the_same_text(tiny, random_decoder):
     decoder = random_decoder(tiny("llama"), torch.float32)
-    first = list(generate(decoder, [1, 2], 30, context=8, seed=4))
+    first = list(generate(decoder, [1, 2], 30, context_length=8, seed=4))
     torch.manual_seed(0)
-    assert list(generate(decoder, [1, 2], 30, context=8, seed=4)) == first
-    assert list(generate(decoder, [1, 2], 30, context=8, seed=5)) != first
+    assert list(generate(decoder, [1, 2], 30, context_length=8, seed=4)) == first
+    assert list(generate(decoder, [1, 2], 30, context_length=8, seed=5)) != first
     assert len(first) == 30
 
 
 def test_the_model_sees_the_last_tokens_of_its_context():
     model = Fixed([0.0, 0.0, 9.0])
-    assert list(generate(model, [0, 1, 0], 3, context=4, temperature=0)) == [2, 2, 2]
+    assert list(generate(model, [0, 1, 0], 3, context_length=4, temperature=0)) == [2, 2, 2]
     assert model.windows == [[0, 1, 0], [0, 1, 0, 2], [1, 0, 2, 2]]
 
 
 def test_learned_positions_are_not_outrun(tiny, random_decoder):
     decoder = random_decoder(tiny("gpt2"), torch.float32)
-    assert len(list(generate(decoder, [1] * 20, 5, context=12))) == 5
+    assert len(list(generate(decoder, [1] * 20, 5, context_length=12))) == 5
 
 
 def test_tokens_are_drawn_with_their_probabilities():
     odds = torch.tensor([0.6, 0.3, 0.1])
-    drawn = torch.tensor(list(generate(Fixed(odds.log().tolist()), [0], 2000, context=1, temperature=1.0)))
+    drawn = torch.tensor(list(generate(Fixed(odds.log().tolist()), [0], 2000, context_length=1, temperature=1.0)))
     torch.testing.assert_close(torch.bincount(drawn, minlength=3) / 2000, odds, rtol=0, atol=0.05)
     sharp = odds**2 / (odds**2).sum()
-    drawn = torch.tensor(list(generate(Fixed(odds.log().tolist()), [0], 2000, context=1, temperature=0.5)))
+    drawn = torch.tensor(list(generate(Fixed(odds.log().tolist()), [0], 2000, context_length=1, temperature=0.5)))
     torch.testing.assert_close(torch.bincount(drawn, minlength=3) / 2000, sharp, rtol=0, atol=0.05)
 
 
 def test_top_k_keeps_the_likeliest():
-    drawn = set(generate(Fixed([1.0, 0.0, 2.0, 0.5]), [0], 200, context=1, temperature=2.0, top_k=2))
+    drawn = set(generate(Fixed([1.0, 0.0, 2.0, 0.5]), [0], 200, context_length=1, temperature=2.0, top_k=2))
     assert drawn == {0, 2}
-    drawn = set(generate(Fixed([1.0, 0.0, 2.0, 0.5]), [0], 200, context=1, temperature=2.0, top_k=0))
+    drawn = set(generate(Fixed([1.0, 0.0, 2.0, 0.5]), [0], 200, context_length=1, temperature=2.0, top_k=0))
     assert drawn == {0, 1, 2, 3}
 
 
 def test_the_caller_keeps_gradients_between_tokens(tiny, random_decoder):
-    for _ in generate(random_decoder(tiny("llama"), torch.float32), [1], 2, context=4):
+    for _ in generate(random_decoder(tiny("llama"), torch.float32), [1], 2, context_length=4):
         assert torch.is_grad_enabled()
 
 
 def test_dropout_has_no_part_in_it(tiny):
     decoder = Decoder(tiny("llama", dropout=0.5))
-    initialise(decoder, 0)
-    training = list(generate(decoder, [1], 10, context=4))
-    assert list(generate(decoder.eval(), [1], 10, context=4)) == training
+    init_weights(decoder, 0)
+    training = list(generate(decoder, [1], 10, context_length=4))
+    assert list(generate(decoder.eval(), [1], 10, context_length=4)) == training
 
 
 def test_impossible_settings_are_refused_at_the_call():
     model = Fixed([0.0, 1.0])
     with pytest.raises(DataError, match="at least one token"):
-        generate(model, [], 1, context=4)
+        generate(model, [], 1, context_length=4)
     for wrong in ({"context": 0}, {"temperature": -1.0}, {"top_k": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             generate(model, [0], 1, **{"context": 4, **wrong})

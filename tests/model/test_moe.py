@@ -8,7 +8,7 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.decoder import Block, loss_sum
 from raytrain_hpc.model.moe import MixtureOfExperts
-from raytrain_hpc.training.expert_bias import Balance
+from raytrain_hpc.training.expert_bias import ExpertBias
 
 KEYS = {"num_experts": 5, "experts_per_token": 2, "balance_weight": 0.3}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]])
@@ -77,8 +77,8 @@ def test_the_bias_moves_against_the_load(tiny, random_decoder):
     loads = [torch.tensor([10, 0, 4, 4, 2]), torch.tensor([4, 4, 4, 4, 4])]
     for one, load in zip(mixtures(decoder), loads, strict=True):
         one.router.load.copy_(load)
-    balance = Balance([decoder], 0.25, None)
-    balance.step()
+    balance = ExpertBias([decoder], 0.25, None)
+    balance.update()
     biases = [one.router.bias.tolist() for one in mixtures(decoder)]
     assert biases == [[-0.25, 0.25, 0.0, 0.0, 0.25], [0.0] * 5]
     assert all(not one.router.load.any() for one in mixtures(decoder))

@@ -5,14 +5,14 @@ import torch
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.param_init import initial_tensor, initialise
+from raytrain_hpc.model.param_init import init_tensor, init_weights
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_weights_have_the_spread_of_their_kind(tiny, family: str):
     shape = tiny(family, hidden_size=128, num_layers=3, init_std=0.03, ffn_size=256)
     decoder = Decoder(shape)
-    initialise(decoder, seed=0)
+    init_weights(decoder, seed=0)
     for name, parameter in decoder.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
@@ -30,10 +30,10 @@ def test_a_tensor_does_not_depend_on_what_was_drawn_before(tiny):
     shape = tiny("llama")
     decoder = Decoder(shape)
     sizes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
-    forward = {name: initial_tensor(shape, name, size, 5) for name, size in sizes.items()}
+    forward = {name: init_tensor(shape, name, size, 5) for name, size in sizes.items()}
     torch.manual_seed(99)
-    backward = {name: initial_tensor(shape, name, size, 5) for name, size in reversed(sizes.items())}
-    initialise(decoder, 5)
+    backward = {name: init_tensor(shape, name, size, 5) for name, size in reversed(sizes.items())}
+    init_weights(decoder, 5)
     for name, parameter in decoder.named_parameters():
         assert torch.equal(forward[name], backward[name])
         assert torch.equal(forward[name], parameter)
@@ -41,19 +41,19 @@ def test_a_tensor_does_not_depend_on_what_was_drawn_before(tiny):
 
 def test_layers_and_seeds_differ(tiny):
     shape = tiny("llama")
-    first = initial_tensor(shape, "layers.0.mlp.up.weight", (32, 32), 0)
-    assert not torch.equal(first, initial_tensor(shape, "layers.1.mlp.up.weight", (32, 32), 0))
-    assert not torch.equal(first, initial_tensor(shape, "layers.0.mlp.up.weight", (32, 32), 1))
+    first = init_tensor(shape, "layers.0.mlp.up.weight", (32, 32), 0)
+    assert not torch.equal(first, init_tensor(shape, "layers.1.mlp.up.weight", (32, 32), 0))
+    assert not torch.equal(first, init_tensor(shape, "layers.0.mlp.up.weight", (32, 32), 1))
 
 
 def test_a_model_built_on_the_meta_device_starts_like_any_other_in_every_type(tiny):
     shape = tiny("llama")
     plain = Decoder(shape)
-    initialise(plain, 3)
+    init_weights(plain, 3)
     with torch.device("meta"):
         wide = Decoder(shape).double()
     wide.to_empty(device="cpu")
-    initialise(wide, 3)
+    init_weights(wide, 3)
     for a, b in zip(plain.parameters(), wide.parameters(), strict=True):
         assert torch.equal(a.double(), b)
     tokens = torch.arange(10).view(1, 10)
@@ -62,4 +62,4 @@ def test_a_model_built_on_the_meta_device_starts_like_any_other_in_every_type(ti
 
 def test_an_unknown_parameter_is_refused(tiny):
     with pytest.raises(ModelError, match=r"layers.0.router.gates: no initial value"):
-        initial_tensor(tiny("llama"), "layers.0.router.gates", (4, 4), 0)
+        init_tensor(tiny("llama"), "layers.0.router.gates", (4, 4), 0)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from raytrain_hpc.state.keyed_rng import fold, keyed_dropout, position_keys, sample_keys, seed_for
+from raytrain_hpc.state.keyed_rng import derive_position_keys, derive_sample_keys, derive_seed, fold_in, keyed_dropout
 
 MASK = (1 << 64) - 1
 
@@ -25,24 +25,24 @@ WIDTH = 64  # elements of a position
 
 def masks(p: float, n: int, *, seed: int = 0, step: int = 0, layer: int = 0, site: int = 0, samples: int = 16):
     """Kept elements, standardised: float64 [samples, n] of mean 0 and variance 1 if the rate is right."""
-    keys = position_keys(sample_keys(seed, step, torch.arange(samples)), torch.arange(n // WIDTH))
-    kept = (keyed_dropout(torch.ones(samples, n // WIDTH, WIDTH), p, fold(keys, layer), site) != 0).double()
+    keys = derive_position_keys(derive_sample_keys(seed, step, torch.arange(samples)), torch.arange(n // WIDTH))
+    kept = (keyed_dropout(torch.ones(samples, n // WIDTH, WIDTH), p, fold_in(keys, layer), site) != 0).double()
     return (kept.view(samples, n) - (1 - p)) / math.sqrt(p * (1 - p))
 
 
 def test_keys_are_splitmix64_of_seed_step_and_sample():
     samples = [0, 1, 12345678901234]
-    keys = sample_keys(1337, 42, torch.tensor(samples))
+    keys = derive_sample_keys(1337, 42, torch.tensor(samples))
     constant = splitmix(splitmix(splitmix(1337) + 42))
     assert [key & MASK for key in keys.tolist()] == [finalise((g + constant) & MASK) for g in samples]
-    folded = fold(keys, 7)
+    folded = fold_in(keys, 7)
     expected = [finalise((key + splitmix(7)) & MASK) for key in keys.tolist()]
     assert [key & MASK for key in folded.tolist()] == expected
 
 
 def test_the_mask_is_a_32_bit_hash_of_key_and_element():
     """The hash again in Python integers, so that wrapping and shifting in tensors is no matter of belief."""
-    key = int(sample_keys(3, 4, torch.tensor([5]))[0])
+    key = int(derive_sample_keys(3, 4, torch.tensor([5]))[0])
     mixed = finalise((key + splitmix(2)) & MASK)
     expected = []
     for index in range(200):
@@ -57,7 +57,7 @@ def test_the_mask_is_a_32_bit_hash_of_key_and_element():
 
 
 def test_any_split_of_the_batch_has_the_same_masks():
-    x, keys = torch.randn(6, 5, 8), sample_keys(0, 3, torch.arange(100, 106))
+    x, keys = torch.randn(6, 5, 8), derive_sample_keys(0, 3, torch.arange(100, 106))
     whole = keyed_dropout(x, 0.4, keys)
     for size in (1, 2, 4):
         parts = [keyed_dropout(a, 0.4, k) for a, k in zip(x.split(size), keys.split(size), strict=True)]
@@ -65,22 +65,22 @@ def test_any_split_of_the_batch_has_the_same_masks():
 
 
 def test_a_rank_with_a_part_of_the_sequence_has_its_part_of_the_masks():
-    x, keys, positions = torch.randn(3, 6, 8), sample_keys(0, 3, torch.arange(3)), torch.arange(6)
-    whole = keyed_dropout(x, 0.4, position_keys(keys, positions))
+    x, keys, positions = torch.randn(3, 6, 8), derive_sample_keys(0, 3, torch.arange(3)), torch.arange(6)
+    whole = keyed_dropout(x, 0.4, derive_position_keys(keys, positions))
     for part in (positions[2:5], positions[[0, 5]], positions[:0]):
-        assert torch.equal(keyed_dropout(x[:, part], 0.4, position_keys(keys, part)), whole[:, part])
+        assert torch.equal(keyed_dropout(x[:, part], 0.4, derive_position_keys(keys, part)), whole[:, part])
 
 
 def test_position_keys_are_splitmix64_of_sample_and_position():
-    keys = sample_keys(1, 2, torch.arange(3))
+    keys = derive_sample_keys(1, 2, torch.arange(3))
     expected = [[finalise((key + splitmix(t)) & MASK) for t in (0, 1, 4095)] for key in keys.tolist()]
-    found = position_keys(keys, torch.tensor([0, 1, 4095])).tolist()
+    found = derive_position_keys(keys, torch.tensor([0, 1, 4095])).tolist()
     assert [[key & MASK for key in row] for row in found] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_the_mask_does_not_depend_on_the_type(dtype: torch.dtype):
-    keys = sample_keys(0, 3, torch.arange(3))
+    keys = derive_sample_keys(0, 3, torch.arange(3))
     kept = keyed_dropout(torch.ones(3, 1000), 0.1, keys) != 0
     dropped = keyed_dropout(torch.ones(3, 1000, dtype=dtype), 0.1, keys)
     assert dropped.dtype == dtype
@@ -89,7 +89,7 @@ def test_the_mask_does_not_depend_on_the_type(dtype: torch.dtype):
 
 def test_kept_elements_and_their_gradients_are_scaled():
     x = torch.randn(2, 1000, dtype=torch.float64, requires_grad=True)
-    y = keyed_dropout(x, 0.25, sample_keys(0, 0, torch.arange(2)))
+    y = keyed_dropout(x, 0.25, derive_sample_keys(0, 0, torch.arange(2)))
     kept = y != 0
     torch.testing.assert_close(y[kept], x[kept] / 0.75)
     y.sum().backward()
@@ -98,7 +98,7 @@ def test_kept_elements_and_their_gradients_are_scaled():
 
 def test_probability_zero_is_no_operation():
     x = torch.randn(2, 3)
-    assert keyed_dropout(x, 0.0, sample_keys(0, 0, torch.arange(2))) is x
+    assert keyed_dropout(x, 0.0, derive_sample_keys(0, 0, torch.arange(2))) is x
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -139,13 +139,20 @@ def test_every_pattern_of_twelve_elements_is_as_frequent_as_any_other():
 
 def test_compiling_changes_no_bit():
     compiled = torch.compile(keyed_dropout, backend="aot_eager", fullgraph=True)
-    x, keys = torch.randn(2, 4, 8), sample_keys(0, 0, torch.arange(2))
+    x, keys = torch.randn(2, 4, 8), derive_sample_keys(0, 0, torch.arange(2))
     assert torch.equal(compiled(x, 0.3, keys, 1), keyed_dropout(x, 0.3, keys, 1))
 
 
 def test_seeds_of_named_things_differ_by_every_part():
-    seeds = [seed_for(1), seed_for("1"), seed_for(1, 2), seed_for(12), seed_for(2, 1), seed_for("ab", "c")]
-    seeds += [seed_for("a", "bc"), seed_for("abc"), seed_for(0, "layers.0"), seed_for(1, "layers.0")]
+    seeds = [
+        derive_seed(1),
+        derive_seed("1"),
+        derive_seed(1, 2),
+        derive_seed(12),
+        derive_seed(2, 1),
+        derive_seed("ab", "c"),
+    ]
+    seeds += [derive_seed("a", "bc"), derive_seed("abc"), derive_seed(0, "layers.0"), derive_seed(1, "layers.0")]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_for(1337, "head.weight") == seed_for(1337, "head.weight")
+    assert derive_seed(1337, "head.weight") == derive_seed(1337, "head.weight")

@@ -15,18 +15,23 @@ from typing import Any
 import pytest
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.errors import MissingDependency
+from raytrain_hpc.errors import MissingDependencyError
 from raytrain_hpc.observability import experiment_trackers
-from raytrain_hpc.observability.experiment_trackers import Behind, check_trackers, trackers_of
-from tests.run_report.run_directories import line
+from raytrain_hpc.observability.experiment_trackers import BackgroundTracker, check_trackers, create_trackers
+from tests.run_report.run_directories import make_metrics
 
-STEPS = [line(1), line(2), line(2, **{"train/loss": 3.5}), line(3, **{"val/loss": 2.5})]  # the second is run again
+STEPS = [
+    make_metrics(1),
+    make_metrics(2),
+    make_metrics(2, **{"train/loss": 3.5}),
+    make_metrics(3, **{"val/loss": 2.5}),
+]  # the second is run again
 
 
-def follow(config: Any) -> list[str]:
+def run_trackers(config: Any) -> list[str]:
     """Pass the steps on to what the settings ask for, to the end; the alarms that came."""
     alarms: list[str] = []
-    (behind,) = trackers_of(config, alarms.append)
+    (behind,) = create_trackers(config, alarms.append)
     for metrics in STEPS:
         behind.write(metrics)
     behind.close(failed=False)
@@ -39,16 +44,16 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     config = load_config(None, [f"run.dir={tmp_path}", "observe.wandb=project", "run.name=mine"])
-    assert follow(config) == []
+    assert run_trackers(config) == []
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 30  # its own process writes a moment longer
-    while len(found := _history(file)) < len(STEPS) and time.monotonic() < deadline:
+    while len(found := _read_history(file)) < len(STEPS) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [(row["step"], row["train/loss"]) for row in found] == [(1, 8.0), (2, 4.0), (2, 3.5), (3, 8.0 / 3)]
     assert found[-1]["val/loss"] == 2.5 and "throughput/mfu" not in found[0]
 
 
-def _history(file: Path) -> list[dict[str, float]]:
+def _read_history(file: Path) -> list[dict[str, float]]:
     """The rows of history in its file: records in LevelDB's log format, behind a header of 7 bytes, as its messages."""
     from wandb.proto import wandb_internal_pb2
 
@@ -76,8 +81,8 @@ def test_mlflow_in_files_and_a_run_that_goes_on(tmp_path: Path, monkeypatch: pyt
 
     uri = f"file://{tmp_path / 'mlruns'}"
     config = load_config(None, [f"run.dir={tmp_path}", f"observe.mlflow={uri}", "run.name=mine", "train.lr=0.5"])
-    assert follow(config) == []
-    assert follow(config) == []  # the same run, once more
+    assert run_trackers(config) == []
+    assert run_trackers(config) == []  # the same run, once more
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("raytrain_hpc")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -95,7 +100,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_alarm() -> None:
             raise AssertionError("given up already")
 
     alarms: list[str] = []
-    behind = Behind("mlflow", Failing, alarms.append)
+    behind = BackgroundTracker("mlflow", Failing, alarms.append)
     for metrics in STEPS:
         behind.write(metrics)
     behind.close(failed=False)
@@ -104,7 +109,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_alarm() -> None:
 
 def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(experiment_trackers, "_END_S", 0.2)
+    monkeypatch.setattr(experiment_trackers, "_CLOSE_TIMEOUT_S", 0.2)
 
     class Slow:
         def write(self, metrics: Mapping[str, Any]) -> None:
@@ -114,7 +119,7 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
             pass
 
     alarms: list[str] = []
-    behind, began = Behind("wandb", Slow, alarms.append), time.monotonic()
+    behind, began = BackgroundTracker("wandb", Slow, alarms.append), time.monotonic()
     for metrics in STEPS:
         behind.write(metrics)
     behind.close(failed=False)
@@ -127,15 +132,15 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
 def test_what_is_missing_is_said_before_anything_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment_trackers, "find_spec", lambda package: None)
     check_trackers(load_config(None, []).observe)
-    with pytest.raises(MissingDependency, match=f"run `pip install {name}`"):
+    with pytest.raises(MissingDependencyError, match=f"run `pip install {name}`"):
         check_trackers(load_config(None, [f"observe.{name}=there"]).observe)
 
 
 def test_nothing_is_imported_that_nobody_asked_for() -> None:
     code = (
         "import sys; from raytrain_hpc.driver import supervisor; from raytrain_hpc.config.loader import load_config; "
-        "from raytrain_hpc.observability.experiment_trackers import trackers_of; "
-        "assert not trackers_of(load_config(None, []), print); "
+        "from raytrain_hpc.observability.experiment_trackers import create_trackers; "
+        "assert not create_trackers(load_config(None, []), print); "
         "found = {'wandb', 'mlflow', 'transformers', 'peft', 'ray'} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,6 +1,6 @@
 import pytest
 
-from raytrain_hpc.observability.peak_flops import peak_tflops
+from raytrain_hpc.observability.peak_flops import get_peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from raytrain_hpc.observability.peak_flops import peak_tflops
     ],
 )
 def test_peaks_are_those_of_the_data_sheets(name: str, peak: float | None):
-    assert peak_tflops(name, "bf16") == peak
+    assert get_peak_tflops(name, "bf16") == peak
 
 
 def test_only_bf16_peaks_are_known():
-    assert peak_tflops("NVIDIA H100 80GB HBM3", "fp32") is None
+    assert get_peak_tflops("NVIDIA H100 80GB HBM3", "fp32") is None

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from raytrain_hpc.config.schema import TrainConfig
-from raytrain_hpc.optim.lr_scheduler import learning_rate, peak_rate
+from raytrain_hpc.optim.lr_scheduler import compute_peak_lr, learning_rate
 
 
 def train(**keys: object) -> TrainConfig:
@@ -66,7 +66,7 @@ def test_min_lr_auto_is_a_tenth() -> None:
 def test_scaling_with_the_batch_keeps_the_shape(rule: str, power: float, batch: int, base: int) -> None:
     factor = float(Fraction(batch, base)) ** power
     scaled = train(lr_scaling=rule, global_batch=batch, lr_base_batch=base, schedule="cosine")
-    assert peak_rate(scaled) == pytest.approx(0.5 * factor, rel=1e-15)
+    assert compute_peak_lr(scaled) == pytest.approx(0.5 * factor, rel=1e-15)
     for step in (0, 5, 10, 42, 99):
         plain = learning_rate(train(schedule="cosine"), step)
         assert math.isclose(learning_rate(scaled, step), factor * plain, rel_tol=1e-14)

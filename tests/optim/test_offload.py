@@ -18,11 +18,18 @@ from raytrain_hpc import plan
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.errors import ConfigError, ModelError, OffloadError
-from raytrain_hpc.optim.offload import Home, InFiles, InHostMemory, Part, WithWeights, home_of
-from raytrain_hpc.optim.optimizer import MOMENTS, Optimizer, slices_of
-from tests.warm_pool import SMALL, WarmPool, small, steps_of
+from raytrain_hpc.optim.offload import (
+    CpuOffload,
+    DiskOffload,
+    MomentStorage,
+    OnDevice,
+    OptimizerChunk,
+    make_moment_storage,
+)
+from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
+from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
-KINDS = MOMENTS["adamw"]
+KINDS = MOMENT_NAMES["adamw"]
 LAYOUTS = {
     "one rank": [],
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
@@ -35,7 +42,7 @@ def disk(directory: Path) -> list[str]:
 
 
 def numbers(records: list[list[dict]]) -> list[tuple[float, float]]:
-    return [(step["train/loss"], step["train/grad_norm"]) for step in steps_of(records[0])]
+    return [(step["train/loss"], step["train/grad_norm"]) for step in get_step_metrics(records[0])]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -44,7 +51,7 @@ def test_losses_norms_and_checkpoints_are_bit_for_bit_those_of_none(
 ) -> None:
     words, made = LAYOUTS[layout], {}
     for home, more in {"none": [], "cpu": ["parallel.offload=cpu"], "disk": disk(tmp_path)}.items():
-        records = pool.train(small(tmp_path / home, *words, *more))
+        records = pool.train(make_small_config(tmp_path / home, *words, *more))
         shards = [record["shard"] for of_rank in records for record in of_rank if record["type"] == "shard"]
         made[home] = numbers(records), shards  # with the checksums of weights and moments
     assert len(made["none"][0]) == 5 and made["none"][1]
@@ -56,20 +63,20 @@ def test_losses_norms_and_checkpoints_are_bit_for_bit_those_of_none(
 @pytest.mark.parametrize(("first", "then"), [("disk", "none"), ("none", "disk")])
 def test_a_checkpoint_of_one_home_goes_on_in_another(pool: WarmPool, tmp_path: Path, first: str, then: str) -> None:
     words = {"none": [], "disk": disk(tmp_path)}
-    straight = numbers(pool.train(small(tmp_path / "straight")))
-    begun = numbers(pool.train(small(tmp_path / "run", *words[first]), steps_to=3))
-    ended = numbers(pool.train(small(tmp_path / "run", *words[then]), resume_step=3))
+    straight = numbers(pool.train(make_small_config(tmp_path / "straight")))
+    begun = numbers(pool.train(make_small_config(tmp_path / "run", *words[first]), steps_to=3))
+    ended = numbers(pool.train(make_small_config(tmp_path / "run", *words[then]), resume_step=3))
     assert begun + ended == straight
 
 
-class Staged(InHostMemory):
+class Staged(CpuOffload):
     """Does on a CPU what is done for a GPU: a part is a copy of weights and gradients, and goes back."""
 
-    def _near(self, part: Part) -> Part:
-        return Part([w.clone() for w in part.weights], [g.clone() for g in part.gradients], part.moments)
+    def _to_host(self, chunk: OptimizerChunk) -> OptimizerChunk:
+        return OptimizerChunk([w.clone() for w in chunk.weights], [g.clone() for g in chunk.gradients], chunk.moments)
 
 
-def stepped(home: type[InHostMemory] | None, dtype: torch.dtype, directory: Path) -> list[torch.Tensor]:
+def stepped(home: type[CpuOffload] | None, dtype: torch.dtype, directory: Path) -> list[torch.Tensor]:
     """Weights and moments after three steps of tensors larger than a chunk, small, empty and transposed."""
     draw = torch.Generator().manual_seed(1)
     shapes = {"a": (333, 77), "b": (5,), "c": (100003,), "d": (0, 4), "e": (1, 1), "f": (7,)}
@@ -77,12 +84,12 @@ def stepped(home: type[InHostMemory] | None, dtype: torch.dtype, directory: Path
         name: nn.Parameter(torch.randn(*shape, generator=draw, dtype=dtype)) for name, shape in shapes.items()
     }
     parameters["t"] = nn.Parameter(torch.randn(90, 70, generator=draw, dtype=dtype).t())
-    slices = slices_of(parameters)
-    made: Home
+    slices = get_local_slices(parameters)
+    made: MomentStorage
     if home is None:
-        made = WithWeights(slices, KINDS)
-    elif home is InFiles:
-        made = InFiles(slices, KINDS, str(directory), 2**17)
+        made = OnDevice(slices, KINDS)
+    elif home is DiskOffload:
+        made = DiskOffload(slices, KINDS, str(directory), 2**17)
     else:
         made = home(slices, KINDS, 2**17)
     optimizer = Optimizer(parameters, TrainConfig(), made)
@@ -91,20 +98,20 @@ def stepped(home: type[InHostMemory] | None, dtype: torch.dtype, directory: Path
             if (name, step) != ("f", 1):  # not reached by the loss
                 parameter.grad = torch.randn(parameter.shape, generator=draw, dtype=dtype)
         optimizer.step(1e-2)
-    optimizer.rest()
+    optimizer.release_memory()
     return [*slices.values(), *(optimizer.moments[kind][name] for kind in KINDS for name in slices)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("home", [InHostMemory, Staged, InFiles])
-def test_chunks_change_no_bit(tmp_path: Path, home: type[InHostMemory], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("home", [CpuOffload, Staged, DiskOffload])
+def test_chunks_change_no_bit(tmp_path: Path, home: type[CpuOffload], dtype: torch.dtype) -> None:
     for mine, expected in zip(stepped(home, dtype, tmp_path), stepped(None, dtype, tmp_path), strict=True):
         assert torch.equal(mine, expected)
 
 
 def test_gaps_between_elements_are_refused() -> None:
     with pytest.raises(ModelError, match=r"^w: elements with gaps"):
-        InHostMemory({"w": torch.zeros(4, 4)[:, :2]}, KINDS)
+        CpuOffload({"w": torch.zeros(4, 4)[:, :2]}, KINDS)
 
 
 # After every part of a step, before it is let go: resident bytes of the scratch file, and of the process.
@@ -113,8 +120,8 @@ import json, sys
 import torch
 from torch import nn
 from raytrain_hpc.config.schema import TrainConfig
-from raytrain_hpc.optim.offload import InFiles
-from raytrain_hpc.optim.optimizer import MOMENTS, Optimizer, slices_of
+from raytrain_hpc.optim.offload import DiskOffload
+from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 directory, count, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 weight = nn.Parameter(torch.ones(count))
 gradient = torch.ones(count)
@@ -128,13 +135,13 @@ def resident():
     process = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmRSS:")) * 1024
     return mapped, process
 
-class Watched(InFiles):
-    def _going(self, part):
+class Watched(DiskOffload):
+    def _post_step(self, part):
         seen.append(resident())
-        super()._going(part)
+        super()._post_step(part)
 
 seen, base = [], resident()[1]
-home = Watched(slices_of({"w": weight}), MOMENTS["adamw"], directory, chunk)
+home = Watched(get_local_slices({"w": weight}), MOMENT_NAMES["adamw"], directory, chunk)
 optimizer = Optimizer({"w": weight}, TrainConfig(), home)
 started = resident()[0]
 for step in range(2):
@@ -142,7 +149,7 @@ for step in range(2):
     optimizer.step(1e-3)
 total = sum(float(of["w"].sum()) for of in optimizer.moments.values())  # reads them all, as saving does
 everything = resident()[0]
-optimizer.rest()
+optimizer.release_memory()
 print(json.dumps({"parts": len(seen), "started": started, "mapped": max(m for m, _ in seen),
                   "grown": max(p for _, p in seen) - base, "everything": everything, "rested": resident()[0],
                   "total": total}))
@@ -183,7 +190,7 @@ print("mapped", sum("scratch" in line for line in open("/proc/self/maps")))
 
 @pytest.mark.parametrize("end", ["kill", "done"])
 def test_no_end_leaves_anything_behind(tmp_path: Path, end: str) -> None:
-    words = [*SMALL, "cluster.workers=0", f"run.dir={tmp_path / 'run'}", *disk(tmp_path)]
+    words = [*SMALL_OVERRIDES, "cluster.workers=0", f"run.dir={tmp_path / 'run'}", *disk(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", TRAINED, end, *words], capture_output=True, text=True, timeout=100, check=False
     )
@@ -211,7 +218,7 @@ def test_settings_that_do_not_fit_are_refused(words: list[str], said: str) -> No
 def refused(directory: Path, parameters: int) -> str:
     config = load_config(None, ["parallel.offload=disk", f"parallel.offload_dir={directory}"])
     with pytest.raises(OffloadError) as error:
-        home_of(config, {"w": torch.empty(1).expand(parameters)}, KINDS, 3)
+        make_moment_storage(config, {"w": torch.empty(1).expand(parameters)}, KINDS, 3)
     said = str(error.value)
     assert said.startswith(f"parallel.offload_dir='{directory}' (command line): ") and "\n" not in said
     assert "rank 3 keeps" in said and "choose a directory on another disk" in said

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-class Collectives:
+class CollectiveCounter:
     """Elements that a rank sends in torch's own collectives, as rings send them, by group."""
 
     # torch 2.11 and 2.13 call the two of ZeRO by different names.
@@ -20,16 +20,16 @@ class Collectives:
         self._kept = {name: getattr(dist, name) for name in ("all_reduce", *self.NAMES) if hasattr(dist, name)}
         self._inside = False
 
-    def __enter__(self) -> Collectives:
+    def __enter__(self) -> CollectiveCounter:
         for name, original in self._kept.items():
-            setattr(dist, name, partial(self._counted, name, original))
+            setattr(dist, name, partial(self._count, name, original))
         return self
 
     def __exit__(self, *error: object) -> None:
         for name, original in self._kept.items():
             setattr(dist, name, original)
 
-    def _counted(self, name: str, original: Any, *arguments: Any, **named: Any) -> Any:
+    def _count(self, name: str, original: Any, *arguments: Any, **named: Any) -> Any:
         if not self._inside:
             sizes = [value.numel() for value in (*arguments, *named.values()) if hasattr(value, "numel")]
             size = dist.get_world_size(named.get("group"))
@@ -41,16 +41,16 @@ class Collectives:
         finally:
             self._inside = False
 
-    def by_group(self) -> Counter[int]:
+    def count_by_group(self) -> Counter[int]:
         """Whatever was done in a group."""
         groups: Counter[int] = Counter()
         for (_, _, group), elements in self.sent.items():
             groups[group] += elements
         return groups
 
-    def by_size(self, what: str) -> dict[int, int]:
+    def count_by_size(self, operation: str) -> dict[int, int]:
         """Elements of one kind of collective ("all_gather", "reduce_scatter"), by ranks of the group."""
         sizes: Counter[int] = Counter()
         for (name, size, _), elements in self.sent.items():
-            sizes[size] += elements * name.startswith(what)
+            sizes[size] += elements * name.startswith(operation)
         return {size: elements for size, elements in sizes.items() if elements}

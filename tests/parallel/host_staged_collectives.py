@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Landing:
+class StagedWork:
     """A transfer whose data goes to the device when it is waited for."""
 
     def __init__(self, work: Any, host: Tensor, device: Tensor | None):
@@ -24,15 +24,15 @@ class Landing:
 
 
 @contextmanager
-def staged() -> Iterator[None]:
+def stage_collectives() -> Iterator[None]:
     """While it lasts, what context parallelism exchanges goes by the host."""
     exchange, spread = dist.batch_isend_irecv, dist.all_to_all_single
 
-    def batch(ops: list[dist.P2POp]) -> list[Landing]:
+    def batch(ops: list[dist.P2POp]) -> list[StagedWork]:
         hosts = [one.tensor.cpu() for one in ops]
         moved = [dist.P2POp(one.op, host, one.peer, one.group) for one, host in zip(ops, hosts, strict=True)]
         landings = zip(exchange(moved), hosts, ops, strict=True)
-        return [Landing(work, host, one.tensor if one.op is dist.irecv else None) for work, host, one in landings]
+        return [StagedWork(work, host, one.tensor if one.op is dist.irecv else None) for work, host, one in landings]
 
     def all_to_all(received: Tensor, sent: Tensor, incoming: Any, outgoing: Any, group: Any) -> None:
         host = received.cpu()

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from raytrain_hpc.checkpoint.manifest import read_manifest
-from raytrain_hpc.checkpoint.shard_io import read_pieces
+from raytrain_hpc.checkpoint.shard_io import read_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.state.shard_index import Box
-from raytrain_hpc.state.sharded_state import Held, Holding
-from tests.warm_pool import WarmPool, small, steps_of
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 GPT2 = ["model.norm=layernorm", "model.activation=gelu", "model.positions=learned", "model.bias=true"]
 LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rotary", "model.bias=false"]
@@ -40,32 +40,32 @@ STEPS = 2  # gradients after the first, all the rest after the second; docs/pari
 BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", f"train.steps={STEPS}", "train.lr=3e-3"]
 
 
-def run(
+def run_layout(
     pool: WarmPool, directory: Path, *words: str, steps: int = STEPS
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The metrics of every step, and the whole state after the first one and the last one."""
     words = (*BASE, *words, f"train.steps={steps}", "checkpoint.keep=0")
     if steps <= STEPS:
-        made = steps_of(pool.train(small(directory, *words, "checkpoint.every=1"))[0])
+        made = get_step_metrics(pool.train(make_small_config(directory, *words, "checkpoint.every=1"))[0])
     else:  # a checkpoint every step would be too many
-        made = steps_of(pool.train(small(directory, *words), steps_to=1)[0])
-        made += steps_of(pool.train(small(directory, *words), resume_step=1)[0])
-    state = {f"{step} {name}": x for step in (1, steps) for name, x in whole_state(directory, step).items()}
+        made = get_step_metrics(pool.train(make_small_config(directory, *words), steps_to=1)[0])
+        made += get_step_metrics(pool.train(make_small_config(directory, *words), resume_step=1)[0])
+    state = {f"{step} {name}": x for step in (1, steps) for name, x in load_full_state(directory, step).items()}
     return made, state
 
 
-def whole_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
+def load_full_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, put together from whatever slices were saved."""
-    checkpoint = read_manifest(CheckpointStore(directory / "checkpoints").path(step))
-    holding = Holding(
-        Held(
+    checkpoint = read_manifest(CheckpointStore(directory / "checkpoints").get_path(step))
+    holding = ShardedState(
+        StateShard(
             name,
             one.shape,
             one.dtype,
-            Box.whole(one.shape),
+            Box.from_shape(one.shape),
             torch.full(one.shape, torch.nan, dtype=getattr(torch, one.dtype)),
         )
         for name, one in checkpoint.index.items()
     )
-    read_pieces(checkpoint, holding)
+    read_state(checkpoint, holding)
     return {held.name: held.tensor for held in holding}

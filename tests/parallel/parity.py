@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tests.parallel.layout_run import GPT2, LLAMA, run
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import GPT2, LLAMA, run_layout
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 TABLE = Path(__file__).parents[2] / "docs" / "parity.md"
 STEPS = 20
@@ -120,8 +120,8 @@ class Numbers:
 def numbers(pool: WarmPool, words: list[str]) -> Numbers:
     """Train on a layout, in fp64 and in fp32."""
     with tempfile.TemporaryDirectory() as directory:
-        fp64, state = run(pool, Path(directory), *BASE, "train.dtype=fp64", *words, steps=STEPS)
-    fp32 = steps_of(pool.train(small(None, *BASE, *words))[0])
+        fp64, state = run_layout(pool, Path(directory), *BASE, "train.dtype=fp64", *words, steps=STEPS)
+    fp32 = get_step_metrics(pool.train(make_small_config(None, *BASE, *words))[0])
     return Numbers(fp64, state, fp32)
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.distributed.process_groups import join
+from raytrain_hpc.distributed.process_groups import init_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.planner.pipeline_schedule import NAMES, Action, Name, Schedule
-from raytrain_hpc.planner.pipeline_timeline import Span, idle_share, most_in_flight, simulate
+from raytrain_hpc.planner.pipeline_schedule import SCHEDULE_NAMES, Action, PipelineSchedule, ScheduleName
+from raytrain_hpc.planner.pipeline_timeline import Span, compute_idle_fraction, count_max_in_flight, simulate
 from tests.warm_pool import WarmPool
 
 SECONDS = {"F": 0.08, "I": 0.10, "W": 0.06, "B": 0.16}
@@ -39,7 +39,7 @@ class Clock:
         return self.now
 
 
-class Idle:
+class TimedStage:
     """A stage that takes its time. What it hands on says when it was done, what it is for and what number it has."""
 
     def __init__(self, number: int, last: int, clock: Clock, finished: dict[Action, float]):
@@ -59,7 +59,7 @@ class Idle:
             self.held.remove(microbatch)
         return None if self.number == 0 else torch.tensor([done, self.number - 1, microbatch])
 
-    def weights(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int) -> None:
         self._work("W", microbatch, None, first=True)
         self.held.remove(microbatch)
 
@@ -73,39 +73,42 @@ class Idle:
         return done
 
 
-def schedule_of(name: Name) -> Schedule:
+def make_schedule(name: ScheduleName) -> PipelineSchedule:
     """Four ranks, two stages each where the schedule knows more than one."""
-    return Schedule(name, 4, 1 if name in ("gpipe", "1f1b") else 2)
+    return PipelineSchedule(name, 4, 1 if name in ("gpipe", "1f1b") else 2)
 
 
-def run_schedule(rank: int, meeting: Rendezvous, name: Name, microbatches: int, sleeps: bool):
+def run_schedule(rank: int, meeting: Rendezvous, name: ScheduleName, microbatches: int, sleeps: bool):
     """(Spans, most microbatches held a stage, elements sent, when each action was done on the clocks) of a rank."""
-    schedule = schedule_of(name)
-    layout = Layout(pp=4, schedule=name, virtual_stages=schedule.per_rank)
-    place = join(meeting, rank, layout, torch.device("cpu"))
+    schedule = make_schedule(name)
+    layout = Layout(pp=4, schedule=name, virtual_stages=schedule.stages_per_rank)
+    place = init_process_groups(meeting, rank, layout, torch.device("cpu"))
     clock, finished = Clock(sleeps), {}
-    stages = {stage: Idle(stage, schedule.stages - 1, clock, finished) for stage in schedule.stages_of(rank)}
+    stages = {
+        stage: TimedStage(stage, schedule.num_stages - 1, clock, finished)
+        for stage in schedule.get_stages_of_rank(rank)
+    }
     dist.barrier()
-    pipeline = Pipeline(schedule, rank, place.links)
-    spans = pipeline.run(schedule.orders(microbatches), stages, lambda: torch.empty(WIDTH))
-    return spans, {stage: one.most for stage, one in stages.items()}, place.links.traffic.elements, finished
+    pipeline = Pipeline(schedule, rank, place.stage_groups)
+    spans = pipeline.run(schedule.build_orders(microbatches), stages, lambda: torch.empty(WIDTH))
+    return spans, {stage: one.most for stage, one in stages.items()}, place.stage_groups.traffic.elements, finished
 
 
 def main() -> None:
     """A line a schedule: median of the measured idle shares."""
     pool = WarmPool()
     print("| schedule | simulated idle | measured idle | microbatches held, by rank |\n| --- | --- | --- | --- |")
-    for name in NAMES:
-        schedule = schedule_of(name)
-        orders = schedule.orders(8)
-        expected = idle_share(simulate(orders, lambda action: SECONDS[action.kind], schedule.stages), 4)
+    for name in SCHEDULE_NAMES:
+        schedule = make_schedule(name)
+        orders = schedule.build_orders(8)
+        expected = compute_idle_fraction(simulate(orders, lambda action: SECONDS[action.kind], schedule.num_stages), 4)
         measured = []
         for _ in range(REPEATS):
             answers = pool.call(run_schedule, 4, name, 8, True)
             spans: list[Span] = [span for of_rank, *_ in answers for span in of_rank]
-            measured.append(idle_share(spans, 4))
+            measured.append(compute_idle_fraction(spans, 4))
             held = [in_flight for _, in_flight, *_ in answers]
-            if held != [most_in_flight(order) for order in orders]:
+            if held != [count_max_in_flight(order) for order in orders]:
                 raise RuntimeError(f"{name} held {held}")
         most = " ".join("+".join(str(number) for number in of_rank.values()) for of_rank in held)
         print(f"| {name} | {100 * expected:.1f} % | {100 * statistics.median(measured):.1f} % | {most} |", flush=True)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from tests.parallel.parity import BASE, MODELS, world
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 SAVED_AT, NEXT, BOUND = 5, 10, 1e-6
 TP, RING, ULYSSES = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.cp=2", "parallel.ulysses=2"]
@@ -38,8 +38,8 @@ PAIRS = [
 def losses(pool: WarmPool, words: list[str], *, directory: str | None = None, first: int = 0, to: int) -> list[float]:
     """Losses of the steps from `first` committed ones on; the last one's state is saved."""
     steps = SAVED_AT + NEXT
-    config = small(directory, *BASE, f"train.steps={steps}", *words, f"cluster.workers={world(words)}")
-    return [s["train/loss"] for s in steps_of(pool.train(config, resume_step=first or None, steps_to=to)[0])]
+    config = make_small_config(directory, *BASE, f"train.steps={steps}", *words, f"cluster.workers={world(words)}")
+    return [s["train/loss"] for s in get_step_metrics(pool.train(config, resume_step=first or None, steps_to=to)[0])]
 
 
 def difference(pool: WarmPool, model: str, saved: list[str], continued: list[str], expected: list[float]) -> float:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_hpc.distributed.process_groups import join
+from raytrain_hpc.distributed.process_groups import init_process_groups
 from raytrain_hpc.model.decoder import causal_attention
-from raytrain_hpc.parallel.blockwise_attention import Sight, attend, attend_backward, combine
-from raytrain_hpc.parallel.context_parallel import ContextAttention, held_positions
+from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward, merge_blocks
+from raytrain_hpc.parallel.context_parallel import ContextParallelAttention, get_rank_positions
 from raytrain_hpc.planner.layout import Layout
-from tests.parallel.host_staged_collectives import staged
+from tests.parallel.host_staged_collectives import stage_collectives
 from tests.warm_pool import WarmPool
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -57,14 +57,14 @@ def test_blocks_of_keys_put_together_are_dense_attention(device: str, dtype: str
     early, late = slice(0, half), slice(half, None)
     seen = (documents[:, None, :, None] == documents[:, None, None, :]).to(device) if packed else None
 
-    def sight(queries: slice, keys: slice) -> Sight:
-        return Sight(queries == keys, None if seen is None else seen[:, :, queries, keys])
+    def sight(queries: slice, keys: slice) -> BlockMask:
+        return BlockMask(queries == keys, None if seen is None else seen[:, :, queries, keys])
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
     out[:, :, early], lse[:, :, early] = attend(*(x[:, :, early] for x in (q, k, v)), sight(early, early))
     own = attend(*(x[:, :, late] for x in (q, k, v)), sight(late, late))
     before = attend(q[:, :, late], k[:, :, early], v[:, :, early], sight(late, early))
-    both, lse[:, :, late] = combine(own[0].float(), own[1], before[0].float(), before[1])
+    both, lse[:, :, late] = merge_blocks(own[0].float(), own[1], before[0].float(), before[1])
     out[:, :, late] = both.to(q.dtype)
     gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for queries, keys in ((early, early), (late, late), (late, early)):
@@ -79,14 +79,14 @@ def test_blocks_of_keys_put_together_are_dense_attention(device: str, dtype: str
 
 def over_ranks(rank: int, meeting: Any, layout: Layout, device: str, dtype: str, packed: bool) -> list[Tensor]:
     """What this rank has of the output and the gradients."""
-    place = join(meeting, rank, layout, torch.device("cpu"))
+    place = init_process_groups(meeting, rank, layout, torch.device("cpu"))
     *numbers, documents = drawn()
     ring, ulysses = layout.cp // layout.ulysses, layout.ulysses
-    mine = held_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
+    mine = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
     q, k, v, slope = (one[:, :, mine].to(device, getattr(torch, dtype)) for one in numbers)
     inputs = [one.requires_grad_() for one in (q, k, v)]
-    attention = ContextAttention(HEADS, KV_HEADS, LENGTH, place.axes)
-    with staged():
+    attention = ContextParallelAttention(HEADS, KV_HEADS, LENGTH, place.axes)
+    with stage_collectives():
         out = attention(*inputs, documents.to(device) if packed else None)
         out.backward(slope)
     return [one.detach().float().cpu() for one in (out, *(one.grad for one in inputs if one.grad is not None))]
@@ -104,6 +104,6 @@ def test_two_ranks_together_are_dense_attention(
     wanted = dense(getattr(torch, dtype), drawn()[-1] if packed else None)
     for rank, parts in enumerate(found):
         ring = layout.cp // ulysses
-        mine = held_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
+        mine = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
         errors = [off(part, whole[:, :, mine]) for part, whole in zip(parts, wanted, strict=True)]
         assert max(errors) < BOUNDS[dtype], errors

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from raytrain_hpc.model.moe import Router
-from raytrain_hpc.parallel.pipeline_parallel import Links
-from tests.parallel.collective_counter import Collectives
-from tests.warm_pool import WarmPool, small
+from raytrain_hpc.parallel.pipeline_parallel import StageGroups
+from tests.parallel.collective_counter import CollectiveCounter
+from tests.warm_pool import WarmPool, make_small_config
 
 B, S, H, LAYERS, VOCABULARY, KV = 2, 16, 32, 3, 64, 16  # a microbatch, and a model of two key-value heads of 8
 SIZES = [f"model.num_layers={LAYERS}", "model.num_kv_heads=2", "train.micro_batch=2", "train.global_batch=8"]
@@ -27,12 +27,12 @@ def one_step(trainer: Any) -> dict[str, int]:
 def read(trainer: Any):
     place = trainer.place
     yield from ((name, axis.traffic.elements) for name, axis in place.axes.items())
-    if isinstance(place.links, Links):
+    if isinstance(place.links, StageGroups):
         yield "pp", place.links.traffic.elements
 
 
 def sent(pool: WarmPool, *words: str) -> list[dict[str, int]]:
-    return pool.look(one_step, small(None, *SIZES, *words))
+    return pool.inspect_trainers(one_step, make_small_config(None, *SIZES, *words))
 
 
 @pytest.mark.parametrize("t", [2, 4])
@@ -97,7 +97,7 @@ def routes(trainer: Any) -> tuple[int, int, int]:
 def test_experts(pool: WarmPool) -> None:
     """Every route to another rank goes there and back, forward and backward: 2 h (leaving + coming) elements."""
     words = ["model.num_experts=5", "cluster.workers=2", "parallel.ep=2"]
-    of_ranks = pool.look(routes, small(None, *SIZES, *words))
+    of_ranks = pool.inspect_trainers(routes, make_small_config(None, *SIZES, *words))
     for elements, leaving, coming in of_ranks:
         assert elements == 2 * H * (leaving + coming)
         assert 0 < leaving < LAYERS * 2 * 2 * B * S  # two microbatches a rank, two choices a position
@@ -106,16 +106,16 @@ def test_experts(pool: WarmPool) -> None:
 
 def data_parallel(trainer: Any) -> list[int]:
     """What the largest user among groups sent in one step: gradients and weights, not the few numbers of the loop."""
-    with Collectives() as collectives:
+    with CollectiveCounter() as collectives:
         trainer.train_step(0)
-    return [number for _, number in collectives.by_group().most_common()]
+    return [number for _, number in collectives.count_by_group().most_common()]
 
 
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 5), (3, 12)])
 def test_data_parallel(pool: WarmPool, zero: int, times: int) -> None:
     """2 Psi (d - 1) / d; ZeRO-1 the same; ZeRO-2 (m + 1) Psi and ZeRO-3 3 m Psi, with m = 4 microbatches a rank."""
     words = [f"parallel.zero={zero}", "cluster.workers=2", "train.global_batch=16", "model.tie_embeddings=false"]
-    of_ranks = pool.look(data_parallel, small(None, *SIZES, *words))
+    of_ranks = pool.inspect_trainers(data_parallel, make_small_config(None, *SIZES, *words))
     layer = 2 * H * (H + KV) + 3 * H * 128 + 2 * H
     psi = 2 * VOCABULARY * H + LAYERS * layer + H
     for of_rank in of_ranks:

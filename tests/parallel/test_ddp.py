@@ -15,9 +15,9 @@ from examples import custom_module
 from raytrain_hpc import Config
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.parallel.ddp import Replicated
+from raytrain_hpc.parallel.ddp import DDPSync
 from raytrain_hpc.runtime.worker_spec import CustomModel
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 WIDTH = 4096  # in fp64 every table is a bucket of its own at 1 MiB
 WORDS = ["train.dtype=fp64", "train.micro_batch=1", "train.global_batch=6", "parallel.bucket_mib=1", "train.steps=12"]
@@ -66,7 +66,9 @@ def alone(pool: WarmPool) -> list[dict[str, float]]:
 
 
 def curve(pool: WarmPool, *words: str) -> list[dict[str, float]]:
-    return steps_of(pool.train(small(None, *WORDS, *words), custom=CustomModel(branches, custom_module.loss))[0])
+    return get_step_metrics(
+        pool.train(make_small_config(None, *WORDS, *words), custom=CustomModel(branches, custom_module.loss))[0]
+    )
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -79,7 +81,7 @@ def test_parameters_that_only_some_ranks_reach(pool: WarmPool, alone: list[dict[
 @pytest.mark.parametrize("zero", [0, 1])
 def test_buffers_are_those_of_the_first_rank(pool: WarmPool, tmp_path: Path, zero: int) -> None:
     words = ["cluster.workers=3", f"parallel.zero={zero}", "train.steps=2", "train.micro_batch=1"]
-    config = small(tmp_path, *words)
+    config = make_small_config(tmp_path, *words)
     pool.train(config, custom=CustomModel(counting, custom_module.loss))
     written = saved(tmp_path, 2, "model.seen_")
     assert len(written) == 8
@@ -91,7 +93,7 @@ def test_buffers_are_those_of_the_first_rank(pool: WarmPool, tmp_path: Path, zer
 def saved(run: Path, step: int, prefix: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    directory = CheckpointStore(run / "checkpoints").path(step)
+    directory = CheckpointStore(run / "checkpoints").get_path(step)
     found: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         found |= {name: tensor for name, tensor in load_file(path).items() if name.startswith(prefix)}
@@ -107,12 +109,12 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def test_a_parameter_that_no_rank_reached_has_no_gradient(group: dist.ProcessGroup) -> None:
     module = Branches(8)
-    replicated = Replicated(dict(module.named_parameters()), group, 1)
+    replicated = DDPSync(dict(module.named_parameters()), group, 1)
     for start in (0, 1):  # what an earlier step left in the buckets is gone
         module.zero_grad(set_to_none=True)
-        with replicated.backward(0, 0, last=True):
+        with replicated.backward_context(0, 0, is_last=True):
             module(torch.tensor([[start, 2]])).sum().backward()
-        replicated.finish()
+        replicated.finish_grad_sync()
         reached = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
         assert reached == {f"tables.{start}.weight", "head.weight", "head.bias"}
 
@@ -120,10 +122,10 @@ def test_a_parameter_that_no_rank_reached_has_no_gradient(group: dist.ProcessGro
 def test_frozen_parameters_stay_out_of_it(group: dist.ProcessGroup) -> None:
     module = Branches(8)
     module.head.requires_grad_(False)
-    replicated = Replicated(dict(module.named_parameters()), group, 1)
-    with replicated.backward(0, 0, last=True):
+    replicated = DDPSync(dict(module.named_parameters()), group, 1)
+    with replicated.backward_context(0, 0, is_last=True):
         module(torch.tensor([[0, 2]])).sum().backward()
-    replicated.finish()
+    replicated.finish_grad_sync()
     assert module.head.weight.grad is None
     assert module.tables[0].weight.grad is not None
 
@@ -131,9 +133,9 @@ def test_frozen_parameters_stay_out_of_it(group: dist.ProcessGroup) -> None:
 def test_two_gradients_in_one_pass_are_refused(group: dist.ProcessGroup) -> None:
     """Reentrant recompute of a shared weight hands in its gradient twice: a bucket would be sent too early."""
     layer = nn.Linear(4, 4)
-    replicated = Replicated(dict(layer.named_parameters()), group, 1)
+    replicated = DDPSync(dict(layer.named_parameters()), group, 1)
     x = torch.ones(2, 4, requires_grad=True)
     refused = pytest.raises(ModelError, match=r"(weight|bias) got two gradients.*use_reentrant=False")
-    with refused, replicated.backward(0, 0, last=True):
+    with refused, replicated.backward_context(0, 0, is_last=True):
         once = checkpoint(layer, x, use_reentrant=True)
         checkpoint(layer, once, use_reentrant=True).sum().backward()

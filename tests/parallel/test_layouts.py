@@ -11,8 +11,8 @@ from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.text_generation import load_model
-from tests.parallel.layout_run import BASE, MODELS, STEPS, run, whole_state
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import BASE, MODELS, STEPS, load_full_state, run_layout
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 
 def deep(pp: int) -> list[str]:
@@ -100,7 +100,7 @@ def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
     def of(model: str, layout: str = ""):
         words = (*MODELS[model], *(word for word in LAYOUTS.get(layout, []) if word.startswith("model.")))
         if words not in made:
-            made[words] = run(pool, tmp_path_factory.mktemp("alone"), *words)
+            made[words] = run_layout(pool, tmp_path_factory.mktemp("alone"), *words)
         return made[words]
 
     return of
@@ -109,7 +109,7 @@ def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_all_numbers_are_those_of_one_process(pool: WarmPool, alone, tmp_path: Path, model: str, layout: str) -> None:
     expected, state = alone(model, layout)
-    steps, mine = run(pool, tmp_path, *MODELS[model], *LAYOUTS[layout])
+    steps, mine = run_layout(pool, tmp_path, *MODELS[model], *LAYOUTS[layout])
     for here, there in zip(steps, expected, strict=True):
         assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
         assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
@@ -147,15 +147,15 @@ def test_bf16_stays_near(pool: WarmPool, alone, model: str, layout: str) -> None
 
 
 def losses(pool: WarmPool, *words: str) -> list[float]:
-    return [step["train/loss"] for step in steps_of(pool.train(small(None, *words))[0])]
+    return [step["train/loss"] for step in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
 
 
 def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, tmp_path: Path) -> None:
     words = [*BASE, *MODELS["llama"], "train.steps=4"]
     expected = losses(pool, *words)
     for first, layout in enumerate(("tp-4", "ring-2 x ulysses-2", "zero3-2 x tp-2", "ring-3")):
-        config = small(tmp_path, *words, *LAYOUTS[layout])
-        steps = steps_of(pool.train(config, resume_step=first or None, steps_to=first + 1)[0])
+        config = make_small_config(tmp_path, *words, *LAYOUTS[layout])
+        steps = get_step_metrics(pool.train(config, resume_step=first or None, steps_to=first + 1)[0])
         assert [s["train/loss"] for s in steps] == pytest.approx(expected[first : first + 1], rel=1e-12)
 
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, tmp_pat
 )
 def test_a_rank_without_a_part_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
     with pytest.raises(LayoutError) as refused:
-        prepare_run(small(tmp_path, "cluster.workers=4", *words), None, print)
+        prepare_run(make_small_config(tmp_path, "cluster.workers=4", *words), None, print)
     assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
 
 
@@ -198,9 +198,9 @@ def test_sampling_uses_the_bias_that_was_learnt(pool: WarmPool, tmp_path: Path) 
         "cluster.workers=3",
         "parallel.ep=3",
     ]
-    pool.train(small(tmp_path, *words))
+    pool.train(make_small_config(tmp_path, *words))
     decoder, _ = load_model(RunDirectory(tmp_path))
-    saved = whole_state(tmp_path, 3)
+    saved = load_full_state(tmp_path, 3)
     for name, buffer in decoder.named_buffers():
         if name.endswith("bias"):
             assert buffer.abs().max() >= 0.5 and torch.equal(buffer.double(), saved[f"model.{name}"])

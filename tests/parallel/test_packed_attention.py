@@ -11,9 +11,9 @@ from torch import Tensor
 
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.model.param_init import initialise
+from raytrain_hpc.model.param_init import init_weights
 from tests.parallel.layout_run import LLAMA
-from tests.warm_pool import WarmPool, small
+from tests.warm_pool import WarmPool, make_small_config
 
 TOTAL = 21
 # Where documents of the two sequences begin; some are one position long, and some lie across every cut.
@@ -57,9 +57,9 @@ def loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
 @pytest.fixture(scope="module")
 def apart() -> tuple[float, dict[str, Tensor]]:
     """The same of every document in a pass of its own: rotary positions only know distances."""
-    config = small(None, *WORDS)
-    decoder = Decoder(prepare_run(config, None, print).shape).double()
-    initialise(decoder, config.run.seed)
+    config = make_small_config(None, *WORDS)
+    decoder = Decoder(prepare_run(config, None, print).model_spec).double()
+    init_weights(decoder, config.run.seed)
     tokens, targets, documents = packed()
     total = 0.0
     for row in range(2):
@@ -74,7 +74,7 @@ def apart() -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_documents_do_not_see_each_other(pool: WarmPool, apart: tuple[float, dict[str, Tensor]], layout: str) -> None:
     expected, gradients = apart
-    for loss, mine in pool.look(loss_and_gradients, small(None, *WORDS, *LAYOUTS[layout])):
+    for loss, mine in pool.inspect_trainers(loss_and_gradients, make_small_config(None, *WORDS, *LAYOUTS[layout])):
         assert loss == pytest.approx(expected, rel=1e-12)
         assert mine.keys() == gradients.keys()
         for name, gradient in gradients.items():

@@ -12,10 +12,10 @@ from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
-from raytrain_hpc.model.param_init import initialise
+from raytrain_hpc.model.param_init import init_weights
 from tests.data.dataset_writer import write_dataset
-from tests.parallel.layout_run import GPT2, LLAMA, run
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import GPT2, LLAMA, run_layout
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 MODELS = {
     "gpt2": [*GPT2, "model.tie_embeddings=true"],
@@ -65,16 +65,18 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_loss_is_that_of_documents_one_by_one(pool: WarmPool, tmp_path: Path, words: list[str], model: str) -> None:
-    config = small(tmp_path, *words, *MODELS[model], "train.dtype=fp64", "train.steps=2", "cluster.workers=1")
-    made = steps_of(pool.train(config)[0])
-    decoder = Decoder(prepare_run(small(None, *words, *MODELS[model]), None, print).shape).double()
-    initialise(decoder, config.run.seed)
+    config = make_small_config(
+        tmp_path, *words, *MODELS[model], "train.dtype=fp64", "train.steps=2", "cluster.workers=1"
+    )
+    made = get_step_metrics(pool.train(config)[0])
+    decoder = Decoder(prepare_run(make_small_config(None, *words, *MODELS[model]), None, print).model_spec).double()
+    init_weights(decoder, config.run.seed)
     dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch
     stream = open_stream(dataset, config.data, seed=config.run.seed, seq_len=21, global_batch=batch, micro_batch=batch)
-    whole = stream.microbatch(0, 0)
+    whole = stream.read_microbatch(0, 0)
     total = torch.zeros((), dtype=torch.float64)
-    assert (whole.documents.max(axis=1) > 0).sum() > batch // 2
-    for inputs, targets, documents in zip(whole.inputs, whole.targets, whole.documents, strict=True):
+    assert (whole.document_ids.max(axis=1) > 0).sum() > batch // 2
+    for inputs, targets, documents in zip(whole.inputs, whole.targets, whole.document_ids, strict=True):
         for number in np.unique(documents):
             here = documents == number
             total += loss_sum(decoder(torch.tensor(inputs[here])[None]), torch.tensor(targets[here])[None]).detach()
@@ -95,8 +97,8 @@ def test_all_numbers_are_those_of_one_process(
     pool: WarmPool, tmp_path: Path, words: list[str], model: str, layout: str
 ) -> None:
     chosen = [*words, *MODELS[model], *(word for word in LAYOUTS[layout] if word.startswith("model."))]
-    expected, state = run(pool, tmp_path / "alone", *chosen, "cluster.workers=1", "train.eval_every=1")
-    steps, mine = run(pool, tmp_path / "layout", *chosen, *LAYOUTS[layout], "train.eval_every=1")
+    expected, state = run_layout(pool, tmp_path / "alone", *chosen, "cluster.workers=1", "train.eval_every=1")
+    steps, mine = run_layout(pool, tmp_path / "layout", *chosen, *LAYOUTS[layout], "train.eval_every=1")
     for here, there in zip(steps, expected, strict=True):
         assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
         assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
@@ -113,14 +115,14 @@ def test_responses_alone_count_whatever_the_split(
 ) -> None:
     """The loss is the mean over the responses' tokens of the global batch, of which ranks have different numbers."""
     chosen = [*pairs, *LLAMA, "model.dropout=0", *(word for word in LAYOUTS[layout] if word.startswith("model."))]
-    steps, _ = run(pool, tmp_path, *chosen, *LAYOUTS[layout])
-    config = small(None, *chosen, "cluster.workers=1")
-    decoder = Decoder(prepare_run(config, None, print).shape).double()
-    initialise(decoder, config.run.seed)
+    steps, _ = run_layout(pool, tmp_path, *chosen, *LAYOUTS[layout])
+    config = make_small_config(None, *chosen, "cluster.workers=1")
+    decoder = Decoder(prepare_run(config, None, print).model_spec).double()
+    init_weights(decoder, config.run.seed)
     dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch
     stream = open_stream(dataset, config.data, seed=config.run.seed, seq_len=21, global_batch=batch, micro_batch=batch)
     losses = []
-    for inputs in stream.microbatch(0, 0).inputs:
+    for inputs in stream.read_microbatch(0, 0).inputs:
         (document,) = [one for one in documents(7)["train"] if np.array_equal(one[:7], inputs[:7])]
         tokens = torch.tensor(document[:22])[None]
         each = torch.nn.functional.cross_entropy(decoder(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")

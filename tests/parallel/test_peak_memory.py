@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.planner.memory_model import MemoryModel
-from raytrain_hpc.planner.workload import Choice, work_of
-from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.planner.workload import LayoutChoice, make_workload
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
 from tests.parallel.layout_run import GPT2, LLAMA
 from tests.parallel.test_state_memory import Made
-from tests.warm_pool import WarmPool, small
+from tests.warm_pool import WarmPool, make_small_config
 
 SIZES = ["model.hidden_size=64", "model.num_layers=4", "model.vocab_size=128", "train.seq_len=64"]
 BATCH = ["train.global_batch=16", "train.micro_batch=2"]
@@ -62,7 +62,7 @@ class Peak(Made):
 def peak_of_rank(rank: int, meeting: Any, spec: Any) -> int:
     """In the second step: the first one makes the optimizer's moments."""
     with Peak() as peak:
-        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, Control())
+        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, ControlChannel())
         trainer.train_step(0)
         peak.most = 0
         trainer.train_step(1)
@@ -72,10 +72,10 @@ def peak_of_rank(rank: int, meeting: Any, spec: Any) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_peak_is_as_high_as_planned(pool: WarmPool, layout: str, family: str) -> None:
-    config = small(None, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
+    config = make_small_config(None, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
-    resolved, batching = prepared.layout(int(config.cluster.workers))
-    choice = Choice(resolved, batching, config.parallel.recompute)
-    planned = MemoryModel(work_of(config, prepared.shape)).footprint(choice)
-    measured = max(pool.look(peak_of_rank, config, build=False))
+    resolved, batching = prepared.resolve_layout(int(config.cluster.workers))
+    choice = LayoutChoice(resolved, batching, config.parallel.recompute)
+    planned = MemoryModel(make_workload(config, prepared.model_spec)).estimate_footprint(choice)
+    measured = max(pool.inspect_trainers(peak_of_rank, config, build=False))
     assert measured == pytest.approx(planned.allocated, rel=0.05)

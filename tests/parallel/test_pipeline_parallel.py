@@ -9,40 +9,46 @@ import pytest
 
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.planner.pipeline_schedule import NAMES
-from raytrain_hpc.planner.pipeline_timeline import most_in_flight, simulate
-from tests.parallel.pipeline_bubble import SECONDS, WIDTH, run_schedule, schedule_of
-from tests.warm_pool import WarmPool, small
+from raytrain_hpc.planner.pipeline_schedule import SCHEDULE_NAMES
+from raytrain_hpc.planner.pipeline_timeline import count_max_in_flight, simulate
+from tests.parallel.pipeline_bubble import SECONDS, WIDTH, make_schedule, run_schedule
+from tests.warm_pool import WarmPool, make_small_config
 
 MICROBATCHES = 8
 
 
 @pytest.fixture(scope="module")
 def recorded(pool: WarmPool) -> dict[str, list]:
-    return {name: pool.call(run_schedule, 4, name, MICROBATCHES, False) for name in NAMES}
+    return {name: pool.call(run_schedule, 4, name, MICROBATCHES, False) for name in SCHEDULE_NAMES}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_everything_happens_when_the_simulator_says(recorded: dict[str, list], name: str) -> None:
     """On clocks that messages carry along. `python -m tests.parallel.pipeline_bubble` sleeps instead."""
-    schedule = schedule_of(name)
-    simulated = simulate(schedule.orders(MICROBATCHES), lambda action: SECONDS[action.kind], schedule.stages)
+    schedule = make_schedule(name)
+    simulated = simulate(schedule.build_orders(MICROBATCHES), lambda action: SECONDS[action.kind], schedule.num_stages)
     ends = {span.action: span.end for span in simulated}
     for rank, (spans, _, _, finished) in enumerate(recorded[name]):
-        assert tuple(span.action for span in spans) == schedule.orders(MICROBATCHES)[rank]
-        assert finished == pytest.approx({action: ends[action] for action in schedule.orders(MICROBATCHES)[rank]})
+        assert tuple(span.action for span in spans) == schedule.build_orders(MICROBATCHES)[rank]
+        assert finished == pytest.approx({action: ends[action] for action in schedule.build_orders(MICROBATCHES)[rank]})
         assert all(one.begin <= one.end <= two.begin for one, two in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], name: str) -> None:
     """FORMULAS.md: a boundary between two ranks passes b s h forward and b s h backward a microbatch."""
-    schedule = schedule_of(name)
-    orders = schedule.orders(MICROBATCHES)
-    boundaries = [(s, s + 1) for s in range(schedule.stages - 1) if schedule.rank_of(s) != schedule.rank_of(s + 1)]
+    schedule = make_schedule(name)
+    orders = schedule.build_orders(MICROBATCHES)
+    boundaries = [
+        (s, s + 1)
+        for s in range(schedule.num_stages - 1)
+        if schedule.get_rank_of_stage(s) != schedule.get_rank_of_stage(s + 1)
+    ]
     for rank, (_, in_flight, elements, _) in enumerate(recorded[name]):
-        assert in_flight == most_in_flight(orders[rank])
-        ends = sum((schedule.rank_of(a) == rank) + (schedule.rank_of(b) == rank) for a, b in boundaries)
+        assert in_flight == count_max_in_flight(orders[rank])
+        ends = sum(
+            (schedule.get_rank_of_stage(a) == rank) + (schedule.get_rank_of_stage(b) == rank) for a, b in boundaries
+        )
         assert elements == ends * MICROBATCHES * WIDTH
 
 
@@ -68,15 +74,17 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
 )
 def test_a_rank_without_a_stage_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
     with pytest.raises(LayoutError) as refused:
-        prepare_run(small(tmp_path, "cluster.workers=4", "model.num_layers=3", *words), None, print)
+        prepare_run(make_small_config(tmp_path, "cluster.workers=4", "model.num_layers=3", *words), None, print)
     assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
 
 
 def test_a_number_of_microbatches_that_a_schedule_refuses(tmp_path: Path) -> None:
     words = ["cluster.workers=2", "parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved_1f1b"]
     with pytest.raises(LayoutError) as refused:
-        prepare_run(small(tmp_path, *words, "train.global_batch=5", "train.micro_batch=1"), None, print)
+        prepare_run(make_small_config(tmp_path, *words, "train.global_batch=5", "train.micro_batch=1"), None, print)
     assert "train.micro_batch=1" in str(refused.value)
     assert "2 equal rounds, which 5 microbatches are not" in str(refused.value)
-    prepared = prepare_run(small(tmp_path, *words, "train.global_batch=5"), None, print)  # auto finds one that fits
-    assert prepared.layout(2)[1].count == 1
+    prepared = prepare_run(
+        make_small_config(tmp_path, *words, "train.global_batch=5"), None, print
+    )  # auto finds one that fits
+    assert prepared.resolve_layout(2)[1].count == 1

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raytrain_hpc.driver.run_setup import prepare_run
-from raytrain_hpc.planner.activation_memory import layer_bytes_per_token
-from raytrain_hpc.planner.model_state_memory import parameters_of_rank, state_bytes
-from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.planner.activation_memory import compute_layer_bytes_per_token
+from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.forward_backward import Batch
 from tests.parallel.layout_run import GPT2, LLAMA
-from tests.warm_pool import WarmPool, small
+from tests.warm_pool import WarmPool, make_small_config
 
 WORDS = [
     "model.hidden_size=128",
@@ -82,26 +82,28 @@ def state_of_rank(rank: int, meeting: Any, spec: Any) -> int:
     """
     counted = []
     with Made() as made:
-        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, Control())
+        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, ControlChannel())
 
         def counts_before(function: Any, *arguments: Any) -> Any:
             counted.append(settled(made))
             return function(*arguments)
 
-        trainer.passes.parallel.finish = partial(counts_before, trainer.passes.parallel.finish)
+        trainer.model_step.model.finish_grad_sync = partial(counts_before, trainer.model_step.model.finish_grad_sync)
         if spec.layout.pp == 1:
-            trainer.feed.batch = partial(counts_before, trainer.feed.batch)
+            trainer.loader.next_batch = partial(counts_before, trainer.loader.next_batch)
         trainer.train_step(0)
     return max(counted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_is_as_large_as_planned(pool: WarmPool, layout: str) -> None:
-    config = small(None, *WORDS, *LAYOUTS[layout])
+    config = make_small_config(None, *WORDS, *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
-    resolved, _ = prepared.layout(int(config.cluster.workers))
-    planned = state_bytes(parameters_of_rank(prepared.shape, resolved, 16), resolved, "fp32", "adamw")
-    measured = pool.look(state_of_rank, config, build=False)
+    resolved, _ = prepared.resolve_layout(int(config.cluster.workers))
+    planned = compute_state_bytes(
+        count_max_rank_parameters(prepared.model_spec, resolved, 16), resolved, "fp32", "adamw"
+    )
+    measured = pool.inspect_trainers(state_of_rank, config, build=False)
     assert max(measured) == pytest.approx(planned, rel=0.02)
 
 
@@ -117,8 +119,8 @@ def settled(made: Made) -> int:
 
 def activation_bytes(trainer: Any) -> int:
     """Bytes that a forward pass of one microbatch leaves."""
-    task, module = trainer.passes.task, trainer.passes.parallel.modules[0]
-    batch: Batch = trainer.feed.batch(0, 0)
+    task, module = trainer.model_step.train_module, trainer.model_step.model.modules[0]
+    batch: Batch = trainer.loader.next_batch(0, 0)
     made = Made()
     made.leave_out([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
     with made:
@@ -135,8 +137,10 @@ def test_activations_are_as_large_as_planned(pool: WarmPool, family: str, recomp
     of_layers = []
     for layers in (2, 4):
         words = [f"model.num_layers={layers}", f"cluster.workers={tp}", f"parallel.tp={tp}"]
-        config = small(None, *WORDS, *FAMILIES[family], *words, f"parallel.recompute={recompute}", "train.seq_len=64")
-        of_layers.append(pool.look(activation_bytes, config)[0])
-    shape = prepare_run(config, None, print).shape
-    planned = layer_bytes_per_token(shape, tp=tp, dtype="fp32", recompute=recompute)
+        config = make_small_config(
+            None, *WORDS, *FAMILIES[family], *words, f"parallel.recompute={recompute}", "train.seq_len=64"
+        )
+        of_layers.append(pool.inspect_trainers(activation_bytes, config)[0])
+    shape = prepare_run(config, None, print).model_spec
+    planned = compute_layer_bytes_per_token(shape, tp=tp, dtype="fp32", recompute=recompute)
     assert (of_layers[1] - of_layers[0]) / 2 / 64 == pytest.approx(planned, rel=0.1), (of_layers, planned)

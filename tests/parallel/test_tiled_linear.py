@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
-from tests.parallel.layout_run import BASE, MODELS, run
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import BASE, MODELS, run_layout
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 LIMIT = 768 * 8  # bytes: in fp64 every matrix of these models is cut into two to five tiles, mostly unevenly
 TILED = [f"parallel.tile_mib={LIMIT / 2**20}"]
@@ -40,8 +40,8 @@ CASES = [
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_all_numbers_are_those_of_one_process(pool: WarmPool, tmp_path: Path, model: str, layout: str) -> None:
     words = [*MODELS[model], *(word for word in LAYOUTS[layout] if word.startswith("model."))]
-    expected, state = run(pool, tmp_path / "alone", *words, steps=2)
-    steps, mine = run(pool, tmp_path / "tiled", *words, *LAYOUTS[layout], *TILED, steps=2)
+    expected, state = run_layout(pool, tmp_path / "alone", *words, steps=2)
+    steps, mine = run_layout(pool, tmp_path / "tiled", *words, *LAYOUTS[layout], *TILED, steps=2)
     for here, there in zip(steps, expected, strict=True):
         assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
         assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
@@ -54,11 +54,11 @@ def test_all_numbers_are_those_of_one_process(pool: WarmPool, tmp_path: Path, mo
 
 def test_a_checkpoint_is_the_same_tiled_and_untiled(pool: WarmPool, tmp_path: Path) -> None:
     words = [*BASE, *MODELS["llama"], *ZERO3, "train.steps=3"]
-    expected = [step["train/loss"] for step in steps_of(pool.train(small(None, *words))[0])]
+    expected = [step["train/loss"] for step in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
     losses = []
     for first, tiled in enumerate((TILED, [], TILED)):
-        config = small(tmp_path, *words, *tiled)
-        losses += steps_of(pool.train(config, resume_step=first or None, steps_to=first + 1)[0])
+        config = make_small_config(tmp_path, *words, *tiled)
+        losses += get_step_metrics(pool.train(config, resume_step=first or None, steps_to=first + 1)[0])
     assert [step["train/loss"] for step in losses] == pytest.approx(expected, rel=1e-12)
 
 
@@ -66,7 +66,8 @@ def test_a_checkpoint_is_the_same_tiled_and_untiled(pool: WarmPool, tmp_path: Pa
 def test_one_tile_is_gathered_at_a_time(pool: WarmPool, tmp_path: Path, policy: str) -> None:
     words = [*BASE, *MODELS["llama"], *ZERO3, "train.micro_batch=6", f"parallel.recompute={policy}"]
     whole, tiled = (
-        pool.call(watched_step, 2, small(tmp_path, *words, *more, "model.num_layers=1"))[0] for more in ([], TILED)
+        pool.call(watched_step, 2, make_small_config(tmp_path, *words, *more, "model.num_layers=1"))[0]
+        for more in ([], TILED)
     )
     assert whole["linear"] >= 65 * 32 * 8  # the head alone
     # Observed at every operation of a step: weights in place, and FSDP2's buffers of gathers begun or just done. A
@@ -79,24 +80,24 @@ def test_one_tile_is_gathered_at_a_time(pool: WarmPool, tmp_path: Path, policy: 
 
 def watched_step(rank: int, meeting: Any, config: Any) -> dict[str, int]:
     """What a step with one microbatch had gathered at most."""
-    from raytrain_hpc.runtime.control_channel import Control
+    from raytrain_hpc.runtime.control_channel import ControlChannel
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
     from raytrain_hpc.training.builder import build_trainer
 
     prepared = prepare_run(config, None, lambda line: None)
-    layout, batching = prepared.layout(2)
+    layout, batching = prepared.resolve_layout(2)
     spec = WorkerSpec(
         config=config,
         layout=layout,
         batching=batching,
-        shape=prepared.shape,
+        model_spec=prepared.model_spec,
         custom=None,
         generation=1,
         resume_step=None,
-        steps_to=1,
+        end_step=1,
     )
-    trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, Control())
-    modules = trainer.passes.parallel.modules.values()
+    trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, ControlChannel())
+    modules = trainer.model_step.model.modules.values()
     with Watch([part for module in modules for part in module.modules()]) as watch:
         trainer.run(0, 1)
         watch.look()
@@ -139,8 +140,10 @@ class Watch(TorchDispatchMode):
 
 def test_tiles_without_gathers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError) as refused:
-        prepare_run(small(tmp_path, "cluster.workers=2", "parallel.zero=2", "parallel.tile_mib=64"), None, print)
+        prepare_run(
+            make_small_config(tmp_path, "cluster.workers=2", "parallel.zero=2", "parallel.tile_mib=64"), None, print
+        )
     assert "parallel.tile_mib=64" in str(refused.value) and "parallel.zero=3" in str(refused.value)
     with pytest.raises(LayoutError, match=r"train\.compile=false"):
-        prepare_run(small(tmp_path, *ZERO3, "parallel.tile_mib=64", "train.compile=true"), None, print)
-    prepare_run(small(tmp_path, *ZERO3, "parallel.tile_mib=64"), None, print)
+        prepare_run(make_small_config(tmp_path, *ZERO3, "parallel.tile_mib=64", "train.compile=true"), None, print)
+    prepare_run(make_small_config(tmp_path, *ZERO3, "parallel.tile_mib=64"), None, print)

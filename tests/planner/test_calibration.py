@@ -7,30 +7,33 @@ from pathlib import Path
 import pytest
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.planner.calibration import Calibration, refit
 from raytrain_hpc.planner.cost_model import CostModel
-from raytrain_hpc.planner.hardware import machine
-from raytrain_hpc.planner.measured_links import known_calibration, remember_calibration
-from raytrain_hpc.planner.search import rank
-from raytrain_hpc.planner.search_space import free_keys
-from raytrain_hpc.planner.workload import work_of
+from raytrain_hpc.planner.hardware import make_machine
+from raytrain_hpc.planner.measured_links import load_calibration, save_calibration
+from raytrain_hpc.planner.search import rank_layouts
+from raytrain_hpc.planner.search_space import build_search_space
+from raytrain_hpc.planner.workload import make_workload
 
 
 @pytest.mark.parametrize("true", [Calibration(0.3, 5e-4, 0.7, 0.2), Calibration(0.8, 2e-5, 0.1, 0.6)])
 def test_other_numbers_are_found_from_what_they_predict(true: Calibration) -> None:
     config = load_config(None, ["model.preset=llama3_8b", "train.global_batch=256", "train.dtype=bf16"])
-    shape, cluster = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len), machine("h100", 2, 8)
+    shape, cluster = (
+        resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len),
+        make_machine("h100", 2, 8),
+    )
     choices = [
         one.choice
-        for one in rank(config, shape, cluster, Calibration(), free_keys(config, accelerated=True))
+        for one in rank_layouts(config, shape, cluster, Calibration(), build_search_space(config, has_accelerator=True))
         if one.fits
     ][::40]
 
     def predict(calibration: Calibration) -> list[float]:
-        model = CostModel(work_of(config, shape), cluster, calibration)
-        return [model.step(choice).total for choice in choices]
+        model = CostModel(make_workload(config, shape), cluster, calibration)
+        return [model.estimate_step(choice).total for choice in choices]
 
     measured, before = predict(true), predict(Calibration())
     found = predict(refit(predict, measured, Calibration()))
@@ -43,12 +46,12 @@ def test_nothing_measured_changes_nothing() -> None:
 
 
 def test_what_was_fitted_is_kept_by_device(tmp_path: Path) -> None:
-    assert known_calibration("h100", tmp_path) == Calibration()
-    kept = remember_calibration("h100", Calibration(0.5), tmp_path)
-    remember_calibration("cpu", Calibration(0.9), tmp_path)
+    assert load_calibration("h100", tmp_path) == Calibration()
+    kept = save_calibration("h100", Calibration(0.5), tmp_path)
+    save_calibration("cpu", Calibration(0.9), tmp_path)
     assert (
-        known_calibration("h100", tmp_path) == Calibration(0.5) and known_calibration("a100", tmp_path) == Calibration()
+        load_calibration("h100", tmp_path) == Calibration(0.5) and load_calibration("a100", tmp_path) == Calibration()
     )
     kept.write_text('{"h100": {"speed": 3}}')
     with pytest.raises(ConfigError, match=r"calibration.json.*measure again"):
-        known_calibration("h100", tmp_path)
+        load_calibration("h100", tmp_path)

@@ -6,35 +6,45 @@ from statistics import median
 
 import pytest
 
-from raytrain_hpc.bench.device import ALWAYS, BF16, FAST, FULL, GPT2, LLAMA, NONE, SELECTIVE, expected
+from raytrain_hpc.bench.device import (
+    BASE_OVERRIDES,
+    BF16,
+    BF16_COMPILED,
+    FULL_RECOMPUTE,
+    GPT2,
+    LLAMA,
+    NO_RECOMPUTE,
+    SELECTIVE_RECOMPUTE,
+    predict,
+)
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.planner.search import Estimate
 
 DROPOUT = ("model.dropout=0.1",)
 # Settings, peak GiB that torch's allocator had given out, seconds of a step: torch 2.11, CUDA 13.0, one process.
 MEASURED = {
-    "llama, compiled": ((*LLAMA, *FAST, *NONE), 50.14, 0.5395),
-    "llama, compiled, 8": ((*LLAMA, *FAST, *NONE, "train.micro_batch=8"), 74.40, 0.5202),
-    "llama, compiled, selective": ((*LLAMA, *FAST, *SELECTIVE), 41.07, 0.5526),
-    "llama, compiled, full": ((*LLAMA, *FAST, *FULL), 29.54, 0.6440),
-    "llama": ((*LLAMA, *BF16, *NONE, "train.micro_batch=2"), 47.47, 0.7126),
-    "llama, selective": ((*LLAMA, *BF16, *SELECTIVE, "train.micro_batch=2"), 40.03, 0.8203),
-    "llama, full": ((*LLAMA, *BF16, *FULL, "train.micro_batch=2"), 33.77, 0.8564),
-    "gpt2, compiled": ((*GPT2, *FAST, *NONE), 11.63, 0.0844),
-    "gpt2, compiled, selective": ((*GPT2, *FAST, *SELECTIVE), 9.78, 0.0872),
-    "gpt2, compiled, dropout": ((*GPT2, *FAST, *NONE, *DROPOUT), 11.79, 0.0978),
-    "gpt2": ((*GPT2, *BF16, *NONE), 18.05, 0.1191),
-    "gpt2, selective": ((*GPT2, *BF16, *SELECTIVE), 16.19, 0.1750),
-    "gpt2, fp32": ((*GPT2, *NONE, "train.micro_batch=8"), 12.76, 0.6663),
-    "gpt2, fp32, full": ((*GPT2, *FULL, "train.micro_batch=8"), 8.54, 0.7866),
+    "llama, compiled": ((*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE), 50.14, 0.5395),
+    "llama, compiled, 8": ((*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, "train.micro_batch=8"), 74.40, 0.5202),
+    "llama, compiled, selective": ((*LLAMA, *BF16_COMPILED, *SELECTIVE_RECOMPUTE), 41.07, 0.5526),
+    "llama, compiled, full": ((*LLAMA, *BF16_COMPILED, *FULL_RECOMPUTE), 29.54, 0.6440),
+    "llama": ((*LLAMA, *BF16, *NO_RECOMPUTE, "train.micro_batch=2"), 47.47, 0.7126),
+    "llama, selective": ((*LLAMA, *BF16, *SELECTIVE_RECOMPUTE, "train.micro_batch=2"), 40.03, 0.8203),
+    "llama, full": ((*LLAMA, *BF16, *FULL_RECOMPUTE, "train.micro_batch=2"), 33.77, 0.8564),
+    "gpt2, compiled": ((*GPT2, *BF16_COMPILED, *NO_RECOMPUTE), 11.63, 0.0844),
+    "gpt2, compiled, selective": ((*GPT2, *BF16_COMPILED, *SELECTIVE_RECOMPUTE), 9.78, 0.0872),
+    "gpt2, compiled, dropout": ((*GPT2, *BF16_COMPILED, *NO_RECOMPUTE, *DROPOUT), 11.79, 0.0978),
+    "gpt2": ((*GPT2, *BF16, *NO_RECOMPUTE), 18.05, 0.1191),
+    "gpt2, selective": ((*GPT2, *BF16, *SELECTIVE_RECOMPUTE), 16.19, 0.1750),
+    "gpt2, fp32": ((*GPT2, *NO_RECOMPUTE, "train.micro_batch=8"), 12.76, 0.6663),
+    "gpt2, fp32, full": ((*GPT2, *FULL_RECOMPUTE, "train.micro_batch=8"), 8.54, 0.7866),
 }
 
 
 def planned(words: tuple[str, ...]) -> Estimate:
-    config = load_config(None, [*ALWAYS, *words])
-    shape = resolve_shape(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    return expected(config, shape, "NVIDIA H100 80GB HBM3")
+    config = load_config(None, [*BASE_OVERRIDES, *words])
+    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    return predict(config, shape, "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -9,14 +9,14 @@ from statistics import median
 import pytest
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.cost_model import CostModel
-from raytrain_hpc.planner.hardware import machine
-from raytrain_hpc.planner.search import Estimate, rank
-from raytrain_hpc.planner.search_space import free_keys
-from raytrain_hpc.planner.workload import work_of
+from raytrain_hpc.planner.hardware import make_machine
+from raytrain_hpc.planner.search import Estimate, rank_layouts
+from raytrain_hpc.planner.search_space import build_search_space
+from raytrain_hpc.planner.workload import make_workload
 
 # Hugging Face 2025, "The Ultra-Scale Playbook": the best of all layouts that were tried on nodes of eight H100, with a
 # million tokens a step in sequences of 4096. Billions of parameters, nodes, model FLOPs utilisation in per cent (full
@@ -69,14 +69,16 @@ def settings(size: float) -> Config:
 def rows() -> list[Row]:
     found = []
     for size, nodes, mfu, dp, tp, pp, turns, micro, zero in ULTRASCALE:
-        config, cluster = settings(size), machine("h100", nodes, 8)
-        shape = resolve_shape(config.model, vocab_size=None, seq_len=4096)
-        estimates = rank(config, shape, cluster, Calibration(), free_keys(config, accelerated=True))
+        config, cluster = settings(size), make_machine("h100", nodes, 8)
+        shape = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
+        estimates = rank_layouts(
+            config, shape, cluster, Calibration(), build_search_space(config, has_accelerator=True)
+        )
         best = (dp, tp, pp, turns, micro, zero)
         [one] = [one for one in estimates if coordinates(one) == best]
         fitting = [other for other in estimates if other.fits]
-        cost = CostModel(work_of(config, shape), cluster, Calibration())
-        predicted = 100 * cost.utilisation(one.step_s, causal=False)
+        cost = CostModel(make_workload(config, shape), cluster, Calibration())
+        predicted = 100 * cost.compute_mfu(one.step_s, causal=False)
         place = sum(other.step_s < one.step_s for other in fitting)
         found.append(Row((size, nodes), mfu, predicted, one, place, len(fitting), one.step_s / fitting[0].step_s - 1))
     return found
@@ -84,8 +86,8 @@ def rows() -> list[Row]:
 
 def coordinates(one: Estimate) -> tuple[int, ...]:
     layout = one.choice.layout
-    cut = one.choice.turns, one.choice.batching.size
-    return layout.data_parallel, layout.tp, layout.pp, *cut, layout.zero
+    cut = one.choice.microbatches_per_rank, one.choice.batching.size
+    return layout.dp_size, layout.tp, layout.pp, *cut, layout.zero
 
 
 def test_every_published_best_is_legal_and_fits() -> None:
@@ -135,9 +137,9 @@ def test_another_published_table_without_another_calibration() -> None:
         cut = [f"parallel.tp={tp}", f"parallel.pp={pp}", "parallel.zero=0", "parallel.cp=1", "parallel.recompute=full"]
         kind = ["model.activation=gelu", "model.positions=learned", "model.norm=layernorm", "model.vocab_size=51200"]
         data = [f"train.global_batch={batch}", "train.seq_len=2048", "train.dtype=bf16"]
-        config, cluster = load_config(None, [*sizes, *cut, *kind, *data]), machine("a100", gpus // 8, 8)
-        shape = resolve_shape(config.model, vocab_size=None, seq_len=2048)
-        best = rank(config, shape, cluster, Calibration(), {"micro_batch": [1, 2, 4, 8]})[0]
+        config, cluster = load_config(None, [*sizes, *cut, *kind, *data]), make_machine("a100", gpus // 8, 8)
+        shape = resolve_model_spec(config.model, vocab_size=None, seq_len=2048)
+        best = rank_layouts(config, shape, cluster, Calibration(), {"micro_batch": [1, 2, 4, 8]})[0]
         # 96 B s L h^2 (1 + s/6h + V/16Lh), as the paper counts.
         flops = 96 * batch * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
         errors.append(flops / best.step_s / gpus / 1e12 / published - 1)
@@ -146,8 +148,10 @@ def test_another_published_table_without_another_calibration() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 8])
 def test_a_wrong_calibration_is_seen(nodes: int) -> None:
-    config, cluster = settings(8.86), machine("h100", nodes, 8)
-    shape = resolve_shape(config.model, vocab_size=None, seq_len=4096)
-    slow = rank(config, shape, cluster, Calibration(efficiency=0.29), free_keys(config, accelerated=True))
-    fast = rank(config, shape, cluster, Calibration(), free_keys(config, accelerated=True))
+    config, cluster = settings(8.86), make_machine("h100", nodes, 8)
+    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
+    slow = rank_layouts(
+        config, shape, cluster, Calibration(efficiency=0.29), build_search_space(config, has_accelerator=True)
+    )
+    fast = rank_layouts(config, shape, cluster, Calibration(), build_search_space(config, has_accelerator=True))
     assert slow[0].step_s > 1.6 * fast[0].step_s

@@ -10,13 +10,13 @@ import pytest
 
 from raytrain_hpc import plan
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.model_spec import resolve_shape
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.errors import ConfigError, LayoutError
 from raytrain_hpc.planner.calibration import Calibration
-from raytrain_hpc.planner.hardware import DEVICES, LINKS, machine
+from raytrain_hpc.planner.hardware import DEVICES, LINKS, make_machine
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
-from raytrain_hpc.planner.search import rank
-from raytrain_hpc.planner.search_space import free_keys, settled
+from raytrain_hpc.planner.search import rank_layouts
+from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 
 LLAMA = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=256", "train.dtype=bf16"]
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
@@ -93,23 +93,29 @@ def test_replicas_are_chosen_from_a_list_too() -> None:
 
 def test_on_cpus_nothing_is_chosen_that_was_not_asked_for() -> None:
     config = load_config(None, [])
-    assert free_keys(config, accelerated=False) == {}
-    assert "tp" in free_keys(config, accelerated=True)
+    assert build_search_space(config, has_accelerator=False) == {}
+    assert "tp" in build_search_space(config, has_accelerator=True)
     asked = load_config(None, ["parallel.tp=auto"])
-    assert free_keys(asked, accelerated=False) == {"tp": None}
+    assert build_search_space(asked, has_accelerator=False) == {"tp": None}
     elastic = load_config(None, ["train.deterministic=elastic"])
-    assert not {"tp", "pp", "cp", "ep"} & free_keys(elastic, accelerated=True).keys()
+    assert not {"tp", "pp", "cp", "ep"} & build_search_space(elastic, has_accelerator=True).keys()
 
 
 def test_what_was_chosen_is_settled() -> None:
     config = load_config(None, [*LLAMA, "parallel.tp=[2]", "parallel.zero=[3]", "train.micro_batch=[1]"])
-    shape = resolve_shape(config.model, vocab_size=None, seq_len=8192)
-    best = rank(config, shape, machine("h100", 1, 8), Calibration(), free_keys(config, accelerated=True))[0]
-    chosen = settled(config, best.choice)
+    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=8192)
+    best = rank_layouts(
+        config, shape, make_machine("h100", 1, 8), Calibration(), build_search_space(config, has_accelerator=True)
+    )[0]
+    chosen = apply_choice(config, best.choice)
     assert resolve_layout(chosen, 8) == best.choice.layout
     assert resolve_batching(chosen, best.choice.layout) == best.choice.batching
-    assert chosen.parallel.recompute == best.choice.recompute and free_keys(chosen, accelerated=False) == {}
-    assert (config.parallel.zero, config.among["parallel.tp"]) == (3, [2]), "the settings themselves are as they were"
+    assert (
+        chosen.parallel.recompute == best.choice.recompute and build_search_space(chosen, has_accelerator=False) == {}
+    )
+    assert (config.parallel.zero, config.auto_choices["parallel.tp"]) == (3, [2]), (
+        "the settings themselves are as they were"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,12 +179,12 @@ class TestStrategies:
 
 
 def test_links_carry_what_they_can() -> None:
-    cluster = machine("h100", 8, 8)
-    inside = cluster.collective_s("all_reduce", 2 * 7 / 8 * 256e6, 8, 8)
+    cluster = make_machine("h100", 8, 8)
+    inside = cluster.estimate_collective_s("all_reduce", 2 * 7 / 8 * 256e6, 8, 8)
     assert inside == pytest.approx(2 * 7 / 8 * 256e6 / 436e9, rel=0.2), "as measured, but for the latency"
-    across = cluster.collective_s("all_reduce", 2 * 63 / 64 * 1e9, 64, 8)
+    across = cluster.estimate_collective_s("all_reduce", 2 * 63 / 64 * 1e9, 64, 8)
     assert across == pytest.approx(2 * 63 / 64 * 1e9 / 100e9, rel=0.2)
-    alone = cluster.collective_s("all_reduce", 1e9, 8, 1)
+    alone = cluster.estimate_collective_s("all_reduce", 1e9, 8, 1)
     assert alone >= 1e9 / 50e9, "a rank a node has one adapter"
-    assert cluster.collective_s("gather", 1e9, 1, 1) == 0.0
+    assert cluster.estimate_collective_s("gather", 1e9, 1, 1) == 0.0
     assert {device.inside for device in DEVICES.values()} | {device.across for device in DEVICES.values()} <= set(LINKS)

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config.loader import config_text, load_config
+from raytrain_hpc.config.loader import config_to_yaml, load_config
 
-PARTS = {"data": 0.01, "forward": 0.2, "backward": 0.5, "communication": 0.1, "optimizer": 0.05}
+STEP_PHASES = {"data": 0.01, "forward": 0.2, "backward": 0.5, "communication": 0.1, "optimizer": 0.05}
 
 
-def line(step: int, **more: Any) -> dict[str, Any]:
+def make_metrics(step: int, **more: Any) -> dict[str, Any]:
     """Metrics of a step: losses fall as 8 / step, a step takes a second, of which 0.14 s is no part's."""
     return {
         "step": step,
@@ -31,7 +31,7 @@ def line(step: int, **more: Any) -> dict[str, Any]:
         "memory/moments_gib": 0.2,
         "elastic/world_size": 2,
         "elastic/generation": 1,
-        **{f"time/{part}_s": seconds for part, seconds in PARTS.items()},
+        **{f"time/{part}_s": seconds for part, seconds in STEP_PHASES.items()},
         **more,
     }
 
@@ -52,11 +52,11 @@ INCIDENT = {
 }
 
 
-def written(directory: Path, *, steps: int = 6, name: str = "one", done: bool = True) -> Path:
+def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", done: bool = True) -> Path:
     """A run of so many steps, the third of them run again, with a validation loss, statistics and an incident."""
     directory.mkdir()
     config = load_config(None, [f"run.name={name}", f"run.dir={directory}", "train.steps=6"])
-    (directory / "config.yaml").write_text(config_text(config))
+    (directory / "config.yaml").write_text(config_to_yaml(config))
     memory = dict.fromkeys(("weights", "gradients", "moments", "copies", "activations", "working"), 2**27)
     plan = {"layout": {"dp_replicate": 2, "tp": 1, "pp": 1, "zero": 0}, "workers": 2, "memory": memory}
     (directory / "plan.json").write_text(json.dumps(plan))
@@ -66,9 +66,9 @@ def written(directory: Path, *, steps: int = 6, name: str = "one", done: bool = 
     ]
     (directory / "workers.json").write_text(json.dumps({"generation": 1, "workers": workers}))
     statistics = {f"ranks/time/step_s/{kind}": x for kind, x in {"mean": 1, "min": 0.9, "max": 1.1, "std": 0.1}.items()}
-    lines = [line(step) for step in range(1, steps + 1)]
+    lines = [make_metrics(step) for step in range(1, steps + 1)]
     lines[2] |= statistics
-    lines.insert(2, line(3, **{"train/loss": 99.0}))
+    lines.insert(2, make_metrics(3, **{"train/loss": 99.0}))
     lines[-1]["val/loss"] = 2.5
     text = "".join(json.dumps(one) + "\n" for one in lines)
     (directory / "metrics.jsonl").write_text(text + '{"step": 7, "train/lo')  # a kill cut this one short

@@ -12,16 +12,16 @@ from click.testing import CliRunner
 
 import raytrain_hpc as rt
 from raytrain_hpc.cli.main import main
-from raytrain_hpc.cli.status import status_lines
+from raytrain_hpc.cli.status import format_status
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
-from raytrain_hpc.run_report.figures import mean_parts
-from raytrain_hpc.run_report.notebook import live_html
-from tests.run_report.run_directories import line, written
+from raytrain_hpc.run_report.figures import compute_mean_phases
+from raytrain_hpc.run_report.notebook import render_live_html
+from tests.run_report.run_directories import make_metrics, write_run_directory
 
 _VOID = {"meta", "br", "link", "img", "input"}
 
 
-class Reader(HTMLParser):
+class PageParser(HTMLParser):
     """What is open, what was read, and every address that a browser would fetch."""
 
     def __init__(self) -> None:
@@ -50,15 +50,15 @@ class Reader(HTMLParser):
         self.text.append(data)
 
 
-def read(path: Path) -> tuple[Reader, str]:
-    reader, text = Reader(), path.read_text()
+def parse_page(path: Path) -> tuple[PageParser, str]:
+    reader, text = PageParser(), path.read_text()
     reader.feed(text)
     assert not reader.open
     return reader, " ".join(" ".join(reader.text).split())
 
 
 def test_a_page_about_one_run(tmp_path: Path) -> None:
-    reader, text = read(rt.report([written(tmp_path / "run")]))
+    reader, text = parse_page(rt.report([write_run_directory(tmp_path / "run")]))
     assert (tmp_path / "run" / "report.html").exists()
     for wanted in ("died", "ALLREDUCE <3>", "killed by signal 9", "0.21", "host1", "93.0 %", "dp_replicate=2", "2.5"):
         assert wanted in text, wanted
@@ -69,37 +69,37 @@ def test_a_page_about_one_run(tmp_path: Path) -> None:
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
-    path = rt.report([written(tmp_path / "run")])
-    reader, _ = read(path)
+    path = rt.report([write_run_directory(tmp_path / "run")])
+    reader, _ = parse_page(path)
     assert reader.fetched == []
     outside = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text())  # the names of SVG's elements
     assert "http" not in outside and "//" not in re.sub(r"// .*", "", outside).replace("file://", "")
 
 
 def test_several_runs_beside_each_other(tmp_path: Path) -> None:
-    runs = [written(tmp_path / "a", name="one"), written(tmp_path / "b", name="<two>", steps=4)]
+    runs = [write_run_directory(tmp_path / "a", name="one"), write_run_directory(tmp_path / "b", name="<two>", steps=4)]
     with pytest.raises(ConfigError, match="say where the page goes"):
         rt.report(runs)
-    reader, text = read(rt.report(runs, tmp_path / "both.html"))
+    reader, text = parse_page(rt.report(runs, tmp_path / "both.html"))
     assert "one, <two>" in text
     names = [one["name"] for one in reader.charts[0]]
     assert names == ["one", "one, validation", "<two>", "<two>, validation"]
 
 
 def test_steps_that_were_no_numbers_are_left_out(tmp_path: Path) -> None:
-    run = written(tmp_path / "run")
+    run = write_run_directory(tmp_path / "run")
     with (run / "metrics.jsonl").open("w") as file:
         for step, loss in enumerate((float("nan"), 3.0, float("inf"), 2.0), 1):
-            file.write(json.dumps(line(step, **{"train/loss": loss, "train/grad_norm": loss})) + "\n")
-    reader, _ = read(rt.report([run]))
+            file.write(json.dumps(make_metrics(step, **{"train/loss": loss, "train/grad_norm": loss})) + "\n")
+    reader, _ = parse_page(rt.report([run]))
     assert reader.charts[0][0]["points"] == [[2, 3.0], [4, 2.0]]
 
 
 def test_a_run_that_has_just_begun_or_left_little(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", done=False)
+    run = write_run_directory(tmp_path / "run", done=False)
     for name in ("metrics.jsonl", "incidents.jsonl", "plan.json", "workers.json"):
         (run / name).unlink()
-    _, text = read(rt.report([run]))
+    _, text = parse_page(rt.report([run]))
     assert "under way" in text and "0 of 6" in text
     with pytest.raises(RunDirectoryError, match="no run directory"):
         rt.report([tmp_path / "nowhere"])
@@ -108,23 +108,23 @@ def test_a_run_that_has_just_begun_or_left_little(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_step_add_up() -> None:
-    parts = mean_parts([line(1), line(2, **{"time/step_s": 3.0, "time/forward_s": 1.2})])
+    parts = compute_mean_phases([make_metrics(1), make_metrics(2, **{"time/step_s": 3.0, "time/forward_s": 1.2})])
     assert parts["forward"] == pytest.approx(0.7) and parts["rest"] == pytest.approx(2.0 - 0.01 - 0.7 - 0.65)
 
 
 def test_a_pipeline_is_shown(tmp_path: Path) -> None:
-    run = written(tmp_path / "run")
+    run = write_run_directory(tmp_path / "run")
     (run / "timeline").mkdir()
     for step, idle in ((4, 11), (6, 22)):
         picture = f'<svg xmlns="http://www.w3.org/2000/svg" width="1272" height="92"><text>idle {idle} %</text></svg>'
         (run / "timeline" / f"step-{step:08d}.svg").write_text(picture)
-    _, text = read(rt.report([run]))
+    _, text = parse_page(rt.report([run]))
     assert "idle 22 %" in text and "idle 11 %" not in text and "step-00000006" in text
 
 
 def test_status_from_another_shell(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", done=False)
-    lines = list(status_lines(run))
+    run = write_run_directory(tmp_path / "run", done=False)
+    lines = list(format_status(run))
     assert lines[0].endswith("not running; the same command goes on with it")
     assert lines[1] == "workers    2: 1 on host0, 1 on host1"
     assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
@@ -134,9 +134,9 @@ def test_status_from_another_shell(tmp_path: Path) -> None:
 
 
 def test_what_a_notebook_shows(tmp_path: Path) -> None:
-    assert "getting ready" in live_html(tmp_path / "run", "getting ready")
-    shown = live_html(written(tmp_path / "run"), "under way")
-    reader = Reader()
+    assert "getting ready" in render_live_html(tmp_path / "run", "getting ready")
+    shown = render_live_html(write_run_directory(tmp_path / "run"), "under way")
+    reader = PageParser()
     reader.feed(shown)
     assert not reader.open and not reader.fetched
     text = " ".join(reader.text)

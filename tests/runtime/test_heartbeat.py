@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.elastic.watchdog import Signs
-from raytrain_hpc.runtime.heartbeat import Pulse
+from raytrain_hpc.elastic.watchdog import WorkerHealth
+from raytrain_hpc.runtime.heartbeat import HeartbeatReader
 
 WORKER = """
 import ctypes, os, sys, threading, time
-from raytrain_hpc.runtime.control_channel import Control
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.heartbeat import Heartbeat
 
 def spin():
@@ -28,10 +28,10 @@ def loop():
     heart = Heartbeat()
     print(heart.path, flush=True)
     for step in range(1, 11):
-        heart.mark("training")
+        heart.set_phase("training")
         time.sleep(0.02)
-        heart.committed(step)
-    control = Control(heartbeat=heart)
+        heart.record_commit(step)
+    control = ControlChannel(heartbeat=heart)
     for kind in ("step", "shard", "note", "shard"):
         control.emit({"type": kind})
     print("ten", flush=True)
@@ -52,20 +52,20 @@ loop()
 
 
 @pytest.fixture(params=["wait"])
-def worker(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], Pulse, Path]]:
+def worker(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], HeartbeatReader, Path]]:
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, request.param], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
     path = Path(process.stdout.readline().strip())
-    pulse = Pulse(process.pid, path)
+    pulse = HeartbeatReader(process.pid, path)
     assert process.stdout.readline() == "ten\n"
     yield process, pulse, path
     process.kill()
     process.communicate()
 
 
-def seen(pulse: Pulse, holds: Callable[[Signs], bool]) -> Signs:
+def seen(pulse: HeartbeatReader, holds: Callable[[WorkerHealth], bool]) -> WorkerHealth:
     deadline = time.monotonic() + 30
     while not holds(signs := pulse.read(3)):
         assert time.monotonic() < deadline, signs
@@ -73,9 +73,9 @@ def seen(pulse: Pulse, holds: Callable[[Signs], bool]) -> Signs:
     return signs
 
 
-def stacks(pulse: Pulse) -> str:
-    pulse.ask_for_stacks()
-    return pulse.stacks(time.monotonic() + 1)
+def stacks(pulse: HeartbeatReader) -> str:
+    pulse.request_stacks()
+    return pulse.read_stacks(time.monotonic() + 1)
 
 
 def test_a_worker_that_works(worker) -> None:
@@ -85,19 +85,19 @@ def test_a_worker_that_works(worker) -> None:
     assert signs.urgent == 2  # shards of checkpoints
     assert signs.step_s is not None and 0.02 <= signs.step_s < 10
     assert signs.mark_age_s > 0 and signs.beat_age_s < signs.mark_age_s + 10
-    another = Pulse(process.pid, path)  # a watcher that follows one that died
+    another = HeartbeatReader(process.pid, path)  # a watcher that follows one that died
     assert another.read(3).step == 10 and "in loop" in stacks(another)
     process.kill()
     process.wait()
-    assert not pulse.read(3).alive and not another.read(3).alive
+    assert not pulse.read(3).alive and not another.read(3).is_alive
     with pytest.raises(OSError, match="No such file"):
-        Pulse(process.pid, path)
+        HeartbeatReader(process.pid, path)
 
 
 def test_a_process_that_came_to_the_same_number(tmp_path: Path) -> None:
     """Its file of that number is none of ours."""
     with (tmp_path / "other").open("w") as file, pytest.raises(FileNotFoundError, match="is no heartbeat"):
-        Pulse(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
+        HeartbeatReader(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
 
 
 def test_who_is_being_killed_has_not_been_silent(worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +122,11 @@ def test_who_is_being_killed_has_not_been_silent(worker, monkeypatch: pytest.Mon
 def test_a_frozen_one_and_one_that_goes_on(worker) -> None:
     process, pulse, _ = worker
     os.kill(process.pid, signal.SIGSTOP)
-    signs = seen(pulse, lambda signs: signs.beat_age_s > 0.3)
-    assert signs.frozen and signs.alive
+    signs = seen(pulse, lambda signs: signs.heartbeat_age_s > 0.3)
+    assert signs.is_frozen and signs.is_alive
     os.kill(process.pid, signal.SIGCONT)
-    signs = seen(pulse, lambda signs: signs.beat_age_s < 0.2)
-    assert not signs.frozen
+    signs = seen(pulse, lambda signs: signs.heartbeat_age_s < 0.2)
+    assert not signs.is_frozen
 
 
 @pytest.mark.parametrize("worker", ["hold", "spin"], indirect=True)
@@ -135,11 +135,11 @@ def test_who_holds_the_interpreter_and_who_only_keeps_busy(worker) -> None:
     process.stdin.write("\n")
     process.stdin.flush()
     if process.args[-1] == "hold":
-        assert not seen(pulse, lambda signs: signs.beat_age_s > 0.5).frozen
+        assert not seen(pulse, lambda signs: signs.heartbeat_age_s > 0.5).is_frozen
     else:
         before = pulse.read(3).mark_age_s
-        signs = seen(pulse, lambda signs: signs.mark_age_s > before + 0.5)
-        assert signs.beat_age_s < 0.5
+        signs = seen(pulse, lambda signs: signs.progress_age_s > before + 0.5)
+        assert signs.heartbeat_age_s < 0.5
     assert "in loop" in stacks(pulse)
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.distributed.process_groups import leave
+from raytrain_hpc.distributed.process_groups import destroy_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
-from raytrain_hpc.errors import StateLost
+from raytrain_hpc.errors import StateLostError
 from raytrain_hpc.state import reshard
-from raytrain_hpc.state.reshard import fill
-from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, route
-from raytrain_hpc.state.sharded_state import Held, Holding, dtype_name
+from raytrain_hpc.state.reshard import reshard_state
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, plan_copies_from_ranks
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name
 
 RANKS = 4
 SHAPES = {"a": (7, 5), "b": (13,), "c": (), "d": (4, 6, 3), "e": (0, 3), "f": (40,)}
@@ -34,16 +34,18 @@ def whole(name: str) -> torch.Tensor:
     return torch.randint(0, 120, SHAPES[name], generator=generator).to(DTYPES[name])
 
 
-def held(name: str, box: Box, *, empty: bool = False) -> Held:
-    part = whole(name)[box.slices_in(Box.whole(SHAPES[name]))]
-    return Held(name, SHAPES[name], dtype_name(part.dtype), box, torch.zeros_like(part) if empty else part.clone())
+def held(name: str, box: Box, *, empty: bool = False) -> StateShard:
+    part = whole(name)[box.to_slices(Box.from_shape(SHAPES[name]))]
+    return StateShard(
+        name, SHAPES[name], dtype_name(part.dtype), box, torch.zeros_like(part) if empty else part.clone()
+    )
 
 
 def cut(name: str, pieces: int, dim: int) -> list[Box]:
     """A tensor in rows or columns, unevenly; the last pieces of a small one are empty."""
     shape = SHAPES[name]
     if not shape:
-        return [Box.whole(shape)] * pieces
+        return [Box.from_shape(shape)] * pieces
     dim %= len(shape)
     ends = [round(shape[dim] * (i / pieces) ** 1.3) for i in range(pieces + 1)]
     boxes = []
@@ -63,7 +65,7 @@ def by_rank(ranks: list[int], dim: int) -> list[dict[str, list[Box]]]:
     return there
 
 
-EVERYTHING = [{name: [Box.whole(shape)] for name, shape in SHAPES.items()}] * RANKS
+EVERYTHING = [{name: [Box.from_shape(shape)] for name, shape in SHAPES.items()}] * RANKS
 NOTHING = {name: [] for name in SHAPES}
 CASES = {
     "the same again": (by_rank([0, 1, 2, 3], 0), by_rank([0, 1, 2, 3], 0)),
@@ -75,8 +77,8 @@ CASES = {
 }
 
 
-def holding(boxes: dict[str, list[Box]], *, empty: bool = False) -> Holding:
-    return Holding(held(name, box, empty=empty) for name, some in boxes.items() for box in some)
+def holding(boxes: dict[str, list[Box]], *, empty: bool = False) -> ShardedState:
+    return ShardedState(held(name, box, empty=empty) for name, some in boxes.items() for box in some)
 
 
 def joined(rank: int, meeting: Rendezvous) -> None:
@@ -92,11 +94,11 @@ def moved(rank: int, meeting: Rendezvous, name: str, round_bytes: int) -> tuple[
     reshard.ROUND_BYTES = round_bytes
     try:
         got = holding(wanted[rank], empty=True)
-        received = fill(got, holding(offers[rank]), dist.group.WORLD, torch.device("cpu"))
+        received = reshard_state(got, holding(offers[rank]), dist.group.WORLD, torch.device("cpu"))
         right = all(torch.equal(mine.tensor, held(mine.name, mine.box).tensor) for mine in got)
-        return right and got.index() == holding(wanted[rank]).index(), received
+        return right and got.to_index() == holding(wanted[rank]).to_index(), received
     finally:
-        leave()
+        destroy_process_groups()
 
 
 @pytest.mark.parametrize("round_bytes", [1 << 20, 64])
@@ -116,11 +118,11 @@ def lost(rank: int, meeting: Rendezvous) -> list[str]:
     joined(rank, meeting)
     try:
         offers = by_rank([0, 1, 2, 3], 0)[rank] if rank != 2 else NOTHING
-        fill(holding(EVERYTHING[0], empty=True), holding(offers), dist.group.WORLD, torch.device("cpu"))
-    except StateLost as error:
+        reshard_state(holding(EVERYTHING[0], empty=True), holding(offers), dist.group.WORLD, torch.device("cpu"))
+    except StateLostError as error:
         return [str(error)]
     finally:
-        leave()
+        destroy_process_groups()
     return []
 
 
@@ -131,10 +133,10 @@ def test_what_nobody_holds_is_said_on_every_rank(pool: Any) -> None:
 
 def test_one_rank_alone() -> None:
     got = holding(by_rank([0, 1], 1)[1], empty=True)
-    assert fill(got, holding(EVERYTHING[0]), None, torch.device("cpu")) == 0
+    assert reshard_state(got, holding(EVERYTHING[0]), None, torch.device("cpu")) == 0
     assert all(torch.equal(mine.tensor, held(mine.name, mine.box).tensor) for mine in got)
-    with pytest.raises(StateLost):
-        fill(got, Holding(), None, torch.device("cpu"))
+    with pytest.raises(StateLostError):
+        reshard_state(got, ShardedState(), None, torch.device("cpu"))
 
 
 def test_a_route_covers_every_element_once() -> None:
@@ -145,20 +147,20 @@ def test_a_route_covers_every_element_once() -> None:
             for _ in range(3)
         ]
         wanted = StateIndex([TensorSlices("t", (9, 8), "float32", (some_box(chance), some_box(chance)))])
-        found, left = route(offers, wanted, chance.randrange(3))
+        found, left = plan_copies_from_ranks(offers, wanted, chance.randrange(3))
         for number, box in enumerate(wanted["t"].boxes):
             counted = torch.zeros(9, 8, dtype=torch.int64)
             for offer, piece in found:
-                if piece.destination == number:
-                    counted[piece.region.slices_in(Box.whole((9, 8)))] += 1
-                    source = offers[offer]["t"].boxes[piece.source]
+                if piece.destination_box == number:
+                    counted[piece.region.to_slices(Box.from_shape((9, 8)))] += 1
+                    source = offers[offer]["t"].boxes[piece.source_box]
                     assert source.intersection(piece.region) == piece.region == box.intersection(piece.region)
             offered = torch.zeros(9, 8, dtype=torch.bool)
             for offer in offers:
                 for one in offer["t"].boxes:
-                    offered[one.slices_in(Box.whole((9, 8)))] = True
+                    offered[one.to_slices(Box.from_shape((9, 8)))] = True
             mine = torch.zeros(9, 8, dtype=torch.bool)
-            mine[box.slices_in(Box.whole((9, 8)))] = True
+            mine[box.to_slices(Box.from_shape((9, 8)))] = True
             assert torch.equal(counted, (mine & offered).long())
         missing = sum(region.numel for _, region in left)
         assert missing == sum(box.numel for box in wanted["t"].boxes) - sum(piece.region.numel for _, piece in found)

@@ -12,10 +12,10 @@ from raytrain_hpc.state.shard_index import (
     StateIndex,
     TensorSlices,
     assign_writers,
-    compare,
-    intersect,
-    merge,
-    missing,
+    find_difference,
+    find_missing,
+    merge_indexes,
+    plan_copies,
 )
 
 
@@ -31,7 +31,7 @@ def random_box(rng, shape):
 def cells(shape, *boxes):
     mask = np.zeros(shape, dtype=bool)
     for box in boxes:
-        mask[box.slices_in(Box.whole(shape))] = True
+        mask[box.slices_in(Box.from_shape(shape))] = True
     return mask
 
 
@@ -54,7 +54,7 @@ def test_box_operations_agree_with_masks(seed):
     assert a.numel == cells(shape, a).sum()
     common = a.intersection(b)
     assert common.numel == (cells(shape, a) & cells(shape, b)).sum()
-    left = a.without(b)
+    left = a.difference(b)
     assert (cells(shape, *left) == (cells(shape, a) & ~cells(shape, b))).all()
     assert sum(box.numel for box in left) == cells(shape, *left).sum(), "the rest must be disjoint boxes"
     assert all(box.numel for box in left)
@@ -68,20 +68,20 @@ def test_pieces_move_what_a_global_array_would(seed):
     whole = rng.integers(1, 10**6, shape)
     sources = [random_box(rng, shape) for _ in range(rng.integers(0, 6))]
     targets = [random_box(rng, shape) for _ in range(rng.integers(1, 4))]
-    outer = Box.whole(shape)
-    stored = [whole[box.slices_in(outer)] for box in sources]
+    outer = Box.from_shape(shape)
+    stored = [whole[box.to_slices(outer)] for box in sources]
     filled = [np.zeros(box.sizes, dtype=whole.dtype) for box in targets]
     times = [np.zeros(box.sizes, dtype=int) for box in targets]
-    for piece in intersect(index(shape, sources), index(shape, targets)):
-        filled[piece.destination][piece.destination_slices] = stored[piece.source][piece.source_slices]
-        times[piece.destination][piece.destination_slices] += 1
-        assert (stored[piece.source][piece.source_slices] == whole[piece.region.slices_in(outer)]).all()
+    for piece in plan_copies(index(shape, sources), index(shape, targets)):
+        filled[piece.destination_box][piece.destination_slices] = stored[piece.source_box][piece.source_slices]
+        times[piece.destination_box][piece.destination_slices] += 1
+        assert (stored[piece.source_box][piece.source_slices] == whole[piece.region.to_slices(outer)]).all()
     covered = cells(shape, *sources)
     for box, got, count in zip(targets, filled, times, strict=True):
-        reachable = covered[box.slices_in(outer)]
+        reachable = covered[box.to_slices(outer)]
         assert (count == reachable).all(), "each covered element exactly once, the others never"
-        assert (got == np.where(reachable, whole[box.slices_in(outer)], 0)).all()
-    gaps = missing([index(shape, [box]) for box in sources], index(shape, targets))
+        assert (got == np.where(reachable, whole[box.to_slices(outer)], 0)).all()
+    gaps = find_missing([index(shape, [box]) for box in sources], index(shape, targets))
     expected = cells(shape, *targets) & ~covered
     assert (cells(shape, *[region for _, region in gaps]) == expected).all()
 
@@ -93,21 +93,23 @@ def test_uneven_row_shards_of_every_degree_into_every_other():
         for after in range(1, 10):
             for a, b in chunks(7, after):
                 mine = index(shape, [Box((a, 0), (b - a, 3))])
-                assert sum(p.region.numel for p in intersect(index(shape, source), mine)) == (b - a) * 3
-                assert missing([index(shape, source)], mine) == []
+                assert sum(p.region.numel for p in plan_copies(index(shape, source), mine)) == (b - a) * 3
+                assert find_missing([index(shape, source)], mine) == []
 
 
 def test_scalar_is_one_element_and_an_empty_tensor_none():
     scalar = index((), [Box((), ())])
-    (piece,) = intersect(scalar, scalar)
+    (piece,) = plan_copies(scalar, scalar)
     assert piece.region.numel == 1 and piece.source_slices == ()
-    assert missing([], scalar) == [("w", Box((), ()))]
-    assert missing([], index((0, 4), [Box.whole((0, 4))])) == []
+    assert find_missing([], scalar) == [("w", Box((), ()))]
+    assert find_missing([], index((0, 4), [Box.from_shape((0, 4))])) == []
 
 
 def test_a_tensor_that_no_source_has_is_missing_whole():
-    wanted = index((2, 2), [Box.whole((2, 2))])
-    assert missing([index((2, 2), [Box.whole((2, 2))], name="other")], wanted) == [("w", Box.whole((2, 2)))]
+    wanted = index((2, 2), [Box.from_shape((2, 2))])
+    assert find_missing([index((2, 2), [Box.from_shape((2, 2))], name="other")], wanted) == [
+        ("w", Box.from_shape((2, 2)))
+    ]
 
 
 def test_boxes_that_cannot_be_are_refused():
@@ -124,22 +126,24 @@ def test_boxes_that_cannot_be_are_refused():
 
 
 def test_index_survives_json():
-    before = merge([index((5, 2), [Box((0, 0), (3, 2)), Box((3, 0), (2, 2))]), index((), [Box((), ())], name="step")])
+    before = merge_indexes(
+        [index((5, 2), [Box((0, 0), (3, 2)), Box((3, 0), (2, 2))]), index((), [Box((), ())], name="step")]
+    )
     after = StateIndex.from_json(json.loads(json.dumps(before.to_json())))
     assert dict(after) == dict(before)
 
 
 def test_compare_names_the_first_difference():
     a = index((4, 2), [])
-    assert compare(a, index((4, 2), [Box((0, 0), (1, 1))])) is None
-    assert compare(a, index((4, 3), [])) == "w has shape [4, 2], not [4, 3]"
-    assert compare(a, index((4, 2), [], dtype="bfloat16")) == "w has dtype float32, not bfloat16"
-    assert compare(a, merge([a, index((1,), [], name="b")])) == "b is missing"
-    assert compare(merge([a, index((1,), [], name="b")]), a) == "b is unknown"
-    nothing = merge([a, index((0, 3), [], name="nothing")])
-    assert compare(a, nothing) is None and compare(nothing, a) is None
+    assert find_difference(a, index((4, 2), [Box((0, 0), (1, 1))])) is None
+    assert find_difference(a, index((4, 3), [])) == "w has shape [4, 2], not [4, 3]"
+    assert find_difference(a, index((4, 2), [], dtype="bfloat16")) == "w has dtype float32, not bfloat16"
+    assert find_difference(a, merge_indexes([a, index((1,), [], name="b")])) == "b is missing"
+    assert find_difference(merge_indexes([a, index((1,), [], name="b")]), a) == "b is unknown"
+    nothing = merge_indexes([a, index((0, 3), [], name="nothing")])
+    assert find_difference(a, nothing) is None and find_difference(nothing, a) is None
     with pytest.raises(ValueError, match=r"w has shape \[4, 2\], not \[4, 3\]"):
-        merge([a, index((4, 3), [])])
+        merge_indexes([a, index((4, 3), [])])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -151,7 +155,7 @@ def test_every_box_has_one_writer_that_holds_it(seed):
         shape = random_shape(rng, number % 3)
         for rank in range(ranks):
             if rng.random() < 0.7:
-                box = Box.whole(shape) if number % 2 else random_box(rng, shape)
+                box = Box.from_shape(shape) if number % 2 else random_box(rng, shape)
                 held[rank].append(TensorSlices(f"t{number}", shape, "float32", (box,)))
     indexes = [StateIndex(slices) for slices in held]
     writes = assign_writers(indexes)

@@ -14,8 +14,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from raytrain_hpc.state.shard_index import Box
-from raytrain_hpc.state.sharded_state import Held, Holding, broadcast, digest, replicas_that_differ, slice_of
-from tests.warm_pool import forked
+from raytrain_hpc.state.sharded_state import (
+    ShardedState,
+    StateShard,
+    broadcast_state,
+    compute_digest,
+    find_divergent_replicas,
+    get_local_slice,
+)
+from tests.warm_pool import make_forkserver_context
 
 RANKS = 4
 TIMEOUT_S = 60
@@ -29,8 +36,8 @@ PLACEMENTS = {
 
 
 def described(tensor):
-    shape, box, local = slice_of(tensor)
-    return shape, box, local.tolist(), digest(Holding([Held("w", shape, "float32", box, local)]))
+    shape, box, local = get_local_slice(tensor)
+    return shape, box, local.tolist(), compute_digest(ShardedState([StateShard("w", shape, "float32", box, local)]))
 
 
 def fsdp_over_tp(whole, mesh):
@@ -61,19 +68,19 @@ def run_rank(rank, port, results):
     )
     for tensor in (partial, scattered):
         try:
-            slice_of(tensor)
+            get_local_slice(tensor)
         except ValueError as error:
             refused.append(str(error))
     torch.manual_seed(rank)
     tensors = [torch.randn(3, 7), torch.randn(2_000_000, dtype=torch.float32), torch.tensor(rank), torch.randn(0, 4)]
     tensors += [torch.randn(14_000_000).bfloat16(), torch.randn(6, 4).t(), torch.nn.Parameter(torch.randn(5))]
-    holding = Holding(Held.of(f"t{number}", tensor) for number, tensor in enumerate(tensors))
-    differed = replicas_that_differ(holding, group, torch.device("cpu"))
-    broadcast(holding, 2, group)
-    equal = replicas_that_differ(holding, group, torch.device("cpu"))
+    holding = ShardedState(StateShard.from_tensor(f"t{number}", tensor) for number, tensor in enumerate(tensors))
+    differed = find_divergent_replicas(holding, group, torch.device("cpu"))
+    broadcast_state(holding, 2, group)
+    equal = find_divergent_replicas(holding, group, torch.device("cpu"))
     if rank == 3:
         tensors[1].view(torch.int32)[1_999_999] ^= 1 << 30
-    flipped = replicas_that_differ(holding, group, torch.device("cpu"))
+    flipped = find_divergent_replicas(holding, group, torch.device("cpu"))
     torch.manual_seed(2)
     from_two = torch.equal(tensors[0], torch.randn(3, 7)) and int(tensors[2]) == 2
     results.put((rank, found, refused, differed, equal, flipped, from_two))
@@ -86,7 +93,7 @@ def by_rank():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = forked()
+    context = make_forkserver_context()
     results = context.Queue()
     processes = [context.Process(target=run_rank, args=(rank, port, results), daemon=True) for rank in range(RANKS)]
     for process in processes:
@@ -107,13 +114,13 @@ def test_slices_of_a_dtensor_are_its_parts_of_the_whole(by_rank, rows, name):
     for rank in range(RANKS):
         shape, box, local, here = by_rank[rank][0][rows, name]
         assert shape == (rows, 5)
-        expected = whole[box.slices_in(Box.whole(shape))]
+        expected = whole[box.slices_in(Box.from_shape(shape))]
         assert torch.equal(torch.tensor(local).reshape(expected.shape), expected)
-        covered[box.slices_in(Box.whole(shape))] += 1
+        covered[box.slices_in(Box.from_shape(shape))] += 1
         total += here
     copies = RANKS // 2 ** sum(not placement.is_replicate() for placement in PLACEMENTS.get(name, (Shard(0), Shard(0))))
     assert (covered == copies).all()
-    assert total % 2**64 == copies * digest(Holding([Held.of("w", whole)])) % 2**64
+    assert total % 2**64 == copies * compute_digest(ShardedState([StateShard.from_tensor("w", whole)])) % 2**64
 
 
 def test_a_partial_sum_and_scattered_rows_are_refused(by_rank):

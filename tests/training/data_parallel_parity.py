@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 50
 LAYOUTS = {
@@ -23,7 +23,7 @@ Curve = tuple[list[float], list[float]]
 
 def curve(pool: WarmPool, *words: str, first: int = STEPS) -> Curve:
     """Losses and gradient norms of the first steps of a run with these settings on top of BASE."""
-    steps = steps_of(pool.train(small(None, *BASE, *words), steps_to=first)[0])
+    steps = get_step_metrics(pool.train(make_small_config(None, *BASE, *words), steps_to=first)[0])
     if len(steps) != first:
         raise RuntimeError(f"{len(steps)} steps, not {first}")
     return [s["train/loss"] for s in steps], [s["train/grad_norm"] for s in steps]

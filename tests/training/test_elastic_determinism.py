@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from raytrain_hpc.errors import ConfigError, LayoutError
-from raytrain_hpc.optim.grad_norm import ExactNorm
-from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, open_nodes, pairwise_total
+from raytrain_hpc.optim.grad_norm import ExactGradientNorm
+from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, list_open_nodes, sum_pairwise
 from raytrain_hpc.planner.layout import check_axes
-from tests.parallel.layout_run import GPT2, LLAMA, whole_state
-from tests.warm_pool import WarmPool, small, steps_of
+from tests.parallel.layout_run import GPT2, LLAMA, load_full_state
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 6
 # 12 sequences in 6 microbatches, so that five ranks get 1, 1, 1, 1, 2; clipping and dropout on, odd sizes.
@@ -61,7 +61,7 @@ OTHERS = {
 
 def digest_of(directory: Path) -> str:
     """A hash of the whole state after the last step."""
-    state, digest = whole_state(directory, STEPS), hashlib.sha256()
+    state, digest = load_full_state(directory, STEPS), hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode() + state[name].numpy().tobytes())
     return digest.hexdigest()
@@ -69,7 +69,7 @@ def digest_of(directory: Path) -> str:
 
 def bits(pool: WarmPool, directory: Path, *words: str) -> tuple[list[tuple[float, ...]], str]:
     """Loss, gradient norm and validation loss of every step, and a hash of the whole state after the last."""
-    records = steps_of(pool.train(small(directory, *BASE, *words))[0])
+    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *words))[0])
     keys = ("train/loss", "train/grad_norm", "val/loss")
     return [tuple(step[key] for key in keys if key in step) for step in records], digest_of(directory)
 
@@ -124,8 +124,8 @@ def test_without_it_the_bits_differ(pool: WarmPool, alone, tmp_path: Path) -> No
 def test_a_run_that_changes_its_degree_on_the_way(pool: WarmPool, alone, tmp_path: Path) -> None:
     made, losses = [*BASE, *MODELS["gpt2"]], []
     for step, layout in enumerate(("zero2-3", "ddp-5", "hsdp2-2x2", "ddp-2", "zero1-2", "zero3-4")):
-        config = small(tmp_path, *made, *LAYOUTS[layout])
-        losses += steps_of(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
+        config = make_small_config(tmp_path, *made, *LAYOUTS[layout])
+        losses += get_step_metrics(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
     expected, digest = alone(*MODELS["gpt2"])
     assert [step["train/loss"] for step in losses] == [step[0] for step in expected]
     assert digest_of(tmp_path) == digest
@@ -136,10 +136,10 @@ def test_what_is_not_exact_is_refused(word: str) -> None:
     zero = ["parallel.zero=2"] if "quantize" in word else []
     words = ["model.num_experts=4", "cluster.workers=4", "parallel.pp=2", "model.num_layers=4", *zero]
     with pytest.raises(LayoutError, match="train.deterministic=elastic") as refused:
-        check_axes(small(None, *words, "train.deterministic=elastic", word))
+        check_axes(make_small_config(None, *words, "train.deterministic=elastic", word))
     assert word.split("=")[0] in str(refused.value)
     with pytest.raises(ConfigError, match="needs false, true or elastic"):
-        small(None, "train.deterministic=exact")
+        make_small_config(None, "train.deterministic=exact")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 12, 13])
@@ -149,7 +149,7 @@ def test_the_tree_adds_the_same_pairs_whatever_the_shares(count: int) -> None:
     level = list(values)
     while len(level) > 1:
         level = [level[i] + level[i + 1] if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
-    assert torch.equal(pairwise_total(values), level[0])
+    assert torch.equal(sum_pairwise(values), level[0])
     for ranks in range(1, count + 1):
         runs = [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
         for dealt in (runs, [range(rank, count, ranks) for rank in range(ranks)]):
@@ -158,11 +158,11 @@ def test_the_tree_adds_the_same_pairs_whatever_the_shares(count: int) -> None:
                 mine = PairwiseSum(count)
                 for leaf in reversed(run):
                     mine.add(values[leaf].clone(), (0, leaf))
-                assert sorted(mine.open) == open_nodes(run, count)
+                assert sorted(mine.open_nodes) == list_open_nodes(run, count)
                 if dealt is runs:  # what a rank holds grows with the logarithm of its share
-                    assert len(mine.open) <= 2 * len(run).bit_length()
-                for node in mine.open:
-                    tree.add(mine.open[node].clone(), node)
+                    assert len(mine.open_nodes) <= 2 * len(run).bit_length()
+                for node in mine.open_nodes:
+                    tree.add(mine.open_nodes[node].clone(), node)
             assert tree.total is not None and torch.equal(tree.total, level[0])
 
 
@@ -174,10 +174,10 @@ def test_the_norm_is_exact_and_knows_no_cut(dtype: torch.dtype) -> None:
     norms = set()
     for cuts in ([5000], [1, 4999], [1700, 33, 3267], [1] * 5000):
         pieces = {str(i): piece for i, piece in enumerate(torch.split(whole, cuts))}
-        norms.add(ExactNorm({name: [None] for name in pieces}, None, whole.device)(pieces).item())
+        norms.add(ExactGradientNorm({name: [None] for name in pieces}, None, whole.device)(pieces).item())
     (norm,) = norms
     assert norm == pytest.approx(float(math.sqrt(math.fsum(x * x for x in whole.double().tolist()))), rel=1e-12)
     for bad in (math.nan, math.inf):
         broken = {"0": torch.tensor([1.0, bad])}
-        assert not math.isfinite(ExactNorm({"0": [None]}, None, whole.device)(broken).item())
-    assert ExactNorm({"0": [None]}, None, whole.device)({"0": torch.zeros(3)}).item() == 0.0
+        assert not math.isfinite(ExactGradientNorm({"0": [None]}, None, whole.device)(broken).item())
+    assert ExactGradientNorm({"0": [None]}, None, whole.device)({"0": torch.zeros(3)}).item() == 0.0

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.state.sharded_state import copy_pieces
-from raytrain_hpc.training.script_state import Owned
+from raytrain_hpc.state.sharded_state import copy_overlap
+from raytrain_hpc.training.script_state import ScriptState
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Any]
 
@@ -78,21 +78,21 @@ def train(parts: Made, first: int, stop: int) -> list[float]:
 def test_taking_charge_changes_nothing_and_another_goes_on(optimizer: str, scheduler: str) -> None:
     plain = train(made(optimizer, scheduler, 0), 0, 12)
     first = made(optimizer, scheduler, 0)
-    mine = Owned(*first)
+    mine = ScriptState(*first)
     assert train(first, 0, 5) == plain[:5]
-    mine.changed()
+    mine.capture()
     second = made(optimizer, scheduler, 1)  # other weights
-    theirs = Owned(*second)
-    copy_pieces(mine.holding(), theirs.holding())
-    theirs.loaded()
-    assert theirs.rate == mine.rate
+    theirs = ScriptState(*second)
+    copy_overlap(mine.to_sharded_state(), theirs.to_sharded_state())
+    theirs.restore()
+    assert theirs.lr == mine.lr
     assert train(second, 5, 12) == plain[5:]
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     with pytest.raises(ModelError, match="none of the model's"):
-        Owned(model, torch.optim.SGD(other.parameters(), lr=0.1), None)
+        ScriptState(model, torch.optim.SGD(other.parameters(), lr=0.1), None)
 
 
 def test_a_parameter_that_is_reached_late() -> None:
@@ -117,12 +117,12 @@ def test_a_parameter_that_is_reached_late() -> None:
 
     plain = both(parts(0), range(10))
     first, second = parts(0), parts(1)
-    mine = Owned(*first, None)
+    mine = ScriptState(*first, None)
     assert both(first, range(5)) == plain[:5]
-    mine.changed()
-    theirs = Owned(*second, None)
-    copy_pieces(mine.holding(), theirs.holding())
-    theirs.loaded()
+    mine.capture()
+    theirs = ScriptState(*second, None)
+    copy_overlap(mine.to_sharded_state(), theirs.to_sharded_state())
+    theirs.restore()
     assert both(second, range(5, 10)) == plain[5:]
 
 
@@ -148,25 +148,25 @@ def test_state_that_is_no_tensor_and_state_that_is_replaced() -> None:
 
     plain = train(parts(0), 0, 8)
     first, second = parts(0), parts(1)
-    mine = Owned(*first)
+    mine = ScriptState(*first)
     for step in range(4):
         train(first, step, step + 1)
-        mine.changed()
-    theirs = Owned(*second)
-    copy_pieces(mine.holding(), theirs.holding())
-    theirs.loaded()
+        mine.capture()
+    theirs = ScriptState(*second)
+    copy_overlap(mine.to_sharded_state(), theirs.to_sharded_state())
+    theirs.restore()
     assert train(second, 4, 8) == plain[4:]
 
 
 def test_an_optimizer_that_takes_no_such_step_is_named() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(ModelError, match="attach: LBFGS cannot be kept"):
-        Owned(model, torch.optim.LBFGS(model.parameters()), None)
+        ScriptState(model, torch.optim.LBFGS(model.parameters()), None)
 
 
 def test_frozen_parameters_stay_out_of_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    names = {held.name for held in Owned(model, optimizer, None).holding()}
+    names = {held.name for held in ScriptState(model, optimizer, None).to_sharded_state()}
     assert "model.0.weight" in names and not any(name.startswith("optimizer.exp_avg.0.") for name in names)

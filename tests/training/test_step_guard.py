@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.warm_pool import RankFailed, WarmPool, small, steps_of
+from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
 
 WORDS = ["train.steps=6", "train.micro_batch=2", "model.dropout=0.1"]
 LAYOUTS = {
@@ -21,11 +21,11 @@ LAYOUTS = {
 
 def records(pool: WarmPool, run_dir: Path, *words: str, times: int = 0, rank: int = 1) -> list[dict[str, Any]]:
     faults = ", ".join([f"{{kind: nan, rank: {rank}, step: 4}}"] * times)
-    return pool.train(small(run_dir, *WORDS, *words, f"fault.inject=[{faults}]"))[0]
+    return pool.train(make_small_config(run_dir, *WORDS, *words, f"fault.inject=[{faults}]"))[0]
 
 
 def losses(found: list[dict[str, Any]]) -> list[float]:
-    return [metrics["train/loss"] for metrics in steps_of(found)]
+    return [metrics["train/loss"] for metrics in get_step_metrics(found)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,7 +40,9 @@ def test_once_is_as_if_it_had_not_been(pool: WarmPool, tmp_path: Path, layout: s
 
 
 def test_twice_ends_the_run(pool: WarmPool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"step 4: loss nan .* not finite, twice; lower train.lr.*fault.on_nan=skip"):
+    with pytest.raises(
+        RankFailedError, match=r"step 4: loss nan .* not finite, twice; lower train.lr.*fault.on_nan=skip"
+    ):
         records(pool, tmp_path, "cluster.workers=2", times=2)
 
 
@@ -61,9 +63,9 @@ def test_going_back_is_skipping_all_steps_since_the_checkpoint(pool: WarmPool, t
     """Not finite at step 4 with a checkpoint of step 2: as if steps 3 and 4 had both been skipped."""
     words = [*LAYOUTS[layout], "train.deterministic=elastic"]
     skipping = ["fault.on_nan=skip", f"fault.inject=[{faults((3, 2), (4, 2))}]"]
-    skipped = losses(pool.train(small(tmp_path / "a", *WORDS, *words, *skipping))[0])
+    skipped = losses(pool.train(make_small_config(tmp_path / "a", *WORDS, *words, *skipping))[0])
     going_back = ["fault.on_nan=rollback", f"fault.inject=[{faults((4, 2))}]"]
-    config = small(tmp_path / "b", *WORDS, *words, *going_back)
+    config = make_small_config(tmp_path / "b", *WORDS, *words, *going_back)
     pool.train(config, steps_to=2)
     found = pool.train(config, resume_step=2)[0]
     assert losses(found)[2:] == skipped[4:] and isnan(losses(found)[1])
@@ -75,25 +77,25 @@ def test_going_back_is_skipping_all_steps_since_the_checkpoint(pool: WarmPool, t
 
 
 def test_nowhere_to_go_back_to(pool: WarmPool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"step 4: fault.on_nan=rollback, but there is no checkpoint"):
+    with pytest.raises(RankFailedError, match=r"step 4: fault.on_nan=rollback, but there is no checkpoint"):
         records(pool, tmp_path, "cluster.workers=2", "fault.on_nan=rollback", times=2)
 
 
 def test_bad_steps_in_a_row_end_the_run(pool: WarmPool, tmp_path: Path) -> None:
     words = ["cluster.workers=2", "fault.on_nan=skip", "fault.max_failures=1"]
     spoilt = f"fault.inject=[{faults((3, 2), (4, 2))}]"
-    with pytest.raises(RankFailed, match=r"step 4: .* and so were the 1 before it \(fault.max_failures=1\)"):
-        pool.train(small(tmp_path, *WORDS, *words, spoilt))
+    with pytest.raises(RankFailedError, match=r"step 4: .* and so were the 1 before it \(fault.max_failures=1\)"):
+        pool.train(make_small_config(tmp_path, *WORDS, *words, spoilt))
 
 
 def test_a_spike_is_judged_by_the_losses_before_it(pool: WarmPool, tmp_path: Path) -> None:
     """Once: as if it had not been. Twice: skipped; and judged alike by a run that went on from a checkpoint."""
     words = [*WORDS, "cluster.workers=2", "train.steps=44", "fault.spike_deviations=8", "fault.on_nan=skip"]
-    undisturbed = pool.train(small(tmp_path / "a", *words))[0]
-    once = pool.train(small(tmp_path / "b", *words, f"fault.inject=[{faults((40, 1), kind='spike')}]"))[0]
+    undisturbed = pool.train(make_small_config(tmp_path / "a", *words))[0]
+    once = pool.train(make_small_config(tmp_path / "b", *words, f"fault.inject=[{faults((40, 1), kind='spike')}]"))[0]
     assert losses(once) == losses(undisturbed)
     assert [record["kind"] for record in once if record["type"] == "incident"] == ["loss spike"]
-    twice = small(tmp_path / "c", *words, f"fault.inject=[{faults((40, 2), kind='spike')}]")
+    twice = make_small_config(tmp_path / "c", *words, f"fault.inject=[{faults((40, 2), kind='spike')}]")
     pool.train(twice, steps_to=36)
     found = pool.train(twice, resume_step=36)[0]
     assert losses(found)[:3] == losses(undisturbed)[36:39] and losses(found)[3] > 5 * losses(undisturbed)[39]
@@ -103,7 +105,7 @@ def test_a_spike_is_judged_by_the_losses_before_it(pool: WarmPool, tmp_path: Pat
 
 def test_spikes_may_be_looked_for_from_some_checkpoint_on(pool: WarmPool, tmp_path: Path) -> None:
     """A checkpoint without recent losses is gone on from with that setting, and one with them without it."""
-    without, looking = (small(tmp_path, *WORDS, f"fault.spike_deviations={one}") for one in (0, 6))
+    without, looking = (make_small_config(tmp_path, *WORDS, f"fault.spike_deviations={one}") for one in (0, 6))
     pool.train(without, steps_to=2)
     pool.train(looking, resume_step=2, steps_to=4)
     assert len(losses(pool.train(without, resume_step=4)[0])) == 2

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 import raytrain_hpc as rt
-from raytrain_hpc.distributed.replica_check import Replicas
+from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.training import timers
-from raytrain_hpc.training.checkpointer import Saver
-from raytrain_hpc.training.timers import Laps
+from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.timers import StepTimer
 from raytrain_hpc.training.trainer import Trainer
-from tests.warm_pool import small
+from tests.warm_pool import make_small_config
 
-TAKES = {(Trainer, "train_step"): 1.0, (Replicas, "compare"): 10.0, (Saver, "save"): 100.0, (Trainer, "evaluate"): 1e3}
+TAKES = {
+    (Trainer, "train_step"): 1.0,
+    (ReplicaCheck, "compare"): 10.0,
+    (Checkpointer, "save"): 100.0,
+    (Trainer, "evaluate"): 1e3,
+}
 
 
 class Clock:
@@ -40,15 +45,15 @@ class Clock:
 
 def test_a_step_lasts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    laps = Laps()
+    laps = StepTimer()
     clock.now = 2.0
-    assert laps.end() == 2.0
+    assert laps.end_step() == 2.0
     clock.now = 3.0  # something after the step, which nobody names
-    with laps.left_out():
+    with laps.exclude():
         clock.now = 10.0
     clock.now = 14.0
-    assert laps.end() == 5.0
-    assert laps.end() == 0.0
+    assert laps.end_step() == 5.0
+    assert laps.end_step() == 0.0
 
 
 def test_comparing_replicas_counts_and_checkpoints_and_evaluations_do_not(
@@ -58,7 +63,7 @@ def test_comparing_replicas_counts_and_checkpoints_and_evaluations_do_not(
     clock = Clock(monkeypatch)
     for (owner, name), seconds in TAKES.items():
         clock.passes(monkeypatch, owner, name, seconds)
-    rt.train(small(tmp_path, *words, "cluster.workers=0"), quiet=True)
+    rt.train(make_small_config(tmp_path, *words, "cluster.workers=0"), quiet=True)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # Compared after steps 2 and 4, and before what is saved after 3 and 5.
     assert [line["time/step_s"] for line in lines] == [1.0, 1.0, 11.0, 11.0, 11.0]

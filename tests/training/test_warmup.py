@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_hpc.training.warmup import rehearse
+from raytrain_hpc.training.warmup import run_warmup_step
 from tests.parallel.layout_run import GPT2, LLAMA
-from tests.warm_pool import WarmPool, small, spec_of
+from tests.warm_pool import WarmPool, make_small_config, make_worker_spec
 
 SETTINGS = {
     "gpt2, dropout, elastic": [*GPT2, "model.dropout=0.1", "train.deterministic=elastic"],
@@ -29,8 +29,8 @@ SETTINGS = {
 
 def rehearsed(rank: int, meeting: Any, spec: Any) -> list[str]:
     """Twice, which is no other than once. Returns what stands in the run's directory then."""
-    rehearse(spec, torch.device("cpu"))
-    rehearse(spec, torch.device("cpu"))
+    run_warmup_step(spec, torch.device("cpu"))
+    run_warmup_step(spec, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
     return sorted(path.name for path in Path(spec.config.run.dir).rglob("*"))
 
@@ -39,6 +39,6 @@ def rehearsed(rank: int, meeting: Any, spec: Any) -> list[str]:
 def test_every_kind_of_model_can_be_rehearsed_alone_and_leaves_nothing(
     pool: WarmPool, tmp_path: Path, name: str
 ) -> None:
-    config = small(tmp_path / "run", *SETTINGS[name])
-    spec = spec_of(config, int(config.cluster.workers), steps_to=5)
+    config = make_small_config(tmp_path / "run", *SETTINGS[name])
+    spec = make_worker_spec(config, int(config.cluster.workers), steps_to=5)
     assert pool.call(rehearsed, 1, spec) == [[]]

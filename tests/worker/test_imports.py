@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_pool import SMALL
+from tests.warm_pool import SMALL_OVERRIDES
 
 HEAVY = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "ray"]
 SCRIPT = f"""
@@ -27,7 +27,12 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 @pytest.mark.parametrize("deterministic", ["false", "true", "elastic"])
 def test_plain_training_loads_neither_compiler_nor_distributed_tensors(deterministic: str, tmp_path: Path) -> None:
-    words = [*SMALL, "cluster.workers=0", f"train.deterministic={deterministic}", f"run.dir={tmp_path / 'run'}"]
+    words = [
+        *SMALL_OVERRIDES,
+        "cluster.workers=0",
+        f"train.deterministic={deterministic}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120, check=False
     )

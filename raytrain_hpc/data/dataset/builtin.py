@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.cache_dir import default_cache
-from raytrain_hpc.data.dataset.manifest import MANIFEST, VERSION
-from raytrain_hpc.data.loader.sampler import Permutation, derive_key, random_words
+from raytrain_hpc.cache_dir import get_cache_dir
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, VERSION
+from raytrain_hpc.data.loader.sampler import Permutation, derive_key, generate_words
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_EXCLUDED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 _SHUFFLE_KEY = derive_key("stdlib files")
 
 
-def stdlib_dataset(cache_dir: Path | None = None) -> Path:
+def prepare_stdlib_dataset(cache_dir: Path | None = None) -> Path:
     """The dataset of this Python's standard library, as bytes; prepared on the first call, then found in the cache.
 
     `cache_dir`: where it is kept, else raytrain_hpc.cache_dir. The
@@ -30,24 +30,24 @@ def stdlib_dataset(cache_dir: Path | None = None) -> Path:
     DataError where this Python has no source files, or the cache cannot be written.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = _stdlib_files(root)
+    files = _find_stdlib_files(root)
     if not files:
         raise DataError(f"{root}: this Python comes without source files; prepare a dataset and set data.path")
     listing = "\n".join(f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for path in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:12]
-    out = (cache_dir or default_cache()) / f"stdlib{VERSION}-{platform.python_version()}-{identity}"
-    if not (out / MANIFEST).exists():
+    out = (cache_dir or get_cache_dir()) / f"stdlib{VERSION}-{platform.python_version()}-{identity}"
+    if not (out / MANIFEST_FILE).exists():
         shuffle = Permutation(len(files), _SHUFFLE_KEY)
         shuffled = [files[i] for i in shuffle(np.arange(len(files)))]
         prepare(shuffled, out, tokenizer="byte", val_fraction=0.1, engine="local", workers=1)
     return out
 
 
-def _stdlib_files(root: Path) -> list[Path]:
+def _find_stdlib_files(root: Path) -> list[Path]:
     """The source files of the standard library that hold text, sorted by relative path."""
     found: list[Path] = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in _LEFT_OUT]
+        below[:] = [name for name in below if name not in _EXCLUDED_DIRS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     kept = [path for path in found if path.is_file() and path.stat().st_size]
     return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
@@ -79,17 +79,19 @@ class SyntheticTokens:
         starts = np.asarray(starts, dtype=np.int64)
         if starts.size and (int(starts.min()) < 0 or int(starts.max()) + length > self._num_tokens):
             raise DataError(f"window of {length} tokens at {starts.max()} leaves the {self._num_tokens} tokens")
-        words = random_words(self._key, starts[:, None] + np.arange(length))
+        words = generate_words(self._key, starts[:, None] + np.arange(length))
         return (words % np.uint64(self.vocab_size)).astype(np.int64)
 
-    def documents(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    def read_document_ids(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
         """One document, int64[n, length] of 0."""
         return np.zeros((len(starts), length), dtype=np.int64)
 
-    def counted(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
+    def read_loss_mask(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
         """Every token, bool[n, length] of True."""
         return np.ones((len(starts), length), dtype=bool)
 
-    def spans(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def get_document_spans(
+        self, documents: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """DataError: random tokens are no documents."""
         raise DataError("data.path=synthetic: has no documents; use data.packing=stream")

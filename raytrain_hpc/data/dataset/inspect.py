@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify
+from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
 from raytrain_hpc.data.dataset.token_shards import ShardFile, TokenArray, map_shard
 from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 
 SAMPLE_TOKENS = 200
 
 
-def summary(manifest: Manifest) -> str:
+def format_summary(manifest: Manifest) -> str:
     """One line: how much text there was and how it was split."""
     if manifest.characters is None:
         text = f"{sum(item.bytes for item in manifest.inputs):,} bytes"
@@ -23,48 +23,48 @@ def summary(manifest: Manifest) -> str:
     return f"{text}, vocabulary {manifest.vocab_size}, {' and '.join(' '.join(part) for part in splits)} tokens"
 
 
-def closing_lines(manifest: Manifest) -> list[str]:
+def format_prepare_summary(manifest: Manifest) -> list[str]:
     """What `prepare` says at its end: the summary, and what was left out."""
     empty = manifest.empty_documents
     skipped = [f"{empty:,} empty document{'s' if empty > 1 else ''} skipped"] if empty else []
-    return [summary(manifest), *skipped]
+    return [format_summary(manifest), *skipped]
 
 
 def describe(directory: Path | str) -> str:
     """What a dataset holds, line by line, after verifying every checksum. DataError where it is damaged."""
     directory = Path(directory)
     manifest = load_manifest(directory)
-    verified = verify(directory, manifest)
+    verified = verify_shards(directory, manifest)
     shards = {name: len(split.shards) for name, split in manifest.splits.items()}
     train = TokenArray.open(directory, manifest, "train")
     first = train.read(np.zeros(1, dtype=np.int64), min(SAMPLE_TOKENS, train.num_tokens))
     tokenizer = tokenizer_from_json(manifest.tokenizer)
     ending = "" if tokenizer.end_of_text is None else f", token {tokenizer.end_of_text} after every document"
     lines = [
-        f"{directory}: {summary(manifest)}",
+        f"{directory}: {format_summary(manifest)}",
         f"tokenizer     {tokenizer.name}, stored as {manifest.dtype}{ending}",
         f"inputs        {len(manifest.inputs)} files, {sum(item.bytes for item in manifest.inputs):,} bytes",
-        *(f"documents     {_documents(directory, manifest, name)}" for name in manifest.splits),
+        *(f"documents     {_describe_documents(directory, manifest, name)}" for name in manifest.splits),
         *([f"left out      {manifest.empty_documents:,} empty documents"] if manifest.empty_documents else []),
-        *([f"loss          {_counted(directory, manifest)}"] if manifest.masked else []),
+        *([f"loss          {_describe_loss_mask(directory, manifest)}"] if manifest.masked else []),
         f"shards        {', '.join(f'{count} {name}' for name, count in shards.items())}, {verified:,} bytes",
         "checksums     all verified",
         f"dataset hash  {manifest.dataset_hash}",
         f"first {first.size} tokens of train:",
-        *(f"  | {_printable(line)}" for line in tokenizer.decode(first[0]).split("\n")),
+        *(f"  | {_escape_control_characters(line)}" for line in tokenizer.decode(first[0]).split("\n")),
     ]
     return "\n".join(lines)
 
 
-def _files(directory: Path, manifest: Manifest, split: str) -> list[ShardFile]:
+def _list_shard_files(directory: Path, manifest: Manifest, split: str) -> list[ShardFile]:
     return [ShardFile(directory / s.file, s.tokens, s.documents) for s in manifest.splits[split].shards]
 
 
-def _documents(directory: Path, manifest: Manifest, split: str) -> str:
+def _describe_documents(directory: Path, manifest: Manifest, split: str) -> str:
     """How many documents end in a split, and how long they are; a document may begin in an earlier shard."""
     begun = tokens = count = longest = 0
     shortest = manifest.splits[split].tokens
-    for file in _files(directory, manifest, split):
+    for file in _list_shard_files(directory, manifest, split):
         ends = map_shard(file, manifest.dtype, masked=manifest.masked).ends
         if ends.size:
             lengths = np.diff(ends, prepend=-begun)
@@ -78,16 +78,16 @@ def _documents(directory: Path, manifest: Manifest, split: str) -> str:
     return f"{count:,} in {split}, of {shortest:,} to {longest:,} tokens, {tokens / count:,.0f} on average"
 
 
-def _counted(directory: Path, manifest: Manifest) -> str:
+def _describe_loss_mask(directory: Path, manifest: Manifest) -> str:
     """How many tokens count as targets."""
     total = counted = 0
     for name in manifest.splits:
-        for file in _files(directory, manifest, name):
+        for file in _list_shard_files(directory, manifest, name):
             counted += int(map_shard(file, manifest.dtype, masked=True).counted.sum(dtype=np.int64))
             total += file.tokens
     return f"on {counted:,} of {total:,} tokens ({counted / total:.1%})"
 
 
-def _printable(line: str) -> str:
+def _escape_control_characters(line: str) -> str:
     """A line that cannot move the cursor of a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -12,47 +12,47 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.dataset.manifest import MANIFEST, Manifest, Shard
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, Manifest, Shard
 from raytrain_hpc.data.dataset.storage import Location, RemoteFile
 from raytrain_hpc.errors import DataError
 
-_PIECE = 8 << 20
+_BLOCK_BYTES = 8 << 20
 
 
-def preload(source: Location, manifest: Manifest, into: Path) -> Path:
+def copy_to_local_cache(source: Location, manifest: Manifest, cache_dir: Path) -> Path:
     """The dataset's directory below `into`, copied there unless it already was. One process a node copies, others wait.
 
     DataError where the copy does not match the manifest's checksums, or the directory cannot be written.
     """
-    target = into / f"dataset-{manifest.dataset_hash[:16]}"
+    target = cache_dir / f"dataset-{manifest.dataset_hash[:16]}"
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with _locked(target / ".lock"):
+        with _lock_file(target / ".lock"):
             for shard in shards:
-                if not _there(target / shard.file, shard):
-                    _copy(source, shard, target)
-            _write(target / MANIFEST, json.dumps(manifest.to_json()).encode())
+                if not _is_cached(target / shard.file, shard):
+                    _copy_shard(source, shard, target)
+            _write_atomically(target / MANIFEST_FILE, json.dumps(manifest.to_json()).encode())
     except OSError as error:
         size = sum(shard.bytes for shard in shards) / 2**30
         raise DataError(
-            f"data.preload={into}: cannot be written ({error.strerror or error}); the dataset takes {size:.2f} GiB: "
+            f"data.preload={cache_dir}: cannot be written ({error.strerror or error}); the dataset takes {size:.2f} GiB: "
             "free the space, choose another directory, or leave data.preload empty"
         ) from error
     return target
 
 
-def _there(path: Path, shard: Shard) -> bool:
+def _is_cached(path: Path, shard: Shard) -> bool:
     """A file of the final name was verified before it was given that name."""
     return path.is_file() and path.stat().st_size == shard.bytes
 
 
-def _copy(source: Location, shard: Shard, target: Path) -> None:
+def _copy_shard(source: Location, shard: Shard, target: Path) -> None:
     digest = hashlib.sha256()
     unfinished = target / f"{shard.file}.partial"
     try:
         with unfinished.open("wb") as copy:
-            for piece in _pieces(source / shard.file):
+            for piece in _read_blocks(source / shard.file):
                 digest.update(piece)
                 copy.write(piece)
             copy.flush()
@@ -64,33 +64,33 @@ def _copy(source: Location, shard: Shard, target: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.partial")
     unfinished.write_bytes(content)
     unfinished.replace(path)
 
 
-def _pieces(file: Path | RemoteFile) -> Iterator[bytes]:
+def _read_blocks(file: Path | RemoteFile) -> Iterator[bytes]:
     """The content of a file. DataError where it cannot be read: no fault of the place it is copied to."""
     if isinstance(file, RemoteFile):
         with file.open() as original:
-            while piece := _read(file, original):
+            while piece := _read_block(file, original):
                 yield piece
         return
     try:
         with file.open("rb") as local:
-            yield from iter(partial(local.read, _PIECE), b"")
+            yield from iter(partial(local.read, _BLOCK_BYTES), b"")
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def _read(file: RemoteFile, original: Any) -> bytes:
-    with file.reading():
-        return bytes(original.read(_PIECE))
+def _read_block(file: RemoteFile, stream: Any) -> bytes:
+    with file.translate_errors():
+        return bytes(stream.read(_BLOCK_BYTES))
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_file(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

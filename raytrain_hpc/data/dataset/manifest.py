@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.dataset.storage import Location, RemoteFile, location, size_of
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile, get_file_size, parse_location
 from raytrain_hpc.errors import DataError
 
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 VERSION = 2
 
 
 @dataclass(frozen=True)
-class Input:
+class InputRecord:
     """One file that went into a dataset. `name` is the path below the folder given, or the file's own name.
 
     `sha256`: of its bytes; of a file that was cut into several parts, of the hex digests of the parts, in order.
@@ -71,7 +71,7 @@ class Manifest:
     masked: bool
     characters: int | None
     settings: dict[str, Any]
-    inputs: tuple[Input, ...]
+    inputs: tuple[InputRecord, ...]
     splits: dict[str, Split]
     empty_documents: int = 0
     version: int = VERSION
@@ -101,7 +101,7 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
         masked=bool(data["masked"]),
         characters=data["characters"],
         settings=dict(data["settings"]),
-        inputs=tuple(Input(**item) for item in data["inputs"]),
+        inputs=tuple(InputRecord(**item) for item in data["inputs"]),
         splits=splits,
         empty_documents=int(data.get("empty_documents", 0)),
         version=int(data["version"]),
@@ -120,12 +120,12 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
 
 def load_manifest(directory: Location | str) -> Manifest:
     """The manifest of the dataset at `directory`, which may be a URI. DataError where there is none to be read."""
-    directory = location(directory) if isinstance(directory, str) else directory
-    path = directory / MANIFEST
+    directory = parse_location(directory) if isinstance(directory, str) else directory
+    path = directory / MANIFEST_FILE
     if isinstance(directory, Path) and not directory.exists():
         raise DataError(f"{directory}: no such directory; write a dataset with `raytrain-hpc prepare`")
-    if size_of(path) is None:
-        raise DataError(f"{directory}: not a dataset (no {MANIFEST}); write one with `raytrain-hpc prepare`")
+    if get_file_size(path) is None:
+        raise DataError(f"{directory}: not a dataset (no {MANIFEST_FILE}); write one with `raytrain-hpc prepare`")
     try:
         data = json.loads(path.read() if isinstance(path, RemoteFile) else path.read_text(encoding="utf-8"))
         version = data["version"]
@@ -139,18 +139,18 @@ def load_manifest(directory: Location | str) -> Manifest:
     raise DataError(f"{path}: version={version!r} is not known here (only {VERSION}); prepare the dataset again")
 
 
-def verify(directory: Location | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
+def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
     """Check the shards against the manifest; return how many bytes had their checksum computed.
 
     Presence and size of every shard are always checked; checksums of the shards that fit into `limit_bytes` in
     total, in order (None: of all), where they are on disk: those of remote ones are when they are preloaded. DataError
     naming the first shard that is missing, cut or changed.
     """
-    directory = location(directory) if isinstance(directory, str) else directory
+    directory = parse_location(directory) if isinstance(directory, str) else directory
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     for shard in shards:
         path = directory / shard.file
-        size = size_of(path)
+        size = get_file_size(path)
         if size is None:
             raise DataError(f"{path}: shard is missing; prepare the dataset again")
         if size != shard.bytes:
@@ -160,13 +160,13 @@ def verify(directory: Location | str, manifest: Manifest, *, limit_bytes: int | 
         path = directory / shard.file
         if isinstance(path, RemoteFile) or (limit_bytes is not None and hashed + shard.bytes > limit_bytes):
             continue
-        if file_sha256(path) != shard.sha256:
+        if compute_file_sha256(path) != shard.sha256:
             raise DataError(f"{path}: shard does not match its sha256; prepare the dataset again")
         hashed += shard.bytes
     return hashed
 
 
-def file_sha256(path: Path) -> str:
+def compute_file_sha256(path: Path) -> str:
     """Hex sha256 of a file's content. DataError where it cannot be read."""
     try:
         with path.open("rb") as file:

@@ -13,47 +13,47 @@ from raytrain_hpc.data.dataset.storage import RemoteFile
 from raytrain_hpc.errors import DataError
 
 
-class RangedTokens:
+class RemoteTokens:
     """The tokens of a remote shard: a slice is one request."""
 
     def __init__(self, file: RemoteFile, offset: int, dtype: str):
         self._file, self._offset, self._dtype = file, offset, np.dtype(dtype)
 
-    def __getitem__(self, cut: slice) -> npt.NDArray[Any]:
+    def __getitem__(self, key: slice) -> npt.NDArray[Any]:
         width = self._dtype.itemsize
-        wanted = (cut.stop - cut.start) * width
-        with self._file.reading():
-            found = self._opened.read_at(wanted, self._offset + cut.start * width)
+        wanted = (key.stop - key.start) * width
+        with self._file.translate_errors():
+            found = self._handle.read_at(wanted, self._offset + key.start * width)
         if len(found) != wanted:
             raise DataError(f"{self._file}: ends too early; prepare the dataset again")
         return np.frombuffer(found, dtype=self._dtype)
 
     @cached_property
-    def _opened(self) -> Any:
+    def _handle(self) -> Any:
         return self._file.open()
 
 
-class RangedShard:
+class RemoteShard:
     """As `MappedShard`, of a remote file. Ends of documents and masks are fetched once, when first needed."""
 
     def __init__(self, file: RemoteFile, offset: int, dtype: str, *, masked: bool):
         """`offset`: byte at which the tokens begin."""
         self._file, self._masked = file, masked
-        self.tokens = RangedTokens(file, offset, dtype)
+        self.tokens = RemoteTokens(file, offset, dtype)
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Positions after the last token of each document."""
-        return self._column("ends")
+        return self._read_column("ends")
 
     @cached_property
     def counted(self) -> npt.NDArray[Any]:
         """Which tokens count; empty without a mask."""
-        return self._column("counted") if self._masked else np.empty(0, dtype=np.uint8)
+        return self._read_column("counted") if self._masked else np.empty(0, dtype=np.uint8)
 
-    def _column(self, name: str) -> npt.NDArray[Any]:
+    def _read_column(self, name: str) -> npt.NDArray[Any]:
         try:
-            with self._file.reading(), self._file.open() as file:
+            with self._file.translate_errors(), self._file.open() as file:
                 only = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index(name)])
                 batch = pa.ipc.open_file(file, options=only).get_batch(0)
                 column: npt.NDArray[Any] = batch.column(name).values.to_numpy(zero_copy_only=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.dataset.builtin import SyntheticTokens, stdlib_dataset
-from raytrain_hpc.data.dataset.local_cache import preload
-from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify
-from raytrain_hpc.data.dataset.storage import Location, location
+from raytrain_hpc.data.dataset.builtin import SyntheticTokens, prepare_stdlib_dataset
+from raytrain_hpc.data.dataset.local_cache import copy_to_local_cache
+from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
+from raytrain_hpc.data.dataset.storage import Location, parse_location
 from raytrain_hpc.data.dataset.token_shards import TokenArray, TokenSource
 from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
 from raytrain_hpc.errors import DataError
@@ -46,7 +46,7 @@ def open_dataset(
     seed: int,
     vocab_size: int | None = None,
     verify_limit_bytes: int | None = 256 << 20,
-    preloaded: Path | None = None,
+    cache_dir: Path | None = None,
 ) -> Dataset:
     """Open what `data.path` or `data.sources` names: a dataset directory or URI, stdlib or synthetic.
 
@@ -59,19 +59,19 @@ def open_dataset(
     if any(source.path == SYNTHETIC for source in sources):
         if len(sources) > 1:
             raise DataError("data.sources: synthetic tokens share no tokenizer with other sources; use them alone")
-        return _synthetic(256 if vocab_size is None else vocab_size, seed)
-    return _prepared(sources, verify_limit_bytes, preloaded)
+        return _open_synthetic(256 if vocab_size is None else vocab_size, seed)
+    return _open_prepared(sources, verify_limit_bytes, cache_dir)
 
 
-def _synthetic(vocab_size: int, seed: int) -> Dataset:
+def _open_synthetic(vocab_size: int, seed: int) -> Dataset:
     train = SyntheticTokens(vocab_size, seed)
     val = SyntheticTokens(vocab_size, seed + 1, _SYNTHETIC_VAL_TOKENS)
     identity = train.dataset_hash
-    return Dataset((train,), val, (1.0,), None, vocab_size, identity, _mixture([identity], [1.0]))
+    return Dataset((train,), val, (1.0,), None, vocab_size, identity, _describe_mixture([identity], [1.0]))
 
 
-def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None, preloaded: Path | None) -> Dataset:
-    directories = [stdlib_dataset() if s.path == STDLIB else location(s.path) for s in sources]
+def _open_prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None, cache_dir: Path | None) -> Dataset:
+    directories = [prepare_stdlib_dataset() if s.path == STDLIB else parse_location(s.path) for s in sources]
     manifests = [load_manifest(directory) for directory in directories]
     for directory, manifest in zip(directories, manifests, strict=True):
         if manifest.tokenizer != manifests[0].tokenizer:
@@ -79,28 +79,28 @@ def _prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None, p
                 f"data.sources: {directory} and {directories[0]} have different tokenizers or vocabularies; "
                 "prepare them with the same one"
             )
-        if preloaded is None:
-            verify(directory, manifest, limit_bytes=verify_limit_bytes)
-    if preloaded is not None:
-        directories = [preload(*one, preloaded) for one in zip(directories, manifests, strict=True)]
+        if cache_dir is None:
+            verify_shards(directory, manifest, limit_bytes=verify_limit_bytes)
+    if cache_dir is not None:
+        directories = [copy_to_local_cache(*one, cache_dir) for one in zip(directories, manifests, strict=True)]
     opened = list(zip(directories, manifests, strict=True))
     weights = [source.weight for source in sources]
     hashes = [manifest.dataset_hash for manifest in manifests]
     return Dataset(
         train=tuple(TokenArray.open(directory, manifest, "train") for directory, manifest in opened),
-        val=_validation(opened),
+        val=_open_validation(opened),
         weights=tuple(weights),
         tokenizer=tokenizer_from_json(manifests[0].tokenizer),
         vocab_size=manifests[0].vocab_size,
         dataset_hash=hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
-        mixture=_mixture(hashes, weights),
+        mixture=_describe_mixture(hashes, weights),
     )
 
 
-def _validation(opened: Sequence[tuple[Location, Manifest]]) -> TokenArray | None:
+def _open_validation(opened: Sequence[tuple[Location, Manifest]]) -> TokenArray | None:
     splits = [TokenArray.open(path, manifest, "val") for path, manifest in opened if "val" in manifest.splits]
     return reduce(add, splits) if splits else None
 
 
-def _mixture(hashes: Sequence[str], weights: Sequence[float]) -> tuple[dict[str, Any], ...]:
+def _describe_mixture(hashes: Sequence[str], weights: Sequence[float]) -> tuple[dict[str, Any], ...]:
     return tuple({"dataset_hash": h, "weight": float(w)} for h, w in zip(hashes, weights, strict=True))

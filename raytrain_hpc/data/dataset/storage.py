@@ -38,12 +38,12 @@ class RemoteFolder:
         return RemoteFile(self, name)
 
     @cached_property
-    def place(self) -> tuple[Any, str]:
+    def filesystem_and_path(self) -> tuple[Any, str]:
         """The file system and the folder's path in it. DataError where the URI makes no sense."""
         try:
             system, path = pa.fs.FileSystem.from_uri(self.uri)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{self}: not a place to read from ({_reason(error)}); see docs/data.md") from error
+            raise DataError(f"{self}: not a place to read from ({_format_error(error)}); see docs/data.md") from error
         return system, path.rstrip("/")
 
 
@@ -59,27 +59,27 @@ class RemoteFile:
 
     def open(self) -> Any:
         """The file, for reads at any position. DataError where there is none."""
-        system, folder = self.folder.place
-        with self.reading():
+        system, folder = self.folder.filesystem_and_path
+        with self.translate_errors():
             return system.open_input_file(f"{folder}/{self.name}")
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Inside, what goes wrong is a DataError that names the file."""
         try:
             yield
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self}: cannot be read ({_reason(error)})") from error
+            raise DataError(f"{self}: cannot be read ({_format_error(error)})") from error
 
     def read(self) -> bytes:
         """All of it."""
-        with self.reading(), self.open() as file:
+        with self.translate_errors(), self.open() as file:
             return bytes(file.read())
 
-    def size(self) -> int | None:
+    def get_size(self) -> int | None:
         """Bytes, None where there is no such file."""
-        system, folder = self.folder.place
-        with self.reading():
+        system, folder = self.folder.filesystem_and_path
+        with self.translate_errors():
             info = system.get_file_info(f"{folder}/{self.name}")
         return int(info.size) if info.is_file else None
 
@@ -87,17 +87,17 @@ class RemoteFile:
 Location = Path | RemoteFolder
 
 
-def location(path: Path | str) -> Location:
+def parse_location(path: Path | str) -> Location:
     """The directory or remote folder that a setting names."""
     return RemoteFolder(str(path)) if is_remote(path) else Path(path).expanduser()
 
 
-def size_of(file: Path | RemoteFile) -> int | None:
+def get_file_size(file: Path | RemoteFile) -> int | None:
     """Bytes of a file, None where there is none."""
     if isinstance(file, RemoteFile):
-        return file.size()
+        return file.get_size()
     return file.stat().st_size if file.is_file() else None
 
 
-def _reason(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return " ".join(str(error).split())

@@ -21,19 +21,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_hpc.data.dataset.manifest import Manifest, Shard, Split, file_sha256
-from raytrain_hpc.data.dataset.remote_shards import RangedShard
-from raytrain_hpc.data.dataset.storage import Location, RemoteFile, location
+from raytrain_hpc.data.dataset.manifest import Manifest, Shard, Split, compute_file_sha256
+from raytrain_hpc.data.dataset.remote_shards import RemoteShard
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile, parse_location
 from raytrain_hpc.errors import DataError
 
 DTYPES = ("uint16", "uint32")
-REQUESTS_AT_ONCE = 16  # to an object store, of one read
+MAX_CONCURRENT_REQUESTS = 16  # to an object store, of one read
 Ints = npt.NDArray[np.int64]
-Piece = tuple[npt.NDArray[Any], Any, int]  # what to fill, the column that has it, and where in that
+SliceCopy = tuple[npt.NDArray[Any], Any, int]  # what to fill, the column that has it, and where in that
 Bools = npt.NDArray[np.bool_]
 
 
-def token_dtype(vocab_size: int) -> str:
+def choose_token_dtype(vocab_size: int) -> str:
     """The smallest stored type that holds every id of the vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
@@ -56,13 +56,13 @@ class TokenSource(Protocol):
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
         """Windows [start, start + length), integers [n, length] of the stored type, for starts int64[n]."""
 
-    def documents(self, starts: Ints, length: int) -> Ints:
+    def read_document_ids(self, starts: Ints, length: int) -> Ints:
         """Of the same windows, how many documents ended before each position, int64[n, length]: 0 in the first one."""
 
-    def counted(self, starts: Ints, length: int) -> Bools:
+    def read_loss_mask(self, starts: Ints, length: int) -> Bools:
         """Of the same windows, whether each token counts as a target, bool[n, length]."""
 
-    def spans(self, numbers: Ints) -> tuple[Ints, Ints]:
+    def get_document_spans(self, documents: Ints) -> tuple[Ints, Ints]:
         """First position of each numbered document and the one after its last, int64[n] both."""
 
 
@@ -77,7 +77,7 @@ class ShardWriter:
         shard_tokens: int,
         *,
         masked: bool = False,
-        finished: Sequence[Shard] = (),
+        finished_shards: Sequence[Shard] = (),
         on_shard: Callable[[Shard], None] = lambda shard: None,
     ):
         """`finished`: shards of this split that are there already, to go on after; `on_shard` hears of each new one."""
@@ -85,15 +85,15 @@ class ShardWriter:
             raise DataError(f"shard_tokens={shard_tokens}: must be at least 1")
         self._directory, self._split = directory, split
         self._buffer: npt.NDArray[Any] = np.empty(shard_tokens, dtype=dtype)
-        self._counted = np.empty(shard_tokens, dtype=np.uint8) if masked else None
+        self._loss_mask = np.empty(shard_tokens, dtype=np.uint8) if masked else None
         self._ends: list[Ints] = []
-        self._filled = 0
-        self._open = False  # whether a document has begun and not ended
-        self._shards = list(finished)
+        self._num_buffered = 0
+        self._in_document = False  # whether a document has begun and not ended
+        self._shards = list(finished_shards)
         self._on_shard = on_shard
 
     def append(
-        self, tokens: npt.NDArray[Any], ends: npt.ArrayLike = (), counted: npt.NDArray[Any] | None = None
+        self, tokens: npt.NDArray[Any], ends: npt.ArrayLike = (), loss_mask: npt.NDArray[Any] | None = None
     ) -> None:
         """Add tokens, integer[n], to the end of the split. They must fit the writer's dtype.
 
@@ -102,25 +102,25 @@ class ShardWriter:
         """
         ends = np.asarray(ends, dtype=np.int64)
         if tokens.size:
-            self._open = not ends.size or int(ends[-1]) < tokens.size
+            self._in_document = not ends.size or int(ends[-1]) < tokens.size
         while tokens.size:
-            taken = min(tokens.size, self._buffer.size - self._filled)
-            place = slice(self._filled, self._filled + taken)
+            taken = min(tokens.size, self._buffer.size - self._num_buffered)
+            place = slice(self._num_buffered, self._num_buffered + taken)
             self._buffer[place] = tokens[:taken]
-            if self._counted is not None and counted is not None:
-                self._counted[place], counted = counted[:taken], counted[taken:]
+            if self._loss_mask is not None and loss_mask is not None:
+                self._loss_mask[place], loss_mask = loss_mask[:taken], loss_mask[taken:]
             inside = int(np.searchsorted(ends, taken, side="right"))
-            self._ends.append(ends[:inside] + self._filled)
-            self._filled += taken
+            self._ends.append(ends[:inside] + self._num_buffered)
+            self._num_buffered += taken
             tokens, ends = tokens[taken:], ends[inside:] - taken
-            if self._filled == self._buffer.size and tokens.size:
+            if self._num_buffered == self._buffer.size and tokens.size:
                 self._flush()
 
     def close(self) -> Split:
         """Write what is left and return the finished split, whose end is the end of its last document."""
-        if self._filled:
-            if self._open:
-                self._ends.append(np.array([self._filled], dtype=np.int64))
+        if self._num_buffered:
+            if self._in_document:
+                self._ends.append(np.array([self._num_buffered], dtype=np.int64))
             self._flush()
         shards = tuple(self._shards)
         return Split(sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards), shards)
@@ -128,13 +128,15 @@ class ShardWriter:
     def _flush(self) -> None:
         path = self._directory / f"{self._split}-{len(self._shards):05d}.arrow"
         ends = np.concatenate(self._ends) if self._ends else np.empty(0, dtype=np.int64)
-        columns = {"tokens": self._buffer[: self._filled], "ends": ends}
-        if self._counted is not None:
-            columns["counted"] = self._counted[: self._filled]
+        columns = {"tokens": self._buffer[: self._num_buffered], "ends": ends}
+        if self._loss_mask is not None:
+            columns["counted"] = self._loss_mask[: self._num_buffered]
         write_shard(path, columns)
-        offset = _offset(path)
-        self._shards.append(Shard(path.name, self._filled, ends.size, offset, path.stat().st_size, file_sha256(path)))
-        self._filled, self._ends = 0, []
+        offset = _find_token_offset(path)
+        self._shards.append(
+            Shard(path.name, self._num_buffered, ends.size, offset, path.stat().st_size, compute_file_sha256(path))
+        )
+        self._num_buffered, self._ends = 0, []
         self._on_shard(self._shards[-1])
 
 
@@ -152,7 +154,7 @@ def write_shard(path: Path, columns: dict[str, npt.NDArray[Any]]) -> None:
         os.fsync(file.fileno())
 
 
-def _offset(path: Path) -> int:
+def _find_token_offset(path: Path) -> int:
     """Byte of the file at which its tokens begin."""
     with pa.memory_map(str(path)) as source:
         whole = source.read_buffer()
@@ -179,17 +181,17 @@ class TokenArray:
         self._files = tuple(files)
         self._dtype, self.masked = dtype, masked
         # _ends[i]: position after the last token of shard i; searching it finds the shard of a position.
-        self._ends = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
-        self._num_tokens = int(self._ends[-1]) if len(self._ends) else 0
-        self._documents = np.cumsum([file.documents for file in self._files], dtype=np.int64)
-        self._mapped: dict[int, ShardColumns] = {}
-        self._columns: dict[str, dict[int, tuple[Any, int, int]]] = {}
-        self._remote = any(isinstance(file.path, RemoteFile) for file in self._files)
+        self._shard_stops = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
+        self._num_tokens = int(self._shard_stops[-1]) if len(self._shard_stops) else 0
+        self._document_stops = np.cumsum([file.documents for file in self._files], dtype=np.int64)
+        self._shards: dict[int, ShardColumns] = {}
+        self._column_cache: dict[str, dict[int, tuple[Any, int, int]]] = {}
+        self._has_remote_shards = any(isinstance(file.path, RemoteFile) for file in self._files)
 
     @classmethod
     def open(cls, directory: Location | str, manifest: Manifest, split: str) -> TokenArray:
         """One split of a dataset. DataError where the dataset has no such split."""
-        directory = location(directory) if isinstance(directory, str) else directory
+        directory = parse_location(directory) if isinstance(directory, str) else directory
         if split not in manifest.splits:
             raise DataError(f"{directory}: has no split {split!r}, only {', '.join(manifest.splits)}")
         shards = manifest.splits[split].shards
@@ -203,7 +205,7 @@ class TokenArray:
         return TokenArray(self._files + other._files, self._dtype, masked=self.masked)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _token_array, (self._files, self._dtype, self.masked)
+        return _rebuild_token_array, (self._files, self._dtype, self.masked)
 
     @property
     def num_tokens(self) -> int:
@@ -213,7 +215,7 @@ class TokenArray:
     @property
     def num_documents(self) -> int:
         """Documents that end in it: all, the end of a split being the end of a document."""
-        return int(self._documents[-1]) if len(self._documents) else 0
+        return int(self._document_stops[-1]) if len(self._document_stops) else 0
 
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
         """As `TokenSource.read`. DataError outside the array."""
@@ -221,118 +223,124 @@ class TokenArray:
         self._gather("tokens", starts, out)
         return out
 
-    def counted(self, starts: Ints, length: int) -> Bools:
+    def read_loss_mask(self, starts: Ints, length: int) -> Bools:
         """As `TokenSource.counted`. DataError outside the array."""
         out = np.ones((len(starts), length), dtype=bool)
         if self.masked:
             self._gather("counted", starts, out)
         return out
 
-    def documents(self, starts: Ints, length: int) -> Ints:
+    def read_document_ids(self, starts: Ints, length: int) -> Ints:
         """As `TokenSource.documents`. DataError outside the array."""
         marks = np.zeros((len(starts), length), dtype=np.int64)
-        found = self._shards_of(starts, length) if length else ()
+        found = self._find_shards(starts, length) if length else ()
         for row, start, shard in zip(marks, starts.tolist(), list(found), strict=False):
             position, stop = start, start + length
             while position < stop:
-                ends, begin = self._shard(shard).ends, int(self._ends[shard]) - self._files[shard].tokens
+                ends, begin = self._get_shard(shard).ends, int(self._shard_stops[shard]) - self._files[shard].tokens
                 # An end at the window's first position, or after its last, divides nothing in it.
                 low, high = np.searchsorted(ends, (start - begin, stop - begin), side="right")
                 inside = ends[low:high] + (begin - start)
                 row[inside[inside < length]] = 1
-                position, shard = int(self._ends[shard]), shard + 1
+                position, shard = int(self._shard_stops[shard]), shard + 1
         return np.cumsum(marks, axis=1)
 
-    def spans(self, numbers: Ints) -> tuple[Ints, Ints]:
+    def get_document_spans(self, documents: Ints) -> tuple[Ints, Ints]:
         """As `TokenSource.spans`. DataError for a number that no document has."""
-        numbers = np.asarray(numbers, dtype=np.int64)
-        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.num_documents:
-            raise DataError(f"document {numbers.min()}..{numbers.max()}: there are {self.num_documents}")
-        stops = self._document_ends(numbers)
+        documents = np.asarray(documents, dtype=np.int64)
+        if documents.size and not 0 <= int(documents.min()) <= int(documents.max()) < self.num_documents:
+            raise DataError(f"document {documents.min()}..{documents.max()}: there are {self.num_documents}")
+        stops = self._get_document_stops(documents)
         starts = np.zeros_like(stops)
-        later = numbers > 0
-        starts[later] = self._document_ends(numbers[later] - 1)
+        later = documents > 0
+        starts[later] = self._get_document_stops(documents[later] - 1)
         return starts, stops
 
-    def _document_ends(self, numbers: Ints) -> Ints:
-        shards = np.searchsorted(self._documents, numbers, side="right")
-        found = np.empty_like(numbers)
+    def _get_document_stops(self, documents: Ints) -> Ints:
+        shards = np.searchsorted(self._document_stops, documents, side="right")
+        found = np.empty_like(documents)
         for shard in np.unique(shards).tolist():
             mine, file = shards == shard, self._files[shard]
-            first = int(self._documents[shard]) - file.documents
-            found[mine] = self._shard(shard).ends[numbers[mine] - first] + int(self._ends[shard]) - file.tokens
+            first = int(self._document_stops[shard]) - file.documents
+            found[mine] = (
+                self._get_shard(shard).ends[documents[mine] - first] + int(self._shard_stops[shard]) - file.tokens
+            )
         return found
 
-    def _shards_of(self, starts: Ints, length: int) -> Ints:
+    def _find_shards(self, starts: Ints, length: int) -> Ints:
         """The shard in which each window begins, int64[n]. DataError for one outside the array."""
         if not starts.size:
             return np.empty(0, dtype=np.int64)
         first, last = int(starts.min()), int(starts.max())
         if first < 0 or last + length > self.num_tokens:
             raise DataError(f"window of {length} tokens at {first}..{last} leaves the {self.num_tokens} tokens")
-        return self._ends.searchsorted(starts, side="right").astype(np.int64)
+        return self._shard_stops.searchsorted(starts, side="right").astype(np.int64)
 
     def _gather(self, column: str, starts: Ints, out: npt.NDArray[Any]) -> None:
         """Fill the rows of `out` from a column: of each shard in one call, which is quick and lets other threads work;
         what runs through several shards, or comes from elsewhere, slice by slice."""
-        columns, length = self._columns.setdefault(column, {}), out.shape[1]
-        shards = self._shards_of(starts, length)
-        within = starts + length <= self._ends[shards] if not self._remote else np.zeros(len(starts), dtype=bool)
+        columns, length = self._column_cache.setdefault(column, {}), out.shape[1]
+        shards = self._find_shards(starts, length)
+        within = (
+            starts + length <= self._shard_stops[shards]
+            if not self._has_remote_shards
+            else np.zeros(len(starts), dtype=bool)
+        )
         for shard in np.unique(shards[within]).tolist():
-            held, begin, _ = columns.get(shard) or self._column(column, shard)
+            held, begin, _ = columns.get(shard) or self._get_column(column, shard)
             rows = np.flatnonzero(within & (shards == shard))
-            out[rows] = _windows(held, length)[starts[rows] - begin]
+            out[rows] = _view_windows(held, length)[starts[rows] - begin]
         pieces = [
             piece
             for row in np.flatnonzero(~within).tolist()
-            for piece in self._pieces(column, out[row], int(starts[row]), int(shards[row]))
+            for piece in self._plan_copies(column, out[row], int(starts[row]), int(shards[row]))
         ]
-        if self._remote and pieces:
+        if self._has_remote_shards and pieces:
             # What costs is the way there and back: many are on it at once.
-            with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, len(pieces))) as pool:
-                list(pool.map(_fill, pieces))
+            with ThreadPoolExecutor(min(MAX_CONCURRENT_REQUESTS, len(pieces))) as pool:
+                list(pool.map(_copy_slice, pieces))
         else:
             for piece in pieces:
-                _fill(piece)
+                _copy_slice(piece)
 
-    def _pieces(self, column: str, row: npt.NDArray[Any], start: int, shard: int) -> Iterator[Piece]:
+    def _plan_copies(self, column: str, row: npt.NDArray[Any], start: int, shard: int) -> Iterator[SliceCopy]:
         """What fills a row: a slice of each shard that it runs through."""
         while row.size:
-            held, begin, end = self._column(column, shard)
+            held, begin, end = self._get_column(column, shard)
             size = min(row.size, end - start)
             yield row[:size], held, start - begin
             row, start, shard = row[size:], end, shard + 1
 
-    def _column(self, name: str, shard: int) -> tuple[Any, int, int]:
+    def _get_column(self, name: str, shard: int) -> tuple[Any, int, int]:
         """A column of a shard, its first position in the array and the one after its last."""
-        end = int(self._ends[shard])
-        found = getattr(self._shard(shard), name), end - self._files[shard].tokens, end
-        self._columns[name][shard] = found
+        end = int(self._shard_stops[shard])
+        found = getattr(self._get_shard(shard), name), end - self._files[shard].tokens, end
+        self._column_cache[name][shard] = found
         return found
 
-    def _shard(self, index: int) -> ShardColumns:
-        if index not in self._mapped:
+    def _get_shard(self, index: int) -> ShardColumns:
+        if index not in self._shards:
             file = self._files[index]
             if isinstance(file.path, RemoteFile):
-                ranged = RangedShard(file.path, file.offset, self._dtype, masked=self.masked)
-                self._mapped[index] = ranged
+                ranged = RemoteShard(file.path, file.offset, self._dtype, masked=self.masked)
+                self._shards[index] = ranged
             else:
-                self._mapped[index] = map_shard(file, self._dtype, masked=self.masked)
-        return self._mapped[index]
+                self._shards[index] = map_shard(file, self._dtype, masked=self.masked)
+        return self._shards[index]
 
 
-def _windows(held: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+def _view_windows(column: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
     """Every run of `length` elements of a flat array, in place, [n - length + 1, length]."""
-    shape, width = (held.size - length + 1, length), held.itemsize
-    return np.ndarray(shape, held.dtype, buffer=held, strides=(width, width))
+    shape, width = (column.size - length + 1, length), column.itemsize
+    return np.ndarray(shape, column.dtype, buffer=column, strides=(width, width))
 
 
-def _fill(piece: Piece) -> None:
-    row, held, offset = piece
+def _copy_slice(copy: SliceCopy) -> None:
+    row, held, offset = copy
     row[:] = held[offset : offset + row.size]
 
 
-def _token_array(files: tuple[ShardFile, ...], dtype: str, masked: bool) -> TokenArray:
+def _rebuild_token_array(files: tuple[ShardFile, ...], dtype: str, masked: bool) -> TokenArray:
     return TokenArray(files, dtype, masked=masked)
 
 

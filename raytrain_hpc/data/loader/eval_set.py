@@ -17,26 +17,28 @@ class EvaluationSet:
     the targets of the split count exactly once. `limit` > 0 takes that many samples instead, spread evenly.
     """
 
-    def __init__(self, tokens: TokenSource, packing: Packing, batch: int, limit: int = 0):
+    def __init__(self, tokens: TokenSource, packing: Packing, batch_size: int, max_samples: int = 0):
         """`batch`: samples a batch. DataError where the split holds no target."""
         if tokens.num_tokens < 2:
             raise DataError(f"validation split of {tokens.num_tokens} tokens: needs at least 2")
-        if packing.seq_len < 1 or batch < 1 or limit < 0:
-            raise DataError(f"evaluation of seq_len={packing.seq_len}, batch={batch}, limit={limit}: not a size")
-        self._tokens, self._packing, self._batch = tokens, packing, batch
-        self._available = packing.all_samples(tokens)
-        self.num_samples = min(limit, self._available) if limit else self._available
+        if packing.seq_len < 1 or batch_size < 1 or max_samples < 0:
+            raise DataError(
+                f"evaluation of seq_len={packing.seq_len}, batch={batch_size}, limit={max_samples}: not a size"
+            )
+        self._tokens, self._packing, self._batch_size = tokens, packing, batch_size
+        self._num_available = packing.count_eval_samples(tokens)
+        self.num_samples = min(max_samples, self._num_available) if max_samples else self._num_available
 
     @property
     def num_batches(self) -> int:
         """Batches in an evaluation."""
-        return -(-self.num_samples // self._batch)
+        return -(-self.num_samples // self._batch_size)
 
-    def batch(self, index: int) -> Microbatch:
+    def get_batch(self, index: int) -> Microbatch:
         """Batch `index` in [0, num_batches). DataError outside."""
         if not 0 <= index < self.num_batches:
             raise DataError(f"evaluation batch {index}: there are {self.num_batches}")
-        chosen = np.arange(index * self._batch, min((index + 1) * self._batch, self.num_samples))
-        numbers = chosen * self._available // self.num_samples
-        rows = self._packing.read(self._tokens, self._packing.places(numbers)).filled(self._batch)
-        return Microbatch(np.pad(numbers, (0, self._batch - numbers.size), constant_values=-1), rows)
+        chosen = np.arange(index * self._batch_size, min((index + 1) * self._batch_size, self.num_samples))
+        numbers = chosen * self._num_available // self.num_samples
+        rows = self._packing.read(self._tokens, self._packing.locate(numbers)).pad_to(self._batch_size)
+        return Microbatch(np.pad(numbers, (0, self._batch_size - numbers.size), constant_values=-1), rows)

@@ -21,10 +21,12 @@ import numpy.typing as npt
 
 from raytrain_hpc.errors import DataError
 
-BLOCK = 1024  # samples a mixture block: a weight is honoured to 1/1024, and every 1024 samples hold it exactly
-ROUNDS = 6  # of the Feistel network: neighbouring samples are then as unrelated as in a shuffled list
+MIXTURE_BLOCK_SAMPLES = (
+    1024  # samples a mixture block: a weight is honoured to 1/1024, and every 1024 samples hold it exactly
+)
+FEISTEL_ROUNDS = 6  # of the Feistel network: neighbouring samples are then as unrelated as in a shuffled list
 
-Kind = Literal["shuffle", "sequential", "random"]
+OrderName = Literal["shuffle", "sequential", "random"]
 Ints = npt.NDArray[np.int64]
 _ONE = np.uint64(1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # this and the next two: splitmix64 as published
@@ -46,7 +48,7 @@ def splitmix64(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> _SHIFTS[2])
 
 
-def random_words(key: int, positions: Ints) -> npt.NDArray[np.uint64]:
+def generate_words(key: int, positions: Ints) -> npt.NDArray[np.uint64]:
     """Words of the splitmix64 stream seeded with `key`, at int64[n] positions: any of them at the same cost."""
     return splitmix64(np.uint64(key) + positions.astype(np.uint64) * _GOLDEN)
 
@@ -69,7 +71,7 @@ class Permutation:
         self.n = n
         a = isqrt(n - 1) + 1
         self._a, self._b = np.uint64(a), np.uint64(-(-n // a))
-        self._keys = random_words(key, np.arange(ROUNDS))
+        self._keys = generate_words(key, np.arange(FEISTEL_ROUNDS))
 
     def __call__(self, index: Ints) -> Ints:
         """Images of index int64[m], each in [0, n)."""
@@ -89,7 +91,7 @@ class Permutation:
         return left * self._b + right
 
 
-def block_counts(weights: Sequence[float], size: int = BLOCK) -> Ints:
+def compute_block_counts(weights: Sequence[float], size: int = MIXTURE_BLOCK_SAMPLES) -> Ints:
     """How many of `size` samples each source gets, int64[sources], by largest remainder (ties go to the first).
 
     DataError for a weight below 0, a sum of 0, or a weight so small that its source would never be read.
@@ -118,19 +120,19 @@ class Mixture:
     weights: tuple[float, ...]
 
 
-class _Stage:
+class _MixtureStage:
     """The blocks that are dealt with the same weights."""
 
-    def __init__(self, first_block: int, counts: Ints, before: Ints):
+    def __init__(self, first_block: int, counts: Ints, samples_before: Ints):
         self.first_block, self.counts = first_block, counts
-        self.before = before  # samples of each source that earlier stages dealt
-        self.even = _even_deal(counts)
+        self.samples_before = samples_before  # samples of each source that earlier stages dealt
+        self.source_pattern = _spread_evenly(counts)
 
 
-class Order:
+class Sampler:
     """Which sample of which source each sample of a run is. Knows no rank, no world size and no batch."""
 
-    def __init__(self, sizes: Sequence[int], mixtures: Sequence[Mixture], *, kind: Kind, seed: int):
+    def __init__(self, sizes: Sequence[int], mixtures: Sequence[Mixture], *, kind: OrderName, seed: int):
         """`sizes`: samples of each source, at least 1 each; with kind=random, places where one can begin.
 
         `mixtures`: the first from sample 0 on, then ascending. DataError where they misfit or a weight cannot be
@@ -142,18 +144,18 @@ class Order:
         if min(sizes) < 1:
             raise DataError(f"source {list(sizes).index(min(sizes))}: holds no sample")
         self.kind, self.seed, self.sizes = kind, seed, tuple(sizes)
-        self._stages = _stages(mixtures)
+        self._stages = _build_stages(mixtures)
 
     def locate(self, samples: Ints) -> tuple[Ints, Ints]:
         """Source int64[n] and number in it int64[n] of samples int64[n], for shuffle and sequential."""
         if self.kind == "random":
             raise DataError("order=random draws its windows by step and microbatch: use locate_random")
         samples = np.asarray(samples, dtype=np.int64)
-        source, index = self._deal(samples)
+        source, index = self._assign_sources(samples)
         number = np.empty_like(samples)
         for s in np.unique(source):
             mine = source == s
-            number[mine] = self._number(int(s), index[mine])
+            number[mine] = self._get_sample_numbers(int(s), index[mine])
         return source, number
 
     def locate_random(self, step: int, microbatch: int, samples: Ints) -> tuple[Ints, Ints]:
@@ -166,39 +168,43 @@ class Order:
         key = derive_key(self.seed, "random", microbatch)
         draws = 2 * (np.int64(step) * samples.size + np.arange(samples.size, dtype=np.int64))
         # An entry of the even deal, drawn at random, has the weights of a mixture block.
-        entries = (random_words(key, draws) % np.uint64(BLOCK)).astype(np.int64)
-        evens = np.stack([stage.even for stage in self._stages])
-        source = evens[self._stages_of(samples // BLOCK), entries]
+        entries = (generate_words(key, draws) % np.uint64(MIXTURE_BLOCK_SAMPLES)).astype(np.int64)
+        evens = np.stack([stage.source_pattern for stage in self._stages])
+        source = evens[self._find_stages(samples // MIXTURE_BLOCK_SAMPLES), entries]
         # Modulo of 64 bits: for 2**40 places none is likelier than another by more than one part in 2**24.
         spans = np.array(self.sizes, dtype=np.uint64)[source]
-        return source, (random_words(key, draws + 1) % spans).astype(np.int64)
+        return source, (generate_words(key, draws + 1) % spans).astype(np.int64)
 
-    def _deal(self, samples: Ints) -> tuple[Ints, Ints]:
+    def _assign_sources(self, samples: Ints) -> tuple[Ints, Ints]:
         """Source of each sample, and its number among that source's samples."""
         if len(self.sizes) == 1:
             return np.zeros_like(samples), samples
         source, index = np.empty_like(samples), np.empty_like(samples)
-        blocks, positions = samples // BLOCK, samples % BLOCK
+        blocks, positions = samples // MIXTURE_BLOCK_SAMPLES, samples % MIXTURE_BLOCK_SAMPLES
         for block in np.unique(blocks).tolist():
             mine = blocks == block
-            stage = self._stages[int(self._stages_of(np.array([block]))[0])]
-            dealt = self._block_sources(stage, block)
+            stage = self._stages[int(self._find_stages(np.array([block]))[0])]
+            dealt = self._get_block_sources(stage, block)
             source[mine] = chosen = dealt[positions[mine]]
-            earlier = _occurrence(dealt, stage.counts)[positions[mine]]
-            index[mine] = stage.before[chosen] + (block - stage.first_block) * stage.counts[chosen] + earlier
+            earlier = _count_earlier(dealt, stage.counts)[positions[mine]]
+            index[mine] = stage.samples_before[chosen] + (block - stage.first_block) * stage.counts[chosen] + earlier
         return source, index
 
-    def _stages_of(self, blocks: Ints) -> Ints:
+    def _find_stages(self, blocks: Ints) -> Ints:
         first = [stage.first_block for stage in self._stages]
         return np.searchsorted(first, blocks, side="right") - 1
 
-    def _block_sources(self, stage: _Stage, block: int) -> Ints:
+    def _get_block_sources(self, stage: _MixtureStage, block: int) -> Ints:
         """The source of each position of a mixture block, int64[BLOCK]."""
         if self.kind == "sequential":
-            return stage.even
-        return stage.even[Permutation(BLOCK, derive_key(self.seed, "mixture", block))(np.arange(BLOCK))]
+            return stage.source_pattern
+        return stage.source_pattern[
+            Permutation(MIXTURE_BLOCK_SAMPLES, derive_key(self.seed, "mixture", block))(
+                np.arange(MIXTURE_BLOCK_SAMPLES)
+            )
+        ]
 
-    def _number(self, source: int, index: Ints) -> Ints:
+    def _get_sample_numbers(self, source: int, index: Ints) -> Ints:
         """Which of its samples a source's index-th one is."""
         n = self.sizes[source]
         epochs, positions = index // n, index % n
@@ -212,31 +218,31 @@ class Order:
         return number
 
 
-def _stages(mixtures: Sequence[Mixture]) -> list[_Stage]:
-    stages: list[_Stage] = []
+def _build_stages(mixtures: Sequence[Mixture]) -> list[_MixtureStage]:
+    stages: list[_MixtureStage] = []
     for mixture in mixtures:
-        first, counts = -(-mixture.first_sample // BLOCK), block_counts(mixture.weights)
+        first, counts = -(-mixture.first_sample // MIXTURE_BLOCK_SAMPLES), compute_block_counts(mixture.weights)
         before = np.zeros_like(counts)
         if stages:
             last = stages[-1]
-            before = last.before + (first - last.first_block) * last.counts
+            before = last.samples_before + (first - last.first_block) * last.counts
         if first <= (stages[-1].first_block if stages else -1) or (not stages and first):
             raise DataError(
-                f"mixture from sample {mixture.first_sample} on: stages begin at 0 and at least {BLOCK} samples apart"
+                f"mixture from sample {mixture.first_sample} on: stages begin at 0 and at least {MIXTURE_BLOCK_SAMPLES} samples apart"
             )
-        stages.append(_Stage(first, counts, before))
+        stages.append(_MixtureStage(first, counts, before))
     return stages
 
 
-def _even_deal(counts: Ints) -> Ints:
+def _spread_evenly(counts: Ints) -> Ints:
     """Sources spread evenly over a block: the j-th of a source's c samples at (j + 1/2) / c, ties to the first."""
     source = np.repeat(np.arange(len(counts)), counts)
     # One correctly rounded division: equal moments are equal floats, on every machine.
-    moment = (2 * _occurrence(source, counts) + 1) / (2 * counts[source])
+    moment = (2 * _count_earlier(source, counts) + 1) / (2 * counts[source])
     return source[np.lexsort((source, moment))]
 
 
-def _occurrence(source: Ints, counts: Ints) -> Ints:
+def _count_earlier(source: Ints, counts: Ints) -> Ints:
     """How many times each entry's source came before it in the block, int64[BLOCK]."""
     order = np.argsort(source, kind="stable")
     first = np.cumsum(counts) - counts

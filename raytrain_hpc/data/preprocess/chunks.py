@@ -20,20 +20,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_hpc.data.dataset.token_shards import Ints
-from raytrain_hpc.data.preprocess.input_files import Fields
-from raytrain_hpc.data.preprocess.partition import Piece, checksum
-from raytrain_hpc.data.preprocess.readers import PartReader, Stretch
-from raytrain_hpc.data.tokenizer.base import ByteTokenizer, Tokenizer, characters_of, tokenizer_from_json
+from raytrain_hpc.data.preprocess.input_files import TextFields
+from raytrain_hpc.data.preprocess.partition import InputPartition, compute_checksum
+from raytrain_hpc.data.preprocess.readers import DocumentReader, TextSpan
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, Tokenizer, collect_characters, tokenizer_from_json
 
 _BATCH_TOKENS = 1 << 20
 _BATCH_CHARS = 1 << 16
-_BATCH_STRETCHES = 1 << 10
+_BATCH_SPANS = 1 << 10
 
 Columns = tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8] | None]  # tokens, ends, counted
 
 
 @dataclass(frozen=True)
-class Report:
+class ChunkReport:
     """What a chunk holds. `checksums`: of the parts of its piece; `empty`: documents left out as they had no text."""
 
     piece: int
@@ -47,40 +47,42 @@ class Report:
         return asdict(self)
 
 
-def report_from_json(data: dict[str, Any]) -> Report:
+def report_from_json(data: dict[str, Any]) -> ChunkReport:
     """Read what `Report.to_json` wrote. TypeError where it is not that."""
-    return Report(**{**data, "checksums": tuple(data["checksums"])})
+    return ChunkReport(**{**data, "checksums": tuple(data["checksums"])})
 
 
-def chunk_path(directory: Path, piece: int) -> Path:
+def get_chunk_path(directory: Path, partition: int) -> Path:
     """Where the tokens of a piece are kept."""
-    return directory / f"chunk-{piece:06d}.arrow"
+    return directory / f"chunk-{partition:06d}.arrow"
 
 
-def write_chunk(directory: Path, piece: Piece, tokenizer: Tokenizer, fields: Fields, dtype: str) -> Report:
+def write_chunk(
+    directory: Path, partition: InputPartition, tokenizer: Tokenizer, fields: TextFields, dtype: str
+) -> ChunkReport:
     """Encode a piece and publish its chunk, complete or not at all, in bounded memory. Replaces one that is there.
 
     DataError for an input that cannot be used, OSError where the directory cannot be written.
     """
-    final = chunk_path(directory, piece.index)
+    final = get_chunk_path(directory, partition.index)
     partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}")  # of two writers, neither sees the other's
     try:
         with partial.open("xb") as file:
-            writer = _ChunkWriter(file, dtype, masked=fields.pairs)
-            empty = _encode(piece, tokenizer, fields, writer)
+            writer = _ChunkWriter(file, dtype, masked=fields.has_pairs)
+            empty = _encode_partition(partition, tokenizer, fields, writer)
             writer.close()
             file.flush()
             os.fsync(file.fileno())
-        checksums = tuple(checksum(part) for part in piece.parts)
-        report = Report(piece.index, writer.tokens, writer.characters, empty, checksums)
+        checksums = tuple(compute_checksum(part) for part in partition.ranges)
+        report = ChunkReport(partition.index, writer.tokens, writer.characters, empty, checksums)
         partial.replace(final)
-        publish_json(final.with_suffix(".json"), report.to_json())
+        write_json_atomically(final.with_suffix(".json"), report.to_json())
     finally:
         partial.unlink(missing_ok=True)
     return report
 
 
-def read_reports(directory: Path) -> dict[int, Report]:
+def read_reports(directory: Path) -> dict[int, ChunkReport]:
     """The reports of all chunks that are there, by piece."""
     found = [report_from_json(json.loads(path.read_text())) for path in directory.glob("chunk-*.json")]
     return {report.piece: report for report in found}
@@ -96,7 +98,7 @@ def read_chunk(path: Path) -> Iterator[Columns]:
             yield columns[0], columns[1], columns[2] if len(columns) == 3 else None
 
 
-def publish_json(path: Path, data: Any) -> None:
+def write_json_atomically(path: Path, data: Any) -> None:
     """Write a JSON file that is there complete or not at all. OSError where that fails."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
@@ -109,25 +111,25 @@ def publish_json(path: Path, data: Any) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _encode(piece: Piece, tokenizer: Tokenizer, fields: Fields, writer: _ChunkWriter) -> int:
+def _encode_partition(partition: InputPartition, tokenizer: Tokenizer, fields: TextFields, writer: _ChunkWriter) -> int:
     """Encode the documents of a piece; return how many were empty."""
     empty = 0
-    for part in piece.parts:
-        reader = PartReader(part, fields, any_bytes=tokenizer.name == ByteTokenizer.name)
-        for stretches in _batches(reader.stretches()):
+    for part in partition.ranges:
+        reader = DocumentReader(part, fields, allow_invalid_utf8=tokenizer.name == ByteTokenizer.name)
+        for stretches in _batch_spans(reader.read_spans()):
             writer.append(stretches, tokenizer)
-        empty += reader.empty
+        empty += reader.num_empty
     return empty
 
 
-def _batches(stretches: Iterator[Stretch]) -> Iterator[list[Stretch]]:
+def _batch_spans(spans: Iterator[TextSpan]) -> Iterator[list[TextSpan]]:
     """Enough at once that the tokenizer's cost of a call does not matter, little enough that memory does not."""
-    batch: list[Stretch] = []
+    batch: list[TextSpan] = []
     size = 0
-    for stretch in stretches:
+    for stretch in spans:
         batch.append(stretch)
         size += len(stretch.text)
-        if size >= _BATCH_CHARS or len(batch) >= _BATCH_STRETCHES:
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_SPANS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -140,37 +142,37 @@ class _ChunkWriter:
     def __init__(self, file: Any, dtype: str, *, masked: bool):
         self._file, self._dtype, self._masked = file, np.dtype(dtype), masked
         self._writer: Any = None
-        self._held: list[tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8]]] = []
+        self._batches: list[tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8]]] = []
         self.tokens, self.characters = 0, 0
-        self._pending = 0  # tokens held
+        self._num_pending_tokens = 0  # tokens held
 
-    def append(self, stretches: Sequence[Stretch], tokenizer: Tokenizer) -> None:
+    def append(self, spans: Sequence[TextSpan], tokenizer: Tokenizer) -> None:
         """Encode stretches, each last one followed by the end of text."""
         end = tokenizer.end_of_text
         closing = np.array([] if end is None else [end], dtype=np.int64)
-        encoded = tokenizer.encode_batch([stretch.text for stretch in stretches])
-        parts = [part for s, ids in zip(stretches, encoded, strict=True) for part in (ids, closing[: s.last])]
-        sizes = [ids.size + (closing.size if s.last else 0) for s, ids in zip(stretches, encoded, strict=True)]
+        encoded = tokenizer.encode_batch([stretch.text for stretch in spans])
+        parts = [part for s, ids in zip(spans, encoded, strict=True) for part in (ids, closing[: s.ends_document])]
+        sizes = [ids.size + (closing.size if s.ends_document else 0) for s, ids in zip(spans, encoded, strict=True)]
         stops = np.cumsum(sizes, dtype=np.int64)
-        last = np.array([stretch.last for stretch in stretches])
-        counted = np.repeat(np.array([s.counted for s in stretches], dtype=np.uint8), sizes if self._masked else 0)
+        last = np.array([stretch.ends_document for stretch in spans])
+        counted = np.repeat(np.array([s.is_target for s in spans], dtype=np.uint8), sizes if self._masked else 0)
         tokens = np.concatenate(parts).astype(self._dtype)
-        self._held.append((tokens, stops[last] + self._pending, counted))
-        self._pending += tokens.size
+        self._batches.append((tokens, stops[last] + self._num_pending_tokens, counted))
+        self._num_pending_tokens += tokens.size
         self.tokens += tokens.size
-        self.characters += sum(len(stretch.text) for stretch in stretches)
-        if self._pending >= _BATCH_TOKENS:
+        self.characters += sum(len(stretch.text) for stretch in spans)
+        if self._num_pending_tokens >= _BATCH_TOKENS:
             self._flush()
 
     def close(self) -> None:
         """Write what is held, and the end of the file; an empty chunk has a batch too."""
-        if self._held or self._writer is None:
+        if self._batches or self._writer is None:
             self._flush()
         self._writer.close()
 
     def _flush(self) -> None:
         none = (np.empty(0, self._dtype), np.empty(0, np.int64), np.empty(0, np.uint8))
-        columns = [np.concatenate(parts) for parts in zip(*(self._held or [none]), strict=True)]
+        columns = [np.concatenate(parts) for parts in zip(*(self._batches or [none]), strict=True)]
         names = ["tokens", "ends", "counted"] if self._masked else ["tokens", "ends"]
         rows = [
             pa.LargeListArray.from_arrays(pa.array([0, values.size], pa.int64()), pa.array(values))
@@ -179,7 +181,7 @@ class _ChunkWriter:
         batch = pa.record_batch(rows, names=names)
         self._writer = self._writer or pa.ipc.new_file(self._file, batch.schema)
         self._writer.write_batch(batch)
-        self._held, self._pending = [], 0
+        self._batches, self._num_pending_tokens = [], 0
 
 
 @dataclass(frozen=True)
@@ -187,30 +189,30 @@ class EncodeTask:
     """Encodes pieces into chunks wherever it is sent; `tokenizer` is the file with the tokenizer's JSON form."""
 
     directory: Path
-    tokenizer: Path
-    fields: Fields
+    tokenizer_path: Path
+    fields: TextFields
     dtype: str
 
-    def __call__(self, piece: Piece) -> dict[str, Any]:
+    def __call__(self, partition: InputPartition) -> dict[str, Any]:
         """The report of the chunk, as JSON values."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # pieces are what runs in parallel
-        tokenizer = _stored_tokenizer(self.tokenizer, self.tokenizer.stat().st_mtime_ns)
-        return write_chunk(self.directory, piece, tokenizer, self.fields, self.dtype).to_json()
+        tokenizer = _load_stored_tokenizer(self.tokenizer_path, self.tokenizer_path.stat().st_mtime_ns)
+        return write_chunk(self.directory, partition, tokenizer, self.fields, self.dtype).to_json()
 
 
 @dataclass(frozen=True)
-class CharactersTask:
+class CollectCharactersTask:
     """Finds the characters in a piece, sorted: what a char tokenizer's vocabulary is made of."""
 
-    fields: Fields
+    fields: TextFields
 
-    def __call__(self, piece: Piece) -> str:
+    def __call__(self, partition: InputPartition) -> str:
         """Every character of the piece's documents, once."""
-        readers = [PartReader(part, self.fields) for part in piece.parts]
-        return characters_of(stretch.text for reader in readers for stretch in reader.stretches())
+        readers = [DocumentReader(part, self.fields) for part in partition.ranges]
+        return collect_characters(stretch.text for reader in readers for stretch in reader.read_spans())
 
 
 @lru_cache(maxsize=1)
-def _stored_tokenizer(path: Path, mtime_ns: int) -> Tokenizer:
+def _load_stored_tokenizer(path: Path, mtime_ns: int) -> Tokenizer:
     """Read once a process: a large vocabulary takes longer to load than a piece to encode."""
     return tokenizer_from_json(json.loads(path.read_text(encoding="utf-8")))

@@ -11,42 +11,42 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
-from raytrain_hpc.data.preprocess.partition import Piece
+from raytrain_hpc.data.preprocess.partition import InputPartition
 
-Task = Callable[[Piece], Any]  # picklable, and so is what it returns: small, and JSON values
+Task = Callable[[InputPartition], Any]  # picklable, and so is what it returns: small, and JSON values
 
 
-class WorkersLost(Exception):
+class WorkersLostError(Exception):
     """Workers went away through no fault of the input: what they finished is there, and can be gone on with."""
 
 
 class Executor(Protocol):
     """Runs a task on every piece. Results come in any order."""
 
-    def run(self, task: Task, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Any]]:
+    def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
         """(Piece, result) as they come. Raises what the task raises, or WorkersLost."""
 
 
-class ThisProcess:
+class SerialExecutor:
     """One piece after the other."""
 
-    def run(self, task: Task, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Any]]:
+    def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
         """(Piece, result), in order."""
-        return ((piece, task(piece)) for piece in pieces)
+        return ((piece, task(piece)) for piece in partitions)
 
 
-class ProcessPool:
+class MultiprocessExecutor:
     """Processes on this machine, started for each run and gone with it, or with this process."""
 
-    def __init__(self, workers: int):
-        self._workers = workers
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
 
-    def run(self, task: Task, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Any]]:
+    def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
         """(Piece, result) as they come; a few pieces are handed out ahead."""
-        left = iter(pieces)
-        running: dict[Future[Any], Piece] = {}
-        workers = min(self._workers, len(pieces)) or 1
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+        left = iter(partitions)
+        running: dict[Future[Any], InputPartition] = {}
+        workers = min(self._num_workers, len(partitions)) or 1
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
         try:
             while True:
                 while len(running) < 2 * workers and (piece := next(left, None)) is not None:
@@ -56,17 +56,17 @@ class ProcessPool:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
-            raise WorkersLost("a worker process was killed, perhaps for its memory: use fewer workers") from error
+            raise WorkersLostError("a worker process was killed, perhaps for its memory: use fewer workers") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def cpus() -> int:
+def count_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def _follow_parent() -> None:
+def _exit_with_parent() -> None:
     """Leave Ctrl-C to the parent, and end when it ends: a worker would wait for ever for a parent that was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -23,7 +23,7 @@ class InputFile:
 
     path: Path
     name: str
-    bytes: int
+    nbytes: int
     mtime_ns: int
     format: str
     compression: str
@@ -35,7 +35,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Fields:
+class TextFields:
     """Where the text of a row is: in one field, or in a prompt and the response to it."""
 
     text: str = "text"
@@ -43,7 +43,7 @@ class Fields:
     response: str | None = None
 
     @property
-    def pairs(self) -> bool:
+    def has_pairs(self) -> bool:
         """Whether rows are pairs, of which only responses count as targets."""
         return self.prompt is not None
 
@@ -53,32 +53,32 @@ class Fields:
         return (self.prompt, self.response) if self.prompt and self.response else (self.text,)
 
 
-def find_files(inputs: Iterable[Path | str], leave_out: Sequence[Path] = ()) -> list[InputFile]:
+def find_input_files(inputs: Iterable[Path | str], exclude: Sequence[Path] = ()) -> list[InputFile]:
     """The files that `inputs` name, in the order given; those of a folder or a pattern sorted by path.
 
     Nothing below `leave_out` is found in a folder. DataError for a missing or empty file, a folder or pattern without
     files, or nothing at all. Empty files inside a folder are ordinary and kept.
     """
     files: list[InputFile] = []
-    hidden = [path.absolute() for path in leave_out]
+    hidden = [path.absolute() for path in exclude]
     for item in inputs:
-        for path in _expand(item):
+        for path in _expand_input(item):
             if path.is_dir():
                 below = [(p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_file()]
                 kept = [(name, p) for name, p in below if not any(p.absolute().is_relative_to(h) for h in hidden)]
                 if not kept:
                     raise DataError(f"{path}: the folder has no files")
-                files += [found(p, name) for name, p in sorted(kept)]
+                files += [stat_input_file(p, name) for name, p in sorted(kept)]
             else:
-                files.append(found(path, path.name))
-                if not files[-1].bytes:
+                files.append(stat_input_file(path, path.name))
+                if not files[-1].nbytes:
                     raise DataError(f"{path}: the file is empty")
-    if not sum(file.bytes for file in files):
+    if not sum(file.nbytes for file in files):
         raise DataError("nothing to prepare: the inputs hold no text")
     return files
 
 
-def _expand(item: Path | str) -> Iterator[Path]:
+def _expand_input(item: Path | str) -> Iterator[Path]:
     path = Path(item)
     if path.exists():
         yield path
@@ -93,7 +93,7 @@ def _expand(item: Path | str) -> Iterator[Path]:
         raise DataError(f"{item}: no such file or folder")
 
 
-def found(path: Path, name: str) -> InputFile:
+def stat_input_file(path: Path, name: str) -> InputFile:
     """A file as it is now. DataError where it cannot be looked at, or is compressed in a way that is not read."""
     inner = path
     compression = _COMPRESSIONS.get(path.suffix.lower(), "")
@@ -111,12 +111,12 @@ def found(path: Path, name: str) -> InputFile:
 
 def check_unchanged(file: InputFile) -> None:
     """DataError where a file is not any more what was found at the start."""
-    now = found(file.path, file.name)
-    if (now.bytes, now.mtime_ns) != (file.bytes, file.mtime_ns):
+    now = stat_input_file(file.path, file.name)
+    if (now.nbytes, now.mtime_ns) != (file.nbytes, file.mtime_ns):
         raise DataError(f"{file.path}: changed while it was prepared; prepare again")
 
 
-def parse_fields(field: str | None, prompt: str | None, response: str | None) -> Fields:
+def parse_fields(field: str | None, prompt: str | None, response: str | None) -> TextFields:
     """The fields that were asked for; `field` is None where nothing was. DataError for half a pair, or both kinds."""
     if (prompt is None) != (response is None):
         raise DataError("prompt_field and response_field belong together: give both")
@@ -124,13 +124,13 @@ def parse_fields(field: str | None, prompt: str | None, response: str | None) ->
         raise DataError(f"field={field}: pairs are read from prompt_field and response_field; leave field out")
     if "" in (field, prompt, response):
         raise DataError("field='': a field needs a name")
-    return Fields(field or "text", prompt, response)
+    return TextFields(field or "text", prompt, response)
 
 
-def check_fields(files: Sequence[InputFile], fields: Fields, named: bool) -> None:
+def check_fields(files: Sequence[InputFile], fields: TextFields, is_explicit: bool) -> None:
     """DataError where fields were `named` for inputs that have none."""
     without = next((file for file in files if not file.has_fields), None)
-    if fields.pairs and without is not None:
+    if fields.has_pairs and without is not None:
         raise DataError(f"{without.path}: text has no fields; pairs are read from .jsonl and .parquet files only")
-    if named and not any(file.has_fields for file in files):
+    if is_explicit and not any(file.has_fields for file in files):
         raise DataError(f"field={fields.text}: none of the inputs has fields; only .jsonl and .parquet files have")

@@ -24,16 +24,16 @@ import pyarrow.parquet as pq
 from raytrain_hpc.data.preprocess.input_files import JSONL, PARQUET, InputFile, check_unchanged
 from raytrain_hpc.errors import DataError
 
-PIECE_BYTES = 4 << 20
-MAX_PIECES = 1 << 16  # of larger inputs pieces are larger, not more: their list stays small, and they are streamed
+PARTITION_BYTES = 4 << 20
+MAX_PARTITIONS = 1 << 16  # of larger inputs pieces are larger, not more: their list stays small, and they are streamed
 BLOCK_BYTES = 1 << 20
-_WINDOW = 1 << 16
+_SCAN_BYTES = 1 << 16
 # Spaces are preferred for tokenizers that put one in front of every text.
-_WORD_ENDS = (re.compile(r"[^\W\d_](?=[ \r\n])"), re.compile(r"[^\W\d_](?=[,.;:!?)、。，；：！？）])"))
+_WORD_END_PATTERNS = (re.compile(r"[^\W\d_](?=[ \r\n])"), re.compile(r"[^\W\d_](?=[,.;:!?)、。，；：！？）])"))
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRange:
     """Bytes [begin, end) of a file. `last`: whether the file ends here; `groups`: row groups [first, stop) of Parquet.
 
     The parts of a file are disjoint and cover it.
@@ -42,74 +42,74 @@ class Part:
     file: InputFile
     begin: int
     end: int
-    last: bool
-    groups: tuple[int, int] = (0, 0)
+    is_last: bool
+    row_groups: tuple[int, int] = (0, 0)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Size in the file."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPartition:
     """Consecutive parts, the unit of work."""
 
     index: int
-    parts: tuple[Part, ...]
+    ranges: tuple[FileRange, ...]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Size in the files."""
-        return sum(part.bytes for part in self.parts)
+        return sum(part.nbytes for part in self.ranges)
 
 
-def plan_pieces(files: Sequence[InputFile]) -> list[Piece]:
+def plan_partitions(files: Sequence[InputFile]) -> list[InputPartition]:
     """The inputs, in order, as pieces. DataError for a file that cannot be read."""
-    size = max(PIECE_BYTES, -(-sum(file.bytes for file in files) // MAX_PIECES))
-    pieces: list[Piece] = []
-    gathered: list[Part] = []
-    for part in (part for file in files for part in _parts(file, size)):
-        if gathered and sum(one.bytes for one in gathered) + part.bytes > size:
-            pieces.append(Piece(len(pieces), tuple(gathered)))
+    size = max(PARTITION_BYTES, -(-sum(file.nbytes for file in files) // MAX_PARTITIONS))
+    pieces: list[InputPartition] = []
+    gathered: list[FileRange] = []
+    for part in (part for file in files for part in _split_file(file, size)):
+        if gathered and sum(one.nbytes for one in gathered) + part.nbytes > size:
+            pieces.append(InputPartition(len(pieces), tuple(gathered)))
             gathered = []
         gathered.append(part)
-    return [*pieces, Piece(len(pieces), tuple(gathered))]
+    return [*pieces, InputPartition(len(pieces), tuple(gathered))]
 
 
-def checksum(part: Part) -> str:
+def compute_checksum(file_range: FileRange) -> str:
     """Hex sha256 of a part's bytes. DataError where they cannot be read any more."""
     digest = hashlib.sha256()
-    for block in read_blocks(part):
+    for block in read_blocks(file_range):
         digest.update(block)
     return digest.hexdigest()
 
 
-def file_checksums(pieces: Iterable[tuple[Piece, Sequence[str]]]) -> list[tuple[InputFile, str]]:
+def combine_checksums(partitions: Iterable[tuple[InputPartition, Sequence[str]]]) -> list[tuple[InputFile, str]]:
     """Every file's checksum from those of its parts: a file of one part has that part's, which is its plain sha256,
     a file of several the sha256 over the hex digests of its parts in order.
     """
     digests: list[tuple[InputFile, list[str]]] = []
-    for piece, checksums in pieces:
-        for part, digest in zip(piece.parts, checksums, strict=True):
+    for piece, checksums in partitions:
+        for part, digest in zip(piece.ranges, checksums, strict=True):
             if part.begin == 0:  # the first part of its file
                 digests.append((part.file, []))
             digests[-1][1].append(digest)
-    return [(file, parts[0] if len(parts) == 1 else _joined(parts)) for file, parts in digests]
+    return [(file, parts[0] if len(parts) == 1 else _hash_digests(parts)) for file, parts in digests]
 
 
-def _joined(digests: Sequence[str]) -> str:
+def _hash_digests(digests: Sequence[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def read_blocks(part: Part) -> Iterator[bytes]:
+def read_blocks(file_range: FileRange) -> Iterator[bytes]:
     """The bytes of a part, as they lie in the file. DataError where the file cannot be read or has changed."""
-    file = part.file
+    file = file_range.file
     try:
         check_unchanged(file)
         with file.path.open("rb") as stream:
-            stream.seek(part.begin)
-            left = part.bytes
+            stream.seek(file_range.begin)
+            left = file_range.nbytes
             while left and (block := stream.read(min(BLOCK_BYTES, left))):
                 left -= len(block)
                 yield block
@@ -118,9 +118,9 @@ def read_blocks(part: Part) -> Iterator[bytes]:
         raise DataError(f"{file.path}: cannot be read ({error.strerror or error})") from error
 
 
-def word_end(text: str, begin: int, stop: int) -> int:
+def find_word_end(text: str, begin: int, stop: int) -> int:
     """The last position in (begin, stop] where `text` may be cut; `stop` itself where there is no better one."""
-    for rule in _WORD_ENDS:
+    for rule in _WORD_END_PATTERNS:
         for first in (max(begin, stop - 1024), begin):
             # The letter's follower must be seen: one position more than the cut may be at.
             last = deque(rule.finditer(text, first, stop + 1), maxlen=1)
@@ -129,83 +129,83 @@ def word_end(text: str, begin: int, stop: int) -> int:
     return stop
 
 
-def _parts(file: InputFile, size: int) -> Iterator[Part]:
+def _split_file(file: InputFile, size: int) -> Iterator[FileRange]:
     if file.format == PARQUET:
-        yield from _row_groups(file, size)
+        yield from _split_row_groups(file, size)
         return
     try:
-        cuts = list(_cuts(file, size))
+        cuts = list(_find_split_points(file, size))
     except OSError as error:
         raise DataError(f"{file.path}: cannot be read ({error.strerror or error})") from error
-    edges = [0, *cuts, file.bytes]
+    edges = [0, *cuts, file.nbytes]
     for begin, end in zip(edges, edges[1:], strict=False):
-        yield Part(file, begin, end, last=end == file.bytes)
+        yield FileRange(file, begin, end, is_last=end == file.nbytes)
 
 
-def _cuts(file: InputFile, size: int) -> Iterator[int]:
+def _find_split_points(file: InputFile, size: int) -> Iterator[int]:
     """Ascending positions inside a file, about `size` apart."""
-    if file.compression or file.bytes <= size:
+    if file.compression or file.nbytes <= size:
         return
-    find = _after_newline if file.format == JSONL else _at_word_end
+    find = _find_line_start if file.format == JSONL else _find_word_end_in_file
     with file.path.open("rb") as stream:
         cut = find(stream, size, size)
-        while 0 < cut < file.bytes:
+        while 0 < cut < file.nbytes:
             yield cut
             cut = find(stream, cut + size, size)
 
 
-def _after_newline(stream: BinaryIO, target: int, size: int) -> int:
+def _find_line_start(stream: BinaryIO, target: int, size: int) -> int:
     """The next position after a newline, 0 where there is none."""
     stream.seek(target)
-    while block := stream.read(_WINDOW):
+    while block := stream.read(_SCAN_BYTES):
         if (found := block.find(b"\n")) >= 0:
             return target + found + 1
         target += len(block)
     return 0
 
 
-def _at_word_end(stream: BinaryIO, target: int, size: int) -> int:
+def _find_word_end_in_file(stream: BinaryIO, target: int, size: int) -> int:
     """The next position where a text may be cut, else the next character; 0 where the text ends before."""
     stop = target + size
     first = 0
-    for begin in range(target, stop, _WINDOW):
+    for begin in range(target, stop, _SCAN_BYTES):
         stream.seek(begin)
         # A few bytes more, for the character after the window. Half a character is no letter and no space.
-        window = stream.read(_WINDOW + 8)
+        window = stream.read(_SCAN_BYTES + 8)
         if not window:
             return first
         lead = next((i for i, byte in enumerate(window[:4]) if byte & 0xC0 != 0x80), 0)
         first = first or begin + lead
         text = window[lead:].decode("utf-8", errors="surrogateescape")
-        match = _WORD_ENDS[0].search(text) or _WORD_ENDS[1].search(text)
+        match = _WORD_END_PATTERNS[0].search(text) or _WORD_END_PATTERNS[1].search(text)
         if match is not None:
             return begin + lead + len(text[: match.end()].encode("utf-8", errors="surrogateescape"))
     return first
 
 
-def _row_groups(file: InputFile, size: int) -> Iterator[Part]:
-    starts = [*row_group_starts(file.path), file.bytes]
+def _split_row_groups(file: InputFile, size: int) -> Iterator[FileRange]:
+    starts = [*read_row_group_offsets(file.path), file.nbytes]
     first = 0
     for group in range(1, len(starts)):
         if group == len(starts) - 1 or starts[group + 1] - starts[first] > size:
             begin = 0 if first == 0 else starts[first]
-            yield Part(file, begin, starts[group], last=group == len(starts) - 1, groups=(first, group))
+            yield FileRange(file, begin, starts[group], is_last=group == len(starts) - 1, row_groups=(first, group))
             first = group
     if len(starts) == 1:  # no rows
-        yield Part(file, 0, file.bytes, last=True)
+        yield FileRange(file, 0, file.nbytes, is_last=True)
 
 
-def row_group_starts(path: Path) -> list[int]:
+def read_row_group_offsets(path: Path) -> list[int]:
     """Byte at which each row group of a Parquet file begins. DataError where it is no Parquet file."""
     try:
         with pq.ParquetFile(path) as opened:
             described = opened.metadata
             groups = [described.row_group(i) for i in range(described.num_row_groups)]
-            return [_group_start(group) for group in groups]
+            return [_get_row_group_offset(group) for group in groups]
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file ({' '.join(str(error).split())})") from error
 
 
-def _group_start(group: pq.RowGroupMetaData) -> int:
+def _get_row_group_offset(group: pq.RowGroupMetaData) -> int:
     columns = [group.column(i) for i in range(group.num_columns)]
     return min(int(c.dictionary_page_offset or c.data_page_offset) for c in columns)

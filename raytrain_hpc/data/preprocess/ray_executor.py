@@ -13,15 +13,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.data.preprocess.executors import Task, WorkersLost, cpus
-from raytrain_hpc.data.preprocess.partition import Piece
+from raytrain_hpc.data.preprocess.executors import Task, WorkersLostError, count_cpus
+from raytrain_hpc.data.preprocess.partition import InputPartition
 from raytrain_hpc.errors import ClusterError, DataError
-from raytrain_hpc.ray_address import LOCAL, answers, auth_notice_hidden
+from raytrain_hpc.ray_address import LOCAL, hide_auth_notice, is_reachable
 
 # Descriptions of pieces go in and reports come out; tokens pass through files. Ray refuses less.
 _OBJECT_STORE_BYTES = 80 << 20
 # Ray on one machine is a dozen processes: with these they take tens of MiB less together, and nothing is slower.
-_FRUGAL = {
+_LOW_MEMORY_ENV = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "ARROW_DEFAULT_MEMORY_POOL": "system",
@@ -29,45 +29,45 @@ _FRUGAL = {
 }
 
 
-class RayData:
+class RayDataExecutor:
     """Tasks of Ray Data, one a piece; a task that is lost with its node is run again elsewhere."""
 
-    def __init__(self, address: str | None, workers: int | None):
+    def __init__(self, address: str | None, num_workers: int | None):
         """`address`: of a cluster, None or "local" for a Ray of its own; `workers`: tasks at a time, None: all CPUs.
 
         ClusterError where nothing answers at the address: Ray itself tries for much longer.
         """
-        self._address, self._workers = address, workers
+        self._address, self._num_workers = address, num_workers
         named = address not in (None, LOCAL) and ":" in str(address) and not ray.is_initialized()
-        if named and not answers(str(address).removeprefix("ray://")):
+        if named and not is_reachable(str(address).removeprefix("ray://")):
             raise ClusterError(
                 f"address={address}: nothing answers there; start Ray with `ray start --head`, correct the address, "
                 "or use --engine local"
             )
 
-    def run(self, task: Task, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Any]]:
+    def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
         """(Piece, result) as they come. ClusterError where no Ray can be had."""
-        if not pieces:
+        if not partitions:
             return
-        with _connected(self._address, self._workers), _quiet():
-            rows = [{"piece": pickle.dumps(piece)} for piece in pieces]
+        with _connect_to_ray(self._address, self._num_workers), _silence_ray_data():
+            rows = [{"piece": pickle.dumps(piece)} for piece in partitions]
             described = ray.data.from_items(rows, override_num_blocks=len(rows))
-            done = described.map(_Guarded(task), compute=ray.data.TaskPoolStrategy(self._workers), num_cpus=1)
+            done = described.map(_TaskWrapper(task), compute=ray.data.TaskPoolStrategy(self._num_workers), num_cpus=1)
             try:
                 for row in done.iter_rows():
-                    yield pieces[row["index"]], _result(row)
+                    yield partitions[row["index"]], _unwrap_result(row)
             except RayError as error:
-                raise WorkersLost(f"Ray: {_first_line(error)}") from error
+                raise WorkersLostError(f"Ray: {_get_first_line(error)}") from error
 
 
-class _Guarded:
+class _TaskWrapper:
     """The task as Ray Data wants it. Its errors travel as values: they concern the input, and not Ray."""
 
     def __init__(self, task: Task):
         self._task = task
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        piece: Piece = pickle.loads(row["piece"])
+        piece: InputPartition = pickle.loads(row["piece"])
         answer = {"index": piece.index, "result": "", "data_error": "", "os_error": ""}
         try:
             answer["result"] = json.dumps(self._task(piece))
@@ -78,7 +78,7 @@ class _Guarded:
         return answer
 
 
-def _result(row: dict[str, Any]) -> Any:
+def _unwrap_result(row: dict[str, Any]) -> Any:
     if row["data_error"]:
         raise DataError(row["data_error"])
     if row["os_error"]:
@@ -87,7 +87,7 @@ def _result(row: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _connected(address: str | None, workers: int | None) -> Iterator[None]:
+def _connect_to_ray(address: str | None, num_workers: int | None) -> Iterator[None]:
     """Be connected to Ray inside. Leaves a connection that was there before alone."""
     if ray.is_initialized():
         yield
@@ -97,21 +97,21 @@ def _connected(address: str | None, workers: int | None) -> Iterator[None]:
     where: dict[str, Any] = {"address": address}
     if own:
         store = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-        where = {"address": "local", "num_cpus": workers or cpus(), **store}
+        where = {"address": "local", "num_cpus": num_workers or count_cpus(), **store}
     try:
-        with auth_notice_hidden(), _environment(_FRUGAL if own else {}):
+        with hide_auth_notice(), _set_environment(_LOW_MEMORY_ENV if own else {}):
             ray.init(**where, log_to_driver=False, logging_level=logging.WARNING)
             if own:
-                _lean()
+                _stop_unused_daemons()
     except Exception as error:  # Ray raises a plain one where its processes start too slowly
-        raise ClusterError(f"address={address or LOCAL}: Ray did not start: {_first_line(error)}") from error
+        raise ClusterError(f"address={address or LOCAL}: Ray did not start: {_get_first_line(error)}") from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _lean() -> None:
+def _stop_unused_daemons() -> None:
     """End what passes on logs, scales clusters and serves pages: 175 MiB, and here is nobody that needs any of it.
 
     `ray.init` always starts them, and knows no word for not wanting them.
@@ -122,7 +122,7 @@ def _lean() -> None:
 
 
 @contextmanager
-def _environment(defaults: dict[str, str]) -> Iterator[None]:
+def _set_environment(defaults: dict[str, str]) -> Iterator[None]:
     """Environment variables for the processes that are started inside, unless the user has set them."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
@@ -134,7 +134,7 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_ray_data() -> Iterator[None]:
     """Without Ray Data's own bars and its lines on every execution."""
     context = ray.data.DataContext.get_current()
     logger = logging.getLogger("ray.data")
@@ -148,5 +148,5 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before[1])
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

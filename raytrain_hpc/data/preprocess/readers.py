@@ -12,67 +12,69 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_hpc.data.preprocess.input_files import JSONL, TEXT, Fields, InputFile, check_unchanged
-from raytrain_hpc.data.preprocess.partition import BLOCK_BYTES, Part, read_blocks, word_end
+from raytrain_hpc.data.preprocess.input_files import JSONL, TEXT, InputFile, TextFields, check_unchanged
+from raytrain_hpc.data.preprocess.partition import BLOCK_BYTES, FileRange, find_word_end, read_blocks
 from raytrain_hpc.errors import DataError
 
-STRETCH = 1 << 16  # characters; a longer text is cut where that changes no token (see pieces.py)
-_ROWS = 64
+SPAN_CHARS = 1 << 16  # characters; a longer text is cut where that changes no token (see pieces.py)
+_BATCH_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TextSpan:
     """Text of one document. `last`: the document ends with it; `counted`: its tokens count as targets."""
 
     text: str
-    last: bool
-    counted: bool = True
+    ends_document: bool
+    is_target: bool = True
 
 
 @dataclass
-class PartReader:
+class DocumentReader:
     """Reads the documents of a part. `any_bytes`: bytes that are no UTF-8 come through as lone surrogates.
 
     `empty` counts, once the stretches are read, the documents that had no text and were left out.
     """
 
-    part: Part
-    fields: Fields
-    any_bytes: bool = False
-    empty: int = 0
+    file_range: FileRange
+    fields: TextFields
+    allow_invalid_utf8: bool = False
+    num_empty: int = 0
 
-    def stretches(self) -> Iterator[Stretch]:
+    def read_spans(self) -> Iterator[TextSpan]:
         """The documents, in order. DataError naming file and place where the input is not what it should be."""
-        if self.part.file.format == TEXT:
-            return self._text()
-        return self._rows(self._json_rows() if self.part.file.format == JSONL else self._parquet_rows())
+        if self.file_range.file.format == TEXT:
+            return self._read_text()
+        return self._split_rows(
+            self._read_json_rows() if self.file_range.file.format == JSONL else self._read_parquet_rows()
+        )
 
-    def _text(self) -> Iterator[Stretch]:
-        texts = self._decoded(self._blocks())
+    def _read_text(self) -> Iterator[TextSpan]:
+        texts = self._decode(self._read_bytes())
         some = False
-        for text, last in _cut(texts):
+        for text, last in _split_text(texts):
             some = True
-            yield Stretch(text, last and self.part.last)
+            yield TextSpan(text, last and self.file_range.is_last)
         if not some:
-            self.empty += 1
+            self.num_empty += 1
 
-    def _rows(self, rows: Iterable[list[str]]) -> Iterator[Stretch]:
+    def _split_rows(self, rows: Iterable[list[str]]) -> Iterator[TextSpan]:
         for row in rows:
             if not row[-1]:  # no text, or a pair without a response
-                self.empty += 1
+                self.num_empty += 1
                 continue
-            for prompt, _ in _cut(row[:-1]):
-                yield Stretch(prompt, last=False, counted=False)
-            for text, last in _cut(row[-1:]):
-                yield Stretch(text, last)
+            for prompt, _ in _split_text(row[:-1]):
+                yield TextSpan(prompt, ends_document=False, is_target=False)
+            for text, last in _split_text(row[-1:]):
+                yield TextSpan(text, last)
 
-    def _blocks(self) -> Iterator[bytes]:
+    def _read_bytes(self) -> Iterator[bytes]:
         """The bytes of the part, decompressed."""
-        file = self.part.file
+        file = self.file_range.file
         if not file.compression:
-            yield from read_blocks(self.part)
+            yield from read_blocks(self.file_range)
             return
-        if not file.bytes:
+        if not file.nbytes:
             return
         check_unchanged(file)
         try:
@@ -84,76 +86,78 @@ class PartReader:
             raise DataError(f"{file.path}: cannot be decompressed ({reason}); compress or copy it again") from error
         check_unchanged(file)
 
-    def _decoded(self, blocks: Iterator[bytes]) -> Iterator[str]:
+    def _decode(self, blocks: Iterator[bytes]) -> Iterator[str]:
         """UTF-8 to text; a character may lie across two blocks."""
-        errors = "surrogateescape" if self.any_bytes else "strict"
+        errors = "surrogateescape" if self.allow_invalid_utf8 else "strict"
         decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        consumed = self.part.begin
+        consumed = self.file_range.begin
         for block in itertools.chain(blocks, [b""]):
             begin = consumed - len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                where = "of the decompressed text " if self.part.file.compression else ""
+                where = "of the decompressed text " if self.file_range.file.compression else ""
                 raise DataError(
-                    f"{self.part.file.path}: byte {begin + error.start} {where}is not UTF-8 ({error.reason}); convert "
+                    f"{self.file_range.file.path}: byte {begin + error.start} {where}is not UTF-8 ({error.reason}); convert "
                     "the file, or use tokenizer byte"
                 ) from error
             consumed += len(block)
             if text:
                 yield text
 
-    def _json_rows(self) -> Iterator[list[str]]:
-        for number, line in enumerate(_lines(self._blocks())):
-            if not number and not self.part.begin:
+    def _read_json_rows(self) -> Iterator[list[str]]:
+        for number, line in enumerate(_split_lines(self._read_bytes())):
+            if not number and not self.file_range.begin:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line or line.isspace():
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
-                raise self._wrong_line(number, f"is not UTF-8 ({error.reason} at byte {error.start} of it)") from error
+                raise self._make_line_error(
+                    number, f"is not UTF-8 ({error.reason} at byte {error.start} of it)"
+                ) from error
             except (ValueError, RecursionError) as error:
-                raise self._wrong_line(number, f"is not JSON ({error}); one object a line is expected") from error
+                raise self._make_line_error(number, f"is not JSON ({error}); one object a line is expected") from error
             if not isinstance(row, dict):
-                raise self._wrong_line(number, f"is {_kind(row)} and not an object with fields")
+                raise self._make_line_error(number, f"is {_describe_type(row)} and not an object with fields")
             try:
-                texts = [_text_of(row, name) for name in self.fields.names]
+                texts = [_get_text(row, name) for name in self.fields.names]
                 if b"\\u" in line:
                     "".join(texts).encode("utf-8")
             except UnicodeEncodeError as error:
-                raise self._wrong_line(
+                raise self._make_line_error(
                     number, "has half of a surrogate pair (\\ud800 to \\udfff) in its text"
                 ) from error
             except DataError as error:
-                raise self._wrong_line(number, str(error)) from error
+                raise self._make_line_error(number, str(error)) from error
             yield texts
 
-    def _wrong_line(self, number: int, what: str) -> DataError:
+    def _make_line_error(self, number: int, problem: str) -> DataError:
         """Only now the lines before this part are counted: it takes a look at all of the file up to here."""
         before = 0
-        if self.part.begin:
-            head = Part(self.part.file, 0, self.part.begin, last=False)
+        if self.file_range.begin:
+            head = FileRange(self.file_range.file, 0, self.file_range.begin, is_last=False)
             before = sum(block.count(b"\n") for block in read_blocks(head))
-        return DataError(f"{self.part.file.path}: line {before + number + 1} {what}")
+        return DataError(f"{self.file_range.file.path}: line {before + number + 1} {problem}")
 
-    def _parquet_rows(self) -> Iterator[list[str]]:
-        file, (first, stop) = self.part.file, self.part.groups
+    def _read_parquet_rows(self) -> Iterator[list[str]]:
+        file, (first, stop) = self.file_range.file, self.file_range.row_groups
         check_unchanged(file)
         try:
             with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as opened:
                 _check_columns(file, opened.schema_arrow, self.fields)
                 row = sum(opened.metadata.row_group(i).num_rows for i in range(first))
                 names = list(self.fields.names)
-                for batch in opened.iter_batches(_ROWS, range(first, stop), columns=names, use_threads=False):
-                    yield from _columns(file, batch, names, row)
+                for batch in opened.iter_batches(_BATCH_ROWS, range(first, stop), columns=names, use_threads=False):
+                    yield from _read_batch_rows(file, batch, names, row)
                     row += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{file.path}: not a readable Parquet file ({' '.join(str(error).split())})") from error
         check_unchanged(file)
 
 
-def _columns(file: InputFile, batch: pa.RecordBatch, names: list[str], row: int) -> Iterator[list[str]]:
+def _read_batch_rows(file: InputFile, batch: pa.RecordBatch, names: list[str], row: int) -> Iterator[list[str]]:
     """The rows of a batch that begins at `row`."""
     try:
         columns = [batch.column(name).to_pylist() for name in names]
@@ -166,7 +170,7 @@ def _columns(file: InputFile, batch: pa.RecordBatch, names: list[str], row: int)
         yield [text or "" for text in texts]
 
 
-def _check_columns(file: InputFile, schema: pa.Schema, fields: Fields) -> None:
+def _check_columns(file: InputFile, schema: pa.Schema, fields: TextFields) -> None:
     for name in fields.names:
         if name not in schema.names:
             raise DataError(f"{file.path}: has no column {name!r}; it has {', '.join(schema.names)}")
@@ -176,22 +180,22 @@ def _check_columns(file: InputFile, schema: pa.Schema, fields: Fields) -> None:
             raise DataError(f"{file.path}: column {name!r} is {kind} and not text")
 
 
-def _text_of(row: dict[str, Any], name: str) -> str:
+def _get_text(row: dict[str, Any], name: str) -> str:
     """A field of a row; null is no text. DataError where it is missing or something else."""
     if name not in row:
         raise DataError(f"has no field {name!r}; it has {', '.join(map(repr, list(row)[:10])) or 'none'}")
     value = row[name]
     if value is not None and not isinstance(value, str):
-        raise DataError(f"has {_kind(value)} in field {name!r}, and not text")
+        raise DataError(f"has {_describe_type(value)} in field {name!r}, and not text")
     return value or ""
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
     return names.get(type(value), "null")
 
 
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Lines without their newlines; each is put together once, however many blocks it spans."""
     begun: list[bytes] = []
     for block in blocks:
@@ -204,13 +208,13 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(begun)
 
 
-def _cut(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+def _split_text(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """The concatenation of `texts` in stretches of at most STRETCH characters, and whether each is the last one."""
     held = ""
     for text in texts:
         held, begin = held + text, 0
-        while len(held) - begin > STRETCH:
-            cut = word_end(held, begin, begin + STRETCH)
+        while len(held) - begin > SPAN_CHARS:
+            cut = find_word_end(held, begin, begin + SPAN_CHARS)
             yield held[begin:cut], False
             begin = cut
         held = held[begin:]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from raytrain_hpc.errors import DataError
 
-KINDS = ("byte", "char", "tiktoken:FILE", "hf:PATH", "bpe:VOCAB_SIZE")
+TOKENIZER_KINDS = ("byte", "char", "tiktoken:FILE", "hf:PATH", "bpe:VOCAB_SIZE")
 Ids = npt.NDArray[np.int64]
 _CODE_POINTS = 0x110000
 
@@ -68,7 +68,7 @@ class ByteTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of ids[n]; bytes that are no UTF-8 become U+FFFD. DataError for an id outside [0, 256)."""
-        return checked_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return validate_ids(ids, self.vocab_size).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> dict[str, Any]:
         """The tokenizer as JSON values."""
@@ -86,7 +86,7 @@ class CharTokenizer:
         self.chars = "".join(sorted(set("".join(chars))))
         if not self.chars:
             raise DataError("a char tokenizer needs text to take its characters from")
-        self._codes = _code_points(self.chars)
+        self._codes = _to_code_points(self.chars)
         # One entry past the largest known character, so that anything above it can be clipped onto an unknown one.
         self._ids = np.full(int(self._codes[-1]) + 2, -1, dtype=np.int64)
         self._ids[self._codes] = np.arange(len(self.chars))
@@ -98,7 +98,7 @@ class CharTokenizer:
 
     def encode(self, text: str) -> Ids:
         """Token ids, int64[len(text)]. DataError naming the first character that is not in the vocabulary."""
-        ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
+        ids = self._ids[np.minimum(_to_code_points(text), len(self._ids) - 1)]
         unknown = np.flatnonzero(ids < 0)
         if unknown.size:
             where = int(unknown[0])
@@ -114,7 +114,7 @@ class CharTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of ids[n]. DataError for an id outside the vocabulary."""
-        codes = self._codes[checked_ids(ids, self.vocab_size)]
+        codes = self._codes[validate_ids(ids, self.vocab_size)]
         return codes.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
 
     def to_json(self) -> dict[str, Any]:
@@ -135,12 +135,12 @@ class TokenizerSpec:
         return f"bpe:{self.argument}" if self.kind == "bpe" else self.kind
 
     @property
-    def from_file(self) -> bool:
+    def is_from_file(self) -> bool:
         """Whether the tokenizer is there before any input is read."""
         return self.kind in ("tiktoken", "hf")
 
 
-def parse_spec(spec: str) -> TokenizerSpec:
+def parse_tokenizer_spec(spec: str) -> TokenizerSpec:
     """Take `--tokenizer` apart. DataError where it is of no known kind or lacks its argument."""
     kind, colon, argument = spec.partition(":")
     if (kind in ("byte", "char") and not colon) or (kind in ("tiktoken", "hf") and argument):
@@ -149,7 +149,7 @@ def parse_spec(spec: str) -> TokenizerSpec:
         if not argument.isdecimal() or int(argument) <= 256:
             raise DataError(f"tokenizer={spec!r}: the vocabulary needs at least 257 entries, as in bpe:8192")
         return TokenizerSpec(kind, str(int(argument)))
-    raise DataError(f"tokenizer={spec!r}: known are {', '.join(KINDS)}")
+    raise DataError(f"tokenizer={spec!r}: known are {', '.join(TOKENIZER_KINDS)}")
 
 
 def tokenizer_from_json(data: Mapping[str, Any]) -> Tokenizer:
@@ -165,18 +165,18 @@ def tokenizer_from_json(data: Mapping[str, Any]) -> Tokenizer:
         return TiktokenTokenizer(data["ranks"])
     if name in ("hf", "bpe") and isinstance(data.get("tokenizer"), str):
         return HfTokenizer(data["tokenizer"], data.get("end_of_text"), name=str(name))
-    raise DataError(f"tokenizer {name!r} of the dataset is not known here: known are {', '.join(KINDS)}")
+    raise DataError(f"tokenizer {name!r} of the dataset is not known here: known are {', '.join(TOKENIZER_KINDS)}")
 
 
-def characters_of(texts: Iterable[str]) -> str:
+def collect_characters(texts: Iterable[str]) -> str:
     """Every character that occurs in `texts`, sorted."""
     seen = np.zeros(_CODE_POINTS, dtype=bool)
     for text in texts:
-        seen[_code_points(text)] = True
+        seen[_to_code_points(text)] = True
     return "".join(chr(code) for code in np.flatnonzero(seen))
 
 
-def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> Ids:
+def validate_ids(ids: npt.ArrayLike, vocab_size: int) -> Ids:
     """`ids` as a flat int64 array. DataError for an id outside the vocabulary."""
     flat = np.asarray(ids, dtype=np.int64).ravel()
     outside = flat[(flat < 0) | (flat >= vocab_size)]
@@ -185,6 +185,6 @@ def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> Ids:
     return flat
 
 
-def _code_points(text: str) -> npt.NDArray[np.uint32]:
+def _to_code_points(text: str) -> npt.NDArray[np.uint32]:
     """Unicode code points of `text`, uint32[len(text)]."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.tokenizer.base import Ids, Tokenizer, TokenizerSpec, checked_ids, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import Ids, Tokenizer, TokenizerSpec, tokenizer_from_json, validate_ids
 from raytrain_hpc.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 # What files call the end of a document, most specific first.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|endofdoc|>", "</s>", "<eos>", "<|eos|>")
+_END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<|endofdoc|>", "</s>", "<eos>", "<|eos|>")
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (
@@ -43,25 +43,25 @@ _O200K = "|".join(
 
 
 @dataclass(frozen=True)
-class _Family:
+class _RankFileFormat:
     """What a rank file does not say itself: how text is split first, and the special tokens."""
 
     pattern: str
-    specials: dict[str, int]
+    special_tokens: dict[str, int]
     end_of_text: str
 
 
-def _llama3_specials() -> dict[str, int]:
+def _build_llama3_special_tokens() -> dict[str, int]:
     named = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
     free = iter(range(256))
     return {f"<|{named.get(i) or f'reserved_special_token_{next(free)}'}|>": 128000 + i for i in range(256)}
 
 
 # By the number of ranks in the file.
-_FAMILIES = {
-    50256: _Family(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # gpt2, r50k_base
-    50280: _Family(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # p50k_base
-    100256: _Family(
+_FORMATS_BY_RANK_COUNT = {
+    50256: _RankFileFormat(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # gpt2, r50k_base
+    50280: _RankFileFormat(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # p50k_base
+    100256: _RankFileFormat(
         _CL100K,
         {
             END_OF_TEXT: 100257,
@@ -72,8 +72,8 @@ _FAMILIES = {
         },
         END_OF_TEXT,
     ),
-    199998: _Family(_O200K, {END_OF_TEXT: 199999, "<|endofprompt|>": 200018}, END_OF_TEXT),
-    128000: _Family(_LLAMA3, _llama3_specials(), "<|end_of_text|>"),
+    199998: _RankFileFormat(_O200K, {END_OF_TEXT: 199999, "<|endofprompt|>": 200018}, END_OF_TEXT),
+    128000: _RankFileFormat(_LLAMA3, _build_llama3_special_tokens(), "<|end_of_text|>"),
 }
 
 
@@ -87,18 +87,18 @@ class TiktokenTokenizer:
         try:
             import tiktoken
         except ImportError as error:
-            raise _missing("tiktoken") from error
+            raise _make_missing_package_error("tiktoken") from error
         self._ranks = ranks
         parsed = _parse_ranks(ranks)
         after = max(parsed.values()) + 1
-        family = _FAMILIES.get(len(parsed)) or _Family(_CL100K, {END_OF_TEXT: after}, END_OF_TEXT)
+        family = _FORMATS_BY_RANK_COUNT.get(len(parsed)) or _RankFileFormat(_CL100K, {END_OF_TEXT: after}, END_OF_TEXT)
         self._encoding = tiktoken.Encoding(
-            "file", pat_str=family.pattern, mergeable_ranks=parsed, special_tokens=family.specials
+            "file", pat_str=family.pattern, mergeable_ranks=parsed, special_tokens=family.special_tokens
         )
         self.vocab_size = int(self._encoding.n_vocab)
-        self.end_of_text: int | None = family.specials[family.end_of_text]
-        self._known = np.zeros(self.vocab_size, dtype=bool)  # cl100k and o200k leave gaps between special tokens
-        self._known[[*parsed.values(), *family.specials.values()]] = True
+        self.end_of_text: int | None = family.special_tokens[family.end_of_text]
+        self._is_valid_id = np.zeros(self.vocab_size, dtype=bool)  # cl100k and o200k leave gaps between special tokens
+        self._is_valid_id[[*parsed.values(), *family.special_tokens.values()]] = True
 
     def encode(self, text: str) -> Ids:
         """Token ids, int64[n]."""
@@ -110,8 +110,8 @@ class TiktokenTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of ids[n]; ids that stand for nothing are left out. DataError for an id outside the vocabulary."""
-        flat = checked_ids(ids, self.vocab_size)
-        return str(self._encoding.decode(flat[self._known[flat]].tolist()))
+        flat = validate_ids(ids, self.vocab_size)
+        return str(self._encoding.decode(flat[self._is_valid_id[flat]].tolist()))
 
     def to_json(self) -> dict[str, Any]:
         """The tokenizer as JSON values: the text of its rank file."""
@@ -129,12 +129,12 @@ class HfTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise _missing("tokenizers") from error
+            raise _make_missing_package_error("tokenizers") from error
         self.name, self._text, self.end_of_text = name, text, end_of_text
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises a plain one
-            raise DataError(f"not a tokenizer.json that `tokenizers` can read ({_line(error)})") from error
+            raise DataError(f"not a tokenizer.json that `tokenizers` can read ({_format_error(error)})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -152,7 +152,7 @@ class HfTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of ids[n]. DataError for an id outside the vocabulary."""
-        flat = checked_ids(ids, self.vocab_size)
+        flat = validate_ids(ids, self.vocab_size)
         return str(self._tokenizer.decode(flat.tolist(), skip_special_tokens=False))
 
     def token_to_id(self, token: str) -> int | None:
@@ -177,11 +177,13 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise DataError(f"tokenizer={spec.kind}:{spec.argument}: {path} cannot be read ({_line(error)})") from error
+        raise DataError(
+            f"tokenizer={spec.kind}:{spec.argument}: {path} cannot be read ({_format_error(error)})"
+        ) from error
     try:
         if spec.kind == "tiktoken":
             return TiktokenTokenizer(text)
-        return HfTokenizer(text, _end_of_text(HfTokenizer(text, None), path))
+        return HfTokenizer(text, _find_end_of_text(HfTokenizer(text, None), path))
     except DataError as error:
         raise DataError(f"tokenizer={spec.kind}:{spec.argument}: {error}") from error
 
@@ -195,7 +197,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
         from tokenizers import Tokenizer as Trained
         from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise _missing("tokenizers") from error
+        raise _make_missing_package_error("tokenizers") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     trained = Trained(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -210,18 +212,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
     return HfTokenizer(trained.to_str(), trained.token_to_id(END_OF_TEXT), name="bpe")
 
 
-def _end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
+def _find_end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
     """What the tokenizer_config.json beside the file calls eos_token, else a usual name that the vocabulary has."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:
             eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
         except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{config} cannot be read ({_line(error)})") from error
+            raise DataError(f"{config} cannot be read ({_format_error(error)})") from error
         token = eos.get("content") if isinstance(eos, dict) else eos
         if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
             return found
-    return next((found for token in _ENDS if (found := tokenizer.token_to_id(token)) is not None), None)
+    return next((found for token in _END_OF_TEXT_TOKENS if (found := tokenizer.token_to_id(token)) is not None), None)
 
 
 def _parse_ranks(text: str) -> dict[bytes, int]:
@@ -240,9 +242,9 @@ def _parse_ranks(text: str) -> dict[bytes, int]:
     return ranks
 
 
-def _missing(package: str) -> DataError:
+def _make_missing_package_error(package: str) -> DataError:
     return DataError(f"this tokenizer needs the package {package}; run `pip install {package}`")
 
 
-def _line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__

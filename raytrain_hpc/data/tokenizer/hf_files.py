@@ -8,25 +8,25 @@ from typing import Any
 from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer
 
 
-def tokenizer_files(tokenizer: Tokenizer, positions: int) -> dict[str, str]:
+def build_tokenizer_files(tokenizer: Tokenizer, max_positions: int) -> dict[str, str]:
     """Their text by name: tokenizer.json and tokenizer_config.json; none for a kind that has no such form.
 
     `positions`: that the model is made for. Bytes and characters become byte pairs without merges.
     """
     plain = tokenizer.to_json()
     if isinstance(tokenizer, ByteTokenizer):
-        vocabulary = {character: byte for byte, character in enumerate(_printable_bytes())}
+        vocabulary = {character: byte for byte, character in enumerate(_bytes_to_unicode())}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        text = _byte_pairs(vocabulary, level, level)
+        text = _build_bpe_json(vocabulary, level, level)
     elif isinstance(tokenizer, CharTokenizer):
-        text = _byte_pairs({character: i for i, character in enumerate(tokenizer.chars)}, None, {"type": "Fuse"})
+        text = _build_bpe_json({character: i for i, character in enumerate(tokenizer.chars)}, None, {"type": "Fuse"})
     elif "tokenizer" in plain:
         text = str(plain["tokenizer"])
     else:
         return {}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": positions,
+        "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
     }
     if tokenizer.end_of_text is not None:
@@ -34,7 +34,7 @@ def tokenizer_files(tokenizer: Tokenizer, positions: int) -> dict[str, str]:
     return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
-def _byte_pairs(vocabulary: dict[str, int], before: dict[str, Any] | None, behind: dict[str, Any]) -> str:
+def _build_bpe_json(vocab: dict[str, int], pre_tokenizer: dict[str, Any] | None, decoder: dict[str, Any]) -> str:
     model: dict[str, Any] = {
         "type": "BPE",
         "dropout": None,
@@ -44,7 +44,7 @@ def _byte_pairs(vocabulary: dict[str, int], before: dict[str, Any] | None, behin
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": vocabulary,
+        "vocab": vocab,
         "merges": [],
     }
     whole: dict[str, Any] = {
@@ -53,15 +53,15 @@ def _byte_pairs(vocabulary: dict[str, int], before: dict[str, Any] | None, behin
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": before,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": behind,
+        "decoder": decoder,
         "model": model,
     }
     return json.dumps(whole, ensure_ascii=False)
 
 
-def _printable_bytes() -> list[str]:
+def _bytes_to_unicode() -> list[str]:
     """The character that stands for each byte: itself where Latin-1 prints it, else the next one from 256 on.
 
     Byte-level BPE's own table (Radford et al. 2019).

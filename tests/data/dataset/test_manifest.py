@@ -5,7 +5,7 @@ import re
 import pytest
 
 from raytrain_hpc.data.dataset.inspect import describe
-from raytrain_hpc.data.dataset.manifest import load_manifest, verify
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
@@ -31,7 +31,7 @@ def test_checksums_are_those_of_the_files(dataset):
     for shard in shards:
         raw = (dataset / shard.file).read_bytes()
         assert (shard.bytes, shard.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
-    assert verify(dataset, manifest) == sum(s.bytes for s in shards)
+    assert verify_shards(dataset, manifest) == sum(s.bytes for s in shards)
 
 
 def test_a_flipped_byte_is_found_where_checksums_are_computed(dataset):
@@ -41,12 +41,12 @@ def test_a_flipped_byte_is_found_where_checksums_are_computed(dataset):
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     with pytest.raises(DataError, match="train-00001.arrow: shard does not match its sha256"):
-        verify(dataset, manifest)
+        verify_shards(dataset, manifest)
     with pytest.raises(DataError, match="train-00001"):
         describe(dataset)
     first = manifest.splits["train"].shards[0].bytes
-    assert verify(dataset, manifest, limit_bytes=first) == first
-    assert verify(dataset, manifest, limit_bytes=0) == 0
+    assert verify_shards(dataset, manifest, limit_bytes=first) == first
+    assert verify_shards(dataset, manifest, limit_bytes=0) == 0
 
 
 def test_cut_and_missing_shards_are_always_found(dataset):
@@ -55,10 +55,10 @@ def test_cut_and_missing_shards_are_always_found(dataset):
     raw = path.read_bytes()
     path.write_bytes(raw[:-1])
     with pytest.raises(DataError, match=f"val-00000.arrow: shard has {len(raw) - 1} bytes instead of {len(raw)}"):
-        verify(dataset, manifest, limit_bytes=0)
+        verify_shards(dataset, manifest, limit_bytes=0)
     path.unlink()
     with pytest.raises(DataError, match="val-00000.arrow: shard is missing"):
-        verify(dataset, manifest, limit_bytes=0)
+        verify_shards(dataset, manifest, limit_bytes=0)
 
 
 def test_what_is_no_dataset_says_how_to_write_one(tmp_path, dataset):

@@ -18,17 +18,17 @@ import pyarrow.fs
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.dataset.local_cache import preload
-from raytrain_hpc.data.dataset.manifest import MANIFEST, load_manifest, verify
+from raytrain_hpc.data.dataset.local_cache import copy_to_local_cache
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, load_manifest, verify_shards
 from raytrain_hpc.data.dataset.sources import open_dataset
-from raytrain_hpc.data.loader.stream import StreamRecipe
+from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.errors import DataError
-from tests.data.position_tokens import VOCAB, write
+from tests.data.position_tokens import VOCAB_SIZE, write_dataset
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("data") / "a", 1, 5000, shard_tokens=1500, masked=True)
+    return write_dataset(tmp_path_factory.mktemp("data") / "a", 1, 5000, shard_tokens=1500, masked=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +68,15 @@ def test_ranged_reads_give_the_bytes_of_the_disk(dataset: Path, bucket: str, pac
     streams = []
     for path in (str(dataset), bucket):
         data = DataConfig(path=path, packing=packing)
-        recipe = StreamRecipe(data, VOCAB, 3, 16, 8, 4)
-        streams.append(recipe.stream(recipe.dataset()))
+        recipe = StreamSpec(data, VOCAB_SIZE, 3, 16, 8, 4)
+        streams.append(recipe.open_stream(recipe.open_dataset()))
     for step in (0, 7, 10**6):
-        here, there = (one.microbatch(step, 1) for one in streams)
+        here, there = (one.read_microbatch(step, 1) for one in streams)
         for part in ("inputs", "targets", "samples"):
             assert np.array_equal(getattr(here, part), getattr(there, part))
         assert (here.documents is None) == (there.documents is None)
         assert here.documents is None or np.array_equal(here.documents, there.documents)
-    assert streams[0].state(5) == streams[1].state(5)
+    assert streams[0].get_state(5) == streams[1].get_state(5)
 
 
 def test_validation_and_mixtures_with_local_sources(dataset: Path, bucket: str) -> None:
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_a_uri_is_said(bucket: str) -> None:
 
 def test_preload_from_an_object_store(bucket: str, dataset: Path, tmp_path: Path) -> None:
     data = DataConfig(path=bucket, preload=str(tmp_path))
-    opened = StreamRecipe(data, VOCAB, 3, 16, 8, 4).dataset()
+    opened = StreamSpec(data, VOCAB_SIZE, 3, 16, 8, 4).open_dataset()
     copies = {path.name: path for path in tmp_path.glob("dataset-*/*.arrow")}
     assert {name: path.read_bytes() for name, path in copies.items()} == {
         path.name: path.read_bytes() for path in dataset.glob("*.arrow")
@@ -107,7 +107,7 @@ def test_preload_from_an_object_store(bucket: str, dataset: Path, tmp_path: Path
 
 
 def _preload(source: Path, into: Path) -> None:
-    preload(source, load_manifest(source), into)
+    copy_to_local_cache(source, load_manifest(source), into)
 
 
 def test_one_process_copies_and_the_others_find_it(dataset: Path, tmp_path: Path) -> None:
@@ -119,25 +119,25 @@ def test_one_process_copies_and_the_others_find_it(dataset: Path, tmp_path: Path
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
     (copy,) = tmp_path.iterdir()
-    verify(copy, load_manifest(copy))
+    verify_shards(copy, load_manifest(copy))
     assert not list(copy.glob("*.partial"))
     before = {path: path.stat().st_ino for path in copy.glob("*.arrow")}
-    assert preload(dataset, load_manifest(dataset), tmp_path) == copy
+    assert copy_to_local_cache(dataset, load_manifest(dataset), tmp_path) == copy
     assert {path: path.stat().st_ino for path in copy.glob("*.arrow")} == before
 
 
 def test_a_copy_that_was_cut_is_made_again_and_a_changed_source_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", 1, 5000)
-    copy = preload(source, load_manifest(source), tmp_path / "copies")
+    source = write_dataset(tmp_path / "source", 1, 5000)
+    copy = copy_to_local_cache(source, load_manifest(source), tmp_path / "copies")
     shard = next(copy.glob("train*.arrow"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-5])
-    preload(source, load_manifest(source), tmp_path / "copies")
+    copy_to_local_cache(source, load_manifest(source), tmp_path / "copies")
     assert shard.read_bytes() == whole
     original = source / shard.name
     original.write_bytes(whole[:-50] + bytes(50))
     with pytest.raises(DataError, match="does not match its sha256"):
-        preload(source, load_manifest(source), tmp_path / "others")
+        copy_to_local_cache(source, load_manifest(source), tmp_path / "others")
     assert not list((tmp_path / "others").rglob("*.partial"))
 
 
@@ -155,4 +155,4 @@ def test_no_space_is_one_clear_line(dataset: Path, tmp_path: Path) -> None:
     process.join(60)
     assert process.exitcode == 7
     assert not list(tmp_path.rglob("*.partial")) and not list(tmp_path.rglob("train*.arrow"))
-    assert MANIFEST not in [path.name for path in tmp_path.rglob("*")]
+    assert MANIFEST_FILE not in [path.name for path in tmp_path.rglob("*")]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
-from raytrain_hpc.data.dataset.builtin import SyntheticTokens, default_cache, stdlib_dataset
+from raytrain_hpc.data.dataset.builtin import SyntheticTokens, get_cache_dir, prepare_stdlib_dataset
 from raytrain_hpc.data.dataset.manifest import load_manifest
 from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.preprocess.prepare import prepare
@@ -27,7 +27,7 @@ def prepared(tmp_path):
 
 @pytest.fixture(scope="module")
 def stdlib(tmp_path_factory):
-    return stdlib_dataset(tmp_path_factory.mktemp("cache"))
+    return prepare_stdlib_dataset(tmp_path_factory.mktemp("cache"))
 
 
 def test_a_directory(prepared):
@@ -113,7 +113,7 @@ def test_the_standard_library_is_source_text_without_tests(stdlib):
 
 def test_the_standard_library_is_prepared_once(stdlib):
     before = (stdlib / "manifest.json").stat().st_mtime_ns
-    assert stdlib_dataset(stdlib.parent) == stdlib
+    assert prepare_stdlib_dataset(stdlib.parent) == stdlib
     assert (stdlib / "manifest.json").stat().st_mtime_ns == before
 
 
@@ -132,10 +132,10 @@ def test_processes_may_ask_for_the_standard_library_at_once(tmp_path):
 def test_where_the_cache_lies(monkeypatch):
     monkeypatch.delenv("RAYTRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert default_cache() == Path("/x/raytrain_hpc")
+    assert get_cache_dir() == Path("/x/raytrain_hpc")
     monkeypatch.setenv("RAYTRAIN_CACHE", "/y")
-    assert default_cache() == Path("/y")
+    assert get_cache_dir() == Path("/y")
     monkeypatch.delenv("RAYTRAIN_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache() == Path("/home/someone/.cache/raytrain_hpc")
+    assert get_cache_dir() == Path("/home/someone/.cache/raytrain_hpc")

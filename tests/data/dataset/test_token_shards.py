@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raytrain_hpc.data.dataset.manifest import Manifest
-from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray, token_dtype
+from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray, choose_token_dtype
 from raytrain_hpc.errors import DataError
 
 DESCRIPTORS = Path("/proc/self/fd")
@@ -63,26 +63,26 @@ def test_documents_of_windows_and_spans_equal_a_count_by_hand(tmp_path, shard_to
     manifest = written(tmp_path, tokens, shard_tokens, ends=ENDS if last else ENDS[:-1])
     array = TokenArray.open(tmp_path, manifest, "train")
     assert array.num_documents == manifest.splits["train"].documents == len(ENDS)
-    starts, stops = array.spans(np.arange(len(ENDS)))
+    starts, stops = array.get_document_spans(np.arange(len(ENDS)))
     assert stops.tolist() == list(ENDS)
     assert starts.tolist() == [0, *ENDS[:-1]]
     for length in (1, 9, 70, 1000):
         windows = np.arange(0, 1000 - length + 1, 3)
         expected = [[sum(w < end <= w + i for end in ENDS) for i in range(length)] for w in windows]
-        assert array.documents(windows, length).tolist() == expected
+        assert array.read_document_ids(windows, length).tolist() == expected
     with pytest.raises(DataError, match="there are 9"):
-        array.spans(np.array([9]))
+        array.get_document_spans(np.array([9]))
 
 
 def test_what_counts_is_kept_beside_the_tokens(tmp_path):
     counted = np.random.default_rng(1).integers(0, 2, 1000)
     array = TokenArray.open(tmp_path, written(tmp_path, np.arange(1000), 70, counted=counted), "train")
     starts = np.arange(0, 900, 7)
-    assert np.array_equal(array.counted(starts, 90), np.stack([counted[s : s + 90] for s in starts]))
-    assert np.array_equal(pickle.loads(pickle.dumps(array)).counted(starts, 90), array.counted(starts, 90))
+    assert np.array_equal(array.read_loss_mask(starts, 90), np.stack([counted[s : s + 90] for s in starts]))
+    assert np.array_equal(pickle.loads(pickle.dumps(array)).counted(starts, 90), array.read_loss_mask(starts, 90))
     (tmp_path / "plain").mkdir()
     plain = TokenArray.open(tmp_path / "plain", written(tmp_path / "plain", np.arange(10), 70), "train")
-    assert plain.counted(np.array([3]), 4).all()
+    assert plain.read_loss_mask(np.array([3]), 4).all()
 
 
 def test_reading_is_in_place_and_leaves_no_file_open(tmp_path):
@@ -91,8 +91,8 @@ def test_reading_is_in_place_and_leaves_no_file_open(tmp_path):
         before = len(list(DESCRIPTORS.iterdir()))
         array.read(np.arange(0, 990, 10), 10)
         assert len(list(DESCRIPTORS.iterdir())) <= before
-    assert not array._shard(3).tokens.flags.owndata
-    assert not array._shard(3).tokens.flags.writeable
+    assert not array._get_shard(3).tokens.flags.owndata
+    assert not array._get_shard(3).tokens.flags.writeable
 
 
 def test_pickling_carries_paths_not_tokens(tmp_path):
@@ -136,4 +136,4 @@ def test_a_file_that_is_no_shard_is_named(tmp_path):
 
 
 def test_the_stored_type_follows_the_vocabulary():
-    assert [token_dtype(n) for n in (65, 1 << 16, (1 << 16) + 1)] == ["uint16", "uint16", "uint32"]
+    assert [choose_token_dtype(n) for n in (65, 1 << 16, (1 << 16) + 1)] == ["uint16", "uint16", "uint32"]

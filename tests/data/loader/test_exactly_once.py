@@ -15,10 +15,10 @@ import pytest
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.dataset.token_shards import TokenArray
-from raytrain_hpc.data.loader.block_stream import BlockPlan, DeliveredStream
+from raytrain_hpc.data.loader.block_stream import BlockPlan, BlockStream
 from raytrain_hpc.data.loader.prefetch import Prefetcher
-from raytrain_hpc.data.loader.stream import LocalStream, Microbatch, StreamRecipe
-from tests.data.position_tokens import VOCAB, write
+from raytrain_hpc.data.loader.stream import LocalStream, Microbatch, StreamSpec
+from tests.data.position_tokens import VOCAB_SIZE, write_dataset
 
 T, BATCH, MICRO = 4, 120, 10
 V = BATCH // MICRO
@@ -30,24 +30,24 @@ SEGMENTS = [(world, range(first, stop)) for world, first, stop in zip(WORLDS, CU
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> StreamRecipe:
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
     root = tmp_path_factory.mktemp("sources")
-    paths = [write(root / str(number), number, size * T + 1) for number, size in enumerate(SIZES)]
+    paths = [write_dataset(root / str(number), number, size * T + 1) for number, size in enumerate(SIZES)]
     sources = [SourceConfig(str(path), weight) for path, weight in zip(paths, (1, 1, 2), strict=True)]
-    return StreamRecipe(DataConfig(sources=sources), VOCAB, 5, T, BATCH, MICRO)
+    return StreamSpec(DataConfig(sources=sources), VOCAB_SIZE, 5, T, BATCH, MICRO)
 
 
 @pytest.fixture(scope="module")
-def stream(recipe: StreamRecipe) -> LocalStream:
-    return recipe.stream(recipe.dataset())
+def stream(recipe: StreamSpec) -> LocalStream:
+    return recipe.open_stream(recipe.open_dataset())
 
 
 @pytest.fixture(scope="module")
 def single(stream: LocalStream) -> list[Microbatch]:
     """What one process reads."""
-    read = list(stream.microbatches(range(STEPS), range(V)))
+    read = list(stream.iter_microbatches(range(STEPS), range(V)))
     for number in range(0, len(read), 97):  # one at a time is the same
-        assert same(stream.microbatch(*divmod(number, V)), read[number])
+        assert same(stream.read_microbatch(*divmod(number, V)), read[number])
     return read
 
 
@@ -81,7 +81,7 @@ def consumed(streams: list, world: int, steps: range) -> Iterator[Microbatch]:
             for rank, share in zip(ranks, shares(world), strict=True):
                 yield from (rank.take() for _ in share)
         if steps.stop < STEPS:
-            until(lambda: all(rank.ahead[0] for rank in ranks))  # and is not consumed
+            wait_until(lambda: all(rank.backlog[0] for rank in ranks))  # and is not consumed
 
 
 def test_every_sample_once_an_epoch_in_the_sequence_of_one_process(stream, single) -> None:
@@ -99,7 +99,7 @@ def test_every_sample_once_an_epoch_in_the_sequence_of_one_process(stream, singl
         assert len(np.unique(again)) == len(again) and not np.array_equal(again, epoch[: len(again)])
 
 
-def readers() -> list[int]:
+def find_reader_processes() -> list[int]:
     """Pids of the Ray Data readers of this process's own Ray."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -115,7 +115,7 @@ def readers() -> list[int]:
     return found
 
 
-def until(condition, seconds: float = 60) -> None:
+def wait_until(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -126,7 +126,7 @@ def until(condition, seconds: float = 60) -> None:
 def test_readers_on_ray_give_the_same_bytes_and_may_be_killed(ray_cluster, recipe, stream, single) -> None:
     import ray
 
-    from raytrain_hpc.data.loader.ray_loader import Feeder, RayBlocks
+    from raytrain_hpc.data.loader.ray_loader import Feeder, RayBlockSource
 
     # Two generations: the first one's readers are up and killed, those of the last one come up in the middle.
     plans = [BlockPlan(s.start, STEPS, 4, shares(world), tuple(range(world))) for world, s in SEGMENTS]
@@ -134,26 +134,26 @@ def test_readers_on_ray_give_the_same_bytes_and_may_be_killed(ray_cluster, recip
     notes: list[str] = []
     try:
         position = 0
-        until(lambda: ray.get(feeders[0].take.remote(0, 0))[0] == "block")
+        wait_until(lambda: ray.get(feeders[0].take.remote(0, 0))[0] == "block")
         for number, ((world, steps), plan) in enumerate(zip(SEGMENTS, plans, strict=True)):
             streams = [stream] * world
             if number in (0, len(SEGMENTS) - 1):
                 feeder = feeders[0 if number == 0 else 1]
-                streams = [DeliveredStream(stream, RayBlocks(feeder, plan, r), notes.append) for r in range(world)]
+                streams = [BlockStream(stream, RayBlockSource(feeder, plan, r), notes.append) for r in range(world)]
             for turn, one in enumerate(consumed(streams, world, steps)):
                 assert same(one, single[position]), position
                 position += 1
                 if turn == 100:
-                    for pid in readers():
+                    for pid in find_reader_processes():
                         os.kill(pid, signal.SIGKILL)
             if number == 0:
-                assert all(one.delivered for one in streams)
+                assert all(one.num_delivered for one in streams)
         assert position == len(single)
         assert not [note for note in notes if "lost" in note]
     finally:
         for feeder in feeders:
             ray.kill(feeder)
-    until(lambda: not readers())
+    wait_until(lambda: not find_reader_processes())
 
 
 def test_seeking_is_free(stream: LocalStream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,8 @@ def test_seeking_is_free(stream: LocalStream, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Permutation, "_network", lambda self, *a: calls.append("network") or permute(self, *a))
     for step in (1, 10**9):
         calls.clear()
-        stream.microbatch(step, 3)
+        stream.read_microbatch(step, 3)
         counts[step] = [calls.count("read"), calls.count("network")]
     # One source more or less may be in a microbatch of ten samples, and a rare index takes the network once more.
     assert max(counts[10**9]) <= max(counts[1]) + 4
-    assert stream.microbatch(10**9, 3).samples[0] == 10**9 * BATCH + 3 * MICRO
+    assert stream.read_microbatch(10**9, 3).samples[0] == 10**9 * BATCH + 3 * MICRO

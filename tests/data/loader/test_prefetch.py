@@ -35,7 +35,7 @@ def test_bounded_by_number_and_by_bytes(items, size, ahead):
     made = []
     one = Prefetcher(counting(100, made), size=lambda _: size, max_items=items, max_bytes=1000)
     assert settled(made) == ahead + 1  # one more is made and waits for room
-    assert one.ahead == (ahead, ahead * size)
+    assert one.backlog == (ahead, ahead * size)
     assert [one.take() for _ in range(20)] == list(range(20))
     one.close()
     assert made[-1] == "closed"

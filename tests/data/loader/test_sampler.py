@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from raytrain_hpc.data.loader.sampler import (
-    BLOCK,
+    MIXTURE_BLOCK_SAMPLES,
     Mixture,
-    Order,
     Permutation,
-    block_counts,
+    Sampler,
+    compute_block_counts,
     derive_key,
-    random_words,
+    generate_words,
     splitmix64,
 )
 from raytrain_hpc.errors import DataError
@@ -32,7 +32,7 @@ def plain_splitmix64(seed, count):
 def test_splitmix64_is_the_published_one():
     assert splitmix64(np.array([0], dtype=np.uint64))[0] == 0xE220A8397B1DCDAF
     for seed in (0, 1234567, (1 << 64) - 1):
-        assert random_words(seed, np.arange(20)).tolist() == plain_splitmix64(seed, 20)
+        assert generate_words(seed, np.arange(20)).tolist() == plain_splitmix64(seed, 20)
     assert plain_splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
 
 
@@ -88,7 +88,7 @@ def order(lengths, weights=None, kind="shuffle", seed=3, seq_len=10):
     """Of windows over sources of these lengths."""
     count = (lambda n: n - seq_len) if kind == "random" else (lambda n: (n - 1) // seq_len)
     mixtures = [Mixture(0, tuple(weights or [1.0] * len(lengths)))]
-    return Order([count(n) for n in lengths], mixtures, kind=kind, seed=seed)
+    return Sampler([count(n) for n in lengths], mixtures, kind=kind, seed=seed)
 
 
 def test_every_window_once_an_epoch_whatever_the_batches():
@@ -115,9 +115,9 @@ def test_sequential_reads_as_stored_and_starts_over():
 def test_a_mixture_is_exact_in_every_block_and_whole_in_every_epoch(kind):
     lengths, weights = [2001, 501, 30_001], [5, 1.0, 2]
     mixed = order(lengths, weights, kind)
-    counts = block_counts(weights)
-    sources, starts = mixed.locate(np.arange(6 * BLOCK))
-    for block in sources.reshape(6, BLOCK):
+    counts = compute_block_counts(weights)
+    sources, starts = mixed.locate(np.arange(6 * MIXTURE_BLOCK_SAMPLES))
+    for block in sources.reshape(6, MIXTURE_BLOCK_SAMPLES):
         assert np.bincount(block).tolist() == counts.tolist() == [640, 128, 256]
     for s, windows in enumerate(mixed.sizes):
         read = starts[sources == s]
@@ -127,7 +127,10 @@ def test_a_mixture_is_exact_in_every_block_and_whole_in_every_epoch(kind):
         assert starts[sources == 2].tolist() == list(range(6 * 256))
         assert np.bincount(sources[:16]).tolist() == [10, 2, 4]
     else:
-        assert sources[:BLOCK].tolist() != sources[BLOCK : 2 * BLOCK].tolist()
+        assert (
+            sources[:MIXTURE_BLOCK_SAMPLES].tolist()
+            != sources[MIXTURE_BLOCK_SAMPLES : 2 * MIXTURE_BLOCK_SAMPLES].tolist()
+        )
 
 
 def test_block_counts_are_largest_remainders():
@@ -135,16 +138,16 @@ def test_block_counts_are_largest_remainders():
     for _ in range(50):
         weights = generator.uniform(0.5, 20, generator.integers(1, 9)).tolist()
         shares = [Fraction(w) * 100 / sum(map(Fraction, weights)) for w in weights]
-        counts = block_counts(weights, 100).tolist()
+        counts = compute_block_counts(weights, 100).tolist()
         assert sum(counts) == 100
         assert all(abs(c - share) < 1 for c, share in zip(counts, shares, strict=True))
-    assert block_counts([1, 1, 1], 4).tolist() == [2, 1, 1]
-    assert block_counts([1, 0, 1], 4).tolist() == [2, 0, 2]
+    assert compute_block_counts([1, 1, 1], 4).tolist() == [2, 1, 1]
+    assert compute_block_counts([1, 0, 1], 4).tolist() == [2, 0, 2]
     for weights in ([0, 0], [1, -1], [1, float("nan")], [1, float("inf")], []):
         with pytest.raises(DataError, match="at least 0, and one above it"):
-            block_counts(weights)
+            compute_block_counts(weights)
     with pytest.raises(DataError, match=r"weight=0.0001: is below 1/1024"):
-        block_counts([1, 0.0001])
+        compute_block_counts([1, 0.0001])
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "sequential"])

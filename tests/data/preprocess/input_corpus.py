@@ -32,13 +32,13 @@ WORDS = [
 ]
 
 
-def document(seed: int, words: int) -> str:
+def make_document(seed: int, words: int) -> str:
     """Words, the same for the same seed."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
-def rank_file(path: Path) -> Path:
+def write_rank_file(path: Path) -> Path:
     """A tiktoken file: all bytes and a few pairs."""
     pairs = ["th", "the", " t", " the", "re", "ea", "in", "\n\n", "  ", "to", "12", "\n "]
     tokens = [bytes([byte]) for byte in range(256)] + [pair.encode() for pair in pairs]
@@ -49,8 +49,8 @@ def rank_file(path: Path) -> Path:
 def write_mixed(folder: Path) -> list[str]:
     """A folder with every format; the documents in it, in order."""
     folder.mkdir()
-    documents = [document(i, 40 + 60 * (i % 3)) for i in range(60)]
-    long = document(99, 1500)
+    documents = [make_document(i, 40 + 60 * (i % 3)) for i in range(60)]
+    long = make_document(99, 1500)
     (folder / "a.txt").write_bytes(long.encode())
     (folder / "b.txt.gz").write_bytes(gzip.compress(documents[0].encode()))
     _write_lines(folder / "c.jsonl", documents[1:20])
@@ -63,7 +63,7 @@ def write_mixed(folder: Path) -> list[str]:
 
 def write_pairs(path: Path) -> list[tuple[str, str]]:
     """Prompts and responses; the second response is empty."""
-    pairs = [(document(i, 9), document(i + 100, 0 if i == 1 else 14)) for i in range(30)]
+    pairs = [(make_document(i, 9), make_document(i + 100, 0 if i == 1 else 14)) for i in range(30)]
     path.write_text("".join(json.dumps({"prompt": p, "response": r, "id": 1}) + "\n" for p, r in pairs))
     return pairs
 
@@ -76,7 +76,7 @@ def _line(text: str) -> str:
     return json.dumps({"id": 7, "text": text}, ensure_ascii=len(text) % 2 == 0) + "\n"
 
 
-def contents(directory: Path) -> tuple[list[int], list[int], list[int]]:
+def read_contents(directory: Path) -> tuple[list[int], list[int], list[int]]:
     """Tokens, document ends and mask of a dataset, its splits one after the other."""
     manifest = load_manifest(directory)
     tokens, ends, counted = [], [], []
@@ -90,7 +90,7 @@ def contents(directory: Path) -> tuple[list[int], list[int], list[int]]:
     return tokens, ends, counted
 
 
-def plain_loop(documents: list[str], tokenizer) -> tuple[list[int], list[int]]:
+def tokenize_documents(documents: list[str], tokenizer) -> tuple[list[int], list[int]]:
     """Every whole document by itself: tokens, and where documents end."""
     tokens: list[int] = []
     ends: list[int] = []
@@ -100,5 +100,5 @@ def plain_loop(documents: list[str], tokenizer) -> tuple[list[int], list[int]]:
     return tokens, ends
 
 
-def as_bytes(tokens: list[int]) -> bytes:
+def tokens_to_bytes(tokens: list[int]) -> bytes:
     return np.array(tokens, dtype=np.uint8).tobytes()

@@ -15,19 +15,19 @@ import pytest
 
 import raytrain_hpc.data.preprocess.chunks as chunks_module
 import raytrain_hpc.data.preprocess.partition as pieces_module
-from raytrain_hpc.data.dataset.manifest import load_manifest, verify
-from raytrain_hpc.data.preprocess.executors import ProcessPool, ThisProcess, WorkersLost
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
+from raytrain_hpc.data.preprocess.executors import MultiprocessExecutor, SerialExecutor, WorkersLostError
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 from raytrain_hpc.errors import ClusterError, DataError
-from tests.data.preprocess.input_corpus import contents, plain_loop, write_mixed
+from tests.data.preprocess.input_corpus import read_contents, tokenize_documents, write_mixed
 
 SETTINGS = {"tokenizer": "bpe:300", "val_fraction": 0.2, "shard_tokens": 700}
 
 
 @pytest.fixture
 def many_pieces(monkeypatch):
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 1500)
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 1500)
 
 
 def test_the_engine_changes_no_byte(tmp_path, many_pieces, ray_cluster):
@@ -42,9 +42,9 @@ def test_the_engine_changes_no_byte(tmp_path, many_pieces, ray_cluster):
     )
     assert made["one"] == made["pool"] == made["ray"]
     for name in made:
-        verify(tmp_path / name, made[name])
-    tokens, ends = plain_loop(documents, tokenizer_from_json(made["one"].tokenizer))
-    stored = contents(tmp_path / "ray")
+        verify_shards(tmp_path / name, made[name])
+    tokens, ends = tokenize_documents(documents, tokenizer_from_json(made["one"].tokenizer))
+    stored = read_contents(tmp_path / "ray")
     assert stored[0] == tokens
     assert stored[1] == sorted({*ends, made["one"].splits["train"].tokens})
     assert seen[-1][0] == seen[-1][1] and len(seen) > 10
@@ -84,7 +84,7 @@ def test_a_ray_of_its_own_is_no_more_than_it_needs_and_is_gone_afterwards(tmp_pa
     assert done.returncode == 0, done.stderr
     (raylet,) = (line.split() for line in done.stdout.splitlines())
     assert raylet[0] == "raylet" and not psutil.pid_exists(int(raylet[1]))
-    assert load_manifest(str(tmp_path / "out")) == expected and contents(tmp_path / "out") == contents(
+    assert load_manifest(str(tmp_path / "out")) == expected and read_contents(tmp_path / "out") == read_contents(
         tmp_path / "expected"
     )
 
@@ -129,20 +129,20 @@ def test_killed_and_gone_on_with(tmp_path, many_pieces, monkeypatch):
     assert prepare([tmp_path / "in"], tmp_path / "out", **SETTINGS) == expected
     assert finished >= 3 and written[0] > 0
     assert len(set(written)) == len(written) == len(pieces_of(tmp_path / "in")) - finished
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert read_contents(tmp_path / "out") == read_contents(tmp_path / "expected")
     assert not (tmp_path / ".out.preparing").exists()
 
 
-def pieces_of(folder: Path) -> list[pieces_module.Piece]:
-    from raytrain_hpc.data.preprocess.input_files import find_files
+def pieces_of(folder: Path) -> list[pieces_module.InputPartition]:
+    from raytrain_hpc.data.preprocess.input_files import find_input_files
 
-    return pieces_module.plan_pieces(find_files([folder]))
+    return pieces_module.plan_partitions(find_input_files([folder]))
 
 
 def test_a_worker_that_is_killed(tmp_path, many_pieces):
     write_mixed(tmp_path / "in")
-    with pytest.raises(WorkersLost, match="use fewer workers"):
-        list(ProcessPool(2).run(_die, pieces_of(tmp_path / "in")))
+    with pytest.raises(WorkersLostError, match="use fewer workers"):
+        list(MultiprocessExecutor(2).run(_die, pieces_of(tmp_path / "in")))
 
 
 def _die(piece: object) -> None:
@@ -172,14 +172,14 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, many_pieces):
 
 def test_pieces_cover_the_files(tmp_path, many_pieces):
     write_mixed(tmp_path / "in")
-    parts = [part for piece in pieces_of(tmp_path / "in") for part in piece.parts]
+    parts = [part for piece in pieces_of(tmp_path / "in") for part in piece.ranges]
     for before, after in zip(parts, parts[1:], strict=False):
-        assert (after.begin == before.end and not before.last) if after.begin else before.last
-    assert parts[-1].last and len(parts) > 20
+        assert (after.begin == before.end and not before.is_last) if after.begin else before.is_last
+    assert parts[-1].is_last and len(parts) > 20
 
 
 def test_this_process_takes_pieces_in_order(tmp_path, many_pieces):
     write_mixed(tmp_path / "in")
     pieces = pieces_of(tmp_path / "in")
-    results = list(ThisProcess().run(lambda piece: json.dumps(piece.index), pieces))
+    results = list(SerialExecutor().run(lambda piece: json.dumps(piece.index), pieces))
     assert results == [(piece, str(piece.index)) for piece in pieces]

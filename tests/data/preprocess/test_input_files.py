@@ -12,30 +12,37 @@ import pytest
 
 import raytrain_hpc.data.preprocess.partition as pieces_module
 import raytrain_hpc.data.preprocess.readers as reading_module
-from raytrain_hpc.data.dataset.inspect import closing_lines, describe
+from raytrain_hpc.data.dataset.inspect import describe, format_prepare_summary
 from raytrain_hpc.data.preprocess.prepare import prepare
-from raytrain_hpc.data.tokenizer.base import ByteTokenizer, parse_spec, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, parse_tokenizer_spec, tokenizer_from_json
 from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
 from raytrain_hpc.errors import DataError
-from tests.data.preprocess.input_corpus import contents, document, plain_loop, rank_file, write_mixed, write_pairs
+from tests.data.preprocess.input_corpus import (
+    make_document,
+    read_contents,
+    tokenize_documents,
+    write_mixed,
+    write_pairs,
+    write_rank_file,
+)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "tiktoken:ranks", "bpe:300"])
 def test_a_mixed_folder_gives_what_a_plain_loop_gives(tmp_path, monkeypatch, tokenizer):
     """Pieces, blocks and stretches of any size change nothing: not a token, not the end of a document."""
     documents = write_mixed(tmp_path / "in")
-    rank_file(tmp_path / "ranks")
+    write_rank_file(tmp_path / "ranks")
     spec = tokenizer.replace("ranks", str(tmp_path / "ranks"))
     whole = prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=spec, val_fraction=0)
-    expected = plain_loop(documents, tokenizer_from_json(whole.tokenizer))
-    assert contents(tmp_path / "whole")[:2] == expected
-    assert closing_lines(whole)[1] == "1 empty document skipped"
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 1000)
+    expected = tokenize_documents(documents, tokenizer_from_json(whole.tokenizer))
+    assert read_contents(tmp_path / "whole")[:2] == expected
+    assert format_prepare_summary(whole)[1] == "1 empty document skipped"
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 1000)
     monkeypatch.setattr(pieces_module, "BLOCK_BYTES", 17)
-    monkeypatch.setattr(reading_module, "STRETCH", 90)
+    monkeypatch.setattr(reading_module, "SPAN_CHARS", 90)
     if tokenizer != "bpe:300":  # which would be trained on another sample
         cut = prepare([tmp_path / "in"], tmp_path / "cut", tokenizer=spec, val_fraction=0, shard_tokens=500)
-        assert contents(tmp_path / "cut")[:2] == expected  # documents longer than a shard among them
+        assert read_contents(tmp_path / "cut")[:2] == expected  # documents longer than a shard among them
         assert [item.name for item in cut.inputs] == sorted(item.name for item in whole.inputs)
 
 
@@ -43,11 +50,11 @@ def test_a_hugging_face_file_gives_the_tokens_of_whole_documents(tmp_path, monke
     documents = write_mixed(tmp_path / "in")
     trained = prepare([tmp_path / "in"], tmp_path / "trained", tokenizer="bpe:300").tokenizer
     (tmp_path / "tokenizer.json").write_text(trained["tokenizer"])
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(reading_module, "STRETCH", 90)
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 1000)
+    monkeypatch.setattr(reading_module, "SPAN_CHARS", 90)
     manifest = prepare([tmp_path / "in"], tmp_path / "out", tokenizer=f"hf:{tmp_path}", val_fraction=0)
-    tokenizer = load_tokenizer(parse_spec(f"hf:{tmp_path}/tokenizer.json"))
-    assert contents(tmp_path / "out")[:2] == plain_loop(documents, tokenizer)
+    tokenizer = load_tokenizer(parse_tokenizer_spec(f"hf:{tmp_path}/tokenizer.json"))
+    assert read_contents(tmp_path / "out")[:2] == tokenize_documents(documents, tokenizer)
     assert str(tmp_path) not in json.dumps(manifest.to_json())
     described = describe(tmp_path / "out")
     assert "61 in train" in described and "token 0 after every document" in described
@@ -56,8 +63,8 @@ def test_a_hugging_face_file_gives_the_tokens_of_whole_documents(tmp_path, monke
 
 def test_pairs_count_on_responses_alone(tmp_path, monkeypatch):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
-    tokenizer = load_tokenizer(parse_spec(f"tiktoken:{rank_file(tmp_path / 'ranks')}"))
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 700)
+    tokenizer = load_tokenizer(parse_tokenizer_spec(f"tiktoken:{write_rank_file(tmp_path / 'ranks')}"))
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 700)
     manifest = prepare(
         [tmp_path / "pairs.jsonl"],
         tmp_path / "out",
@@ -73,7 +80,7 @@ def test_pairs_count_on_responses_alone(tmp_path, monkeypatch):
             tokens += [*asked, *answered, tokenizer.end_of_text]
             mask += [0] * len(asked) + [1] * (len(answered) + 1)
             ends.append(len(tokens))
-    stored = contents(tmp_path / "out")
+    stored = read_contents(tmp_path / "out")
     assert (stored[0], stored[2]) == (tokens, mask)
     cut = manifest.splits["train"].tokens  # the one end that is no document's
     assert sorted({*ends, cut}) == stored[1]
@@ -85,7 +92,7 @@ def test_patterns_and_fields(tmp_path):
     for name, text in [("b.jsonl", "two"), ("a.jsonl", "one"), ("c.ndjson", "three")]:
         (tmp_path / name).write_text(json.dumps({"body": text}) + "\n\n")
     prepare([f"{tmp_path}/*.jsonl"], tmp_path / "out", field="body", val_fraction=0)
-    assert contents(tmp_path / "out")[:2] == plain_loop(["one", "two"], ByteTokenizer())
+    assert read_contents(tmp_path / "out")[:2] == tokenize_documents(["one", "two"], ByteTokenizer())
     with pytest.raises(DataError, match="no file matches the pattern"):
         prepare([f"{tmp_path}/*.csv"], tmp_path / "other")
 
@@ -102,7 +109,7 @@ def lines(*rows: object) -> bytes:
 
 
 GOOD = {"text": "good"}
-PACKED = gzip.compress(document(1, 4000).encode())
+PACKED = gzip.compress(make_document(1, 4000).encode())
 
 
 def zstd(raw: bytes) -> bytes:
@@ -167,7 +174,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, case: str) -> 
 
 
 def test_the_line_is_that_of_the_file_and_not_of_the_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(lines(*[{"text": "x" * 40}] * 50, {"txt": ""}, GOOD))
     with pytest.raises(DataError, match="line 51 has no field"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")
@@ -177,6 +184,6 @@ def test_the_line_is_that_of_the_file_and_not_of_the_piece(tmp_path, monkeypatch
 def test_a_package_that_is_not_installed(tmp_path, monkeypatch, package, spec):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     (tmp_path / "a.txt").write_text("text")
-    spec = spec.replace("{ranks}", str(rank_file(tmp_path / "ranks")))
+    spec = spec.replace("{ranks}", str(write_rank_file(tmp_path / "ranks")))
     with pytest.raises(DataError, match=f"pip install {package}"):
         prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=spec)

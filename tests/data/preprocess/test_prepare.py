@@ -7,10 +7,10 @@ import pytest
 
 import raytrain_hpc.data.preprocess.chunks as chunks_module
 import raytrain_hpc.data.preprocess.partition as pieces_module
-from raytrain_hpc.data.dataset.inspect import describe, summary
-from raytrain_hpc.data.dataset.manifest import load_manifest, verify
+from raytrain_hpc.data.dataset.inspect import describe, format_summary
+from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
 from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray
-from raytrain_hpc.data.preprocess.assemble import split_sizes
+from raytrain_hpc.data.preprocess.assemble import compute_split_sizes
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 from raytrain_hpc.errors import DataError
@@ -38,7 +38,9 @@ def test_tinyshakespeare_gives_nanogpts_counts(tmp_path):
     if text is None:
         pytest.skip("shared/data/tinyshakespeare.txt is in no folder above; the same logic is tested on generated text")
     manifest = prepare([text], tmp_path / "out", tokenizer="char")
-    assert summary(manifest) == "1,115,394 characters, vocabulary 65, 1,003,854 train and 111,540 validation tokens"
+    assert (
+        format_summary(manifest) == "1,115,394 characters, vocabulary 65, 1,003,854 train and 111,540 validation tokens"
+    )
     data = text.read_text()
     chars = sorted(set(data))
     assert tokens_of(tmp_path / "out")["val"].tolist() == [chars.index(c) for c in data[int(len(data) * 0.9) :]]
@@ -58,9 +60,9 @@ def test_characters_split_as_nanogpt_does(tmp_path, text_file):
 
 def test_the_split_point_is_exact():
     for total in [*range(20, 3000), 1_115_394, 10**12]:
-        assert split_sizes(total, 0.1)["train"] == int(total * 0.9) == total * 9 // 10
-        assert split_sizes(total, 0.9)["train"] == total // 10
-    assert split_sizes(7, 0.0) == {"train": 7}
+        assert compute_split_sizes(total, 0.1)["train"] == int(total * 0.9) == total * 9 // 10
+        assert compute_split_sizes(total, 0.9)["train"] == total // 10
+    assert compute_split_sizes(7, 0.0) == {"train": 7}
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 1 << 20])
@@ -75,7 +77,7 @@ def test_bytes_are_taken_as_they_are(tmp_path):
     raw = bytes(range(256)) * 3
     (tmp_path / "raw.bin").write_bytes(raw)
     manifest = prepare([tmp_path / "raw.bin"], tmp_path / "out", val_fraction=0.25)
-    assert summary(manifest) == "768 bytes, vocabulary 256, 576 train and 192 validation tokens"
+    assert format_summary(manifest) == "768 bytes, vocabulary 256, 576 train and 192 validation tokens"
     assert bytes(np.concatenate(list(tokens_of(tmp_path / "out").values())).tolist()) == raw
 
 
@@ -117,13 +119,13 @@ def test_the_same_dataset_is_reused_and_another_is_never_overwritten(tmp_path, t
     text_file.write_text("something else")
     with pytest.raises(DataError, match="other inputs or settings"):
         prepare([text_file], tmp_path / "out")
-    verify(tmp_path / "out", first)
+    verify_shards(tmp_path / "out", first)
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_what_was_interrupted_is_gone_on_with(tmp_path, text_file, monkeypatch, interruption):
     """Wherever the shards are left, the next call makes the same dataset of what is there, and leaves nothing else."""
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 400)
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 400)
     expected = prepare([text_file], tmp_path / "expected", shard_tokens=150).dataset_hash
     append = ShardWriter.append
     for allowed in range(7):
@@ -143,7 +145,7 @@ def test_what_was_interrupted_is_gone_on_with(tmp_path, text_file, monkeypatch, 
         with monkeypatch.context() as patched:
             patched.setattr(chunks_module, "write_chunk", None)  # encoding again would fail
             assert prepare([text_file], tmp_path / "out", shard_tokens=150).dataset_hash == expected
-        verify(tmp_path / "out", load_manifest(tmp_path / "out"))
+        verify_shards(tmp_path / "out", load_manifest(tmp_path / "out"))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["expected", "out", "text.txt"]
         shutil.rmtree(tmp_path / "out")
 
@@ -172,7 +174,7 @@ def test_several_at_once_agree(tmp_path, text_file):
 
 
 def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 400)
+    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 400)
 
     def grow(done, total):
         text_file.write_bytes(TEXT.encode() + b"more")
@@ -237,12 +239,12 @@ def test_the_current_directory_may_be_filled(tmp_path, text_file, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     prepare([text_file], ".")
-    verify(tmp_path / "here", load_manifest(tmp_path / "here"))
+    verify_shards(tmp_path / "here", load_manifest(tmp_path / "here"))
 
 
 def test_description(tmp_path, text_file):
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=500)
     text = describe(tmp_path / "out")
-    assert summary(manifest) in text
+    assert format_summary(manifest) in text
     assert manifest.dataset_hash in text
     assert "  | Ein Fluß, 中文 und 😀.\\r\n" in text

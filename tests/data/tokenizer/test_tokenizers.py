@@ -7,13 +7,13 @@ import pytest
 from raytrain_hpc.data.tokenizer.base import (
     ByteTokenizer,
     CharTokenizer,
-    characters_of,
-    parse_spec,
+    collect_characters,
+    parse_tokenizer_spec,
     tokenizer_from_json,
 )
 from raytrain_hpc.data.tokenizer.bpe import load_tokenizer, train_tokenizer
 from raytrain_hpc.errors import DataError
-from tests.data.preprocess.input_corpus import rank_file
+from tests.data.preprocess.input_corpus import write_rank_file
 
 TEXT = "naïve 中文 😀\r\n\ttail"
 
@@ -32,7 +32,7 @@ def test_bytes_of_an_undecodable_command_line_come_through():
 
 def test_characters_are_numbered_in_sorted_order():
     chars = sorted(set(TEXT))
-    tokenizer = CharTokenizer(characters_of([TEXT[:5], TEXT[5:]]))
+    tokenizer = CharTokenizer(collect_characters([TEXT[:5], TEXT[5:]]))
     assert tokenizer.vocab_size == len(chars)
     assert tokenizer.encode(TEXT).tolist() == [chars.index(c) for c in TEXT]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
@@ -61,18 +61,18 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 def test_what_cannot_be_built_names_what_can():
     with pytest.raises(DataError, match="byte, char"):
-        parse_spec("word")
+        parse_tokenizer_spec("word")
     with pytest.raises(DataError, match="byte, char"):
         tokenizer_from_json({"name": "word"})
     with pytest.raises(DataError, match="needs text"):
-        CharTokenizer(characters_of([]))
+        CharTokenizer(collect_characters([]))
 
 
 def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
     """Pickled to workers, stored as JSON, and unmoved by special tokens in a text."""
     text = "the reader's naïve 中文字 <|endoftext|> 😀\n\n  tail"
     trained = train_tokenizer([text] * 3, 280)
-    ranked = load_tokenizer(parse_spec(f"tiktoken:{rank_file(tmp_path / 'ranks')}"))
+    ranked = load_tokenizer(parse_tokenizer_spec(f"tiktoken:{write_rank_file(tmp_path / 'ranks')}"))
     assert train_tokenizer([text] * 3, 280).to_json() == trained.to_json()
     for tokenizer in (trained, ranked):
         ids = tokenizer.encode(text)
@@ -87,7 +87,7 @@ def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
 
 def test_the_end_of_text_is_what_the_configuration_beside_the_file_says(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(["abc"], 257).to_json()["tokenizer"])
-    assert load_tokenizer(parse_spec(f"hf:{tmp_path}")).end_of_text == 0
+    assert load_tokenizer(parse_tokenizer_spec(f"hf:{tmp_path}")).end_of_text == 0
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
-    tokenizer = load_tokenizer(parse_spec(f"hf:{tmp_path}"))
+    tokenizer = load_tokenizer(parse_tokenizer_spec(f"hf:{tmp_path}"))
     assert tokenizer.decode([tokenizer.end_of_text]) == "a"
