@@ -37,8 +37,9 @@ from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.script_state import ScriptState
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.state_loader import restore_state
+from raytrain_hpc.training.step_metrics import get_peak_memory_gib
 from raytrain_hpc.training.timers import StepTimer
-from raytrain_hpc.training.trainer import TrainOutcome, get_peak_memory_gib
+from raytrain_hpc.training.trainer import TrainOutcome
 
 
 def derive_step_seed(seed: int, step: int) -> int:

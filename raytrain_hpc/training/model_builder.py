@@ -1,0 +1,138 @@
+"""The model of one rank: its stages, parallelized and initialized, and the passes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.model.decoder import loss_sum
+from raytrain_hpc.model.lora import LORA_MARKER
+from raytrain_hpc.parallel.deterministic_reduce import make_reduction_order
+from raytrain_hpc.parallel.parallelize import (
+    ParallelModel,
+    get_local_positions,
+    get_param_dtype,
+    get_residual_dtype,
+    parallelize,
+)
+from raytrain_hpc.parallel.pipeline_parallel import Pipeline
+from raytrain_hpc.parallel.vocab_parallel import vocab_parallel_loss_sum
+from raytrain_hpc.planner.stage_split import split_layers
+from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.training.forward_backward import ForwardBackward, LocalForwardBackward
+from raytrain_hpc.training.pipeline_forward_backward import PipelineForwardBackward, TimelineReporter
+from raytrain_hpc.training.state_builder import ParameterSlice
+from raytrain_hpc.training.timers import PhaseTimer
+from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainModule, TrainModule
+
+
+def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModule:
+    """Return what is trained, the decoder or a user's own module, with the loss that fits this rank's layout."""
+    if isinstance(spec.custom, CustomModel):
+        return CustomTrainModule(spec.custom.factory, spec.custom.loss, spec.config)
+    model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
+    positions = get_local_positions(config.train.seq_len, context.axes)
+    stage_layers = split_layers(model_spec, config.train.seq_len, spec.layout.pipeline.num_stages)
+    shard_positions, loss = positions, loss_sum
+    if tp_axis is not None:
+        local_range = tp_axis.get_local_range(len(positions))
+        shard_positions = positions[local_range.start : local_range.stop]
+        loss = partial(vocab_parallel_loss_sum, axis=tp_axis, vocab_size=model_spec.vocab_size)
+    elif config.train.compile:
+        loss = torch.compile(loss_sum)
+    return DecoderTrainModule(model_spec, config.run.seed, positions, shard_positions, stage_layers, loss)
+
+
+def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelContext) -> ParallelModel:
+    """Build and parallelize this rank's stages. Collective over all ranks.
+
+    Weights get their initial values if the run starts afresh; otherwise they are left for the checkpoint or snapshot.
+    """
+    config, layout = spec.config, context.layout
+    stages = layout.pipeline.get_stages_of_rank(context.coordinates["pp"])
+    modules = {stage: train_module.build(stage).to(get_param_dtype(config.train.dtype)) for stage in stages}
+    if context.mesh is not None:
+        for module in modules.values():
+            _broadcast_initial_weights(module)
+    is_elastic = config.train.deterministic == "elastic"
+    model = parallelize(
+        modules,
+        config,
+        layout,
+        context.mesh,
+        context.device,
+        context.axes,
+        context.expert_mesh,
+        make_reduction_order(layout, spec.batching, context.rank) if is_elastic else None,
+        keyed_randomness=train_module.keyed_randomness,
+    )
+    if spec.is_fresh_start:
+        _init_weights(train_module, model, "" if spec.init_checkpoint is None else LORA_MARKER)
+    if isinstance(train_module, DecoderTrainModule):  # its buffers are expert counts and biases, which start at zero
+        for module in modules.values():
+            for buffer in module.buffers():
+                buffer.zero_()
+    return model
+
+
+def build_forward_backward(
+    train_module: TrainModule,
+    model: ParallelModel,
+    spec: WorkerSpec,
+    context: ParallelContext,
+    timers: PhaseTimer,
+    emit: Callable[[Record], None],
+) -> ForwardBackward:
+    """Return the forward and backward passes over a step's microbatches, through a pipeline if there is one.
+
+    `emit` takes the pipeline timelines of this rank (`observe.timeline_every`).
+    """
+    dtype = spec.config.train.dtype
+    if context.stage_groups is None or not isinstance(train_module, DecoderTrainModule):
+        return LocalForwardBackward(train_module, model, dtype, context.device, timers)
+    pipeline = Pipeline(spec.layout.pipeline, context.coordinates["pp"], context.stage_groups)
+    residual_shape = (len(train_module.shard_positions), spec.model_spec.hidden_size)
+    timeline = TimelineReporter(context.rank, spec.config.observe.timeline_every, emit)
+    residual_dtype = get_residual_dtype(dtype, spec.layout)
+    return PipelineForwardBackward(
+        train_module, model, pipeline, dtype, residual_dtype, residual_shape, context.device, timeline, timers
+    )
+
+
+def list_running_statistics(train_module: TrainModule, model: ParallelModel) -> list[torch.Tensor]:
+    """Return the buffers that depend on the data a rank saw: those of a user's module. A decoder has none."""
+    modules = () if isinstance(train_module, DecoderTrainModule) else model.modules.values()
+    return [buffer for module in modules for buffer in module.buffers()]
+
+
+def _init_weights(train_module: TrainModule, model: ParallelModel, name_part: str) -> None:
+    """Set the initial values of the parameters whose canonical names contain `name_part` ("": all of them).
+
+    Each global tensor is drawn whole, from the seed and its name, and freed after this rank's slice is copied: initial
+    weights do not depend on the layout, and only one whole tensor is in memory at a time.
+    """
+    slices: dict[str, list[ParameterSlice]] = {}
+    for name in model.parameters:
+        slices.setdefault(model.get_shard_spec(name).name, []).append(ParameterSlice(model, name))
+    for canonical_name, local_slices in slices.items():
+        if name_part not in canonical_name:
+            continue
+        global_tensor = train_module.init_param(canonical_name, torch.Size(local_slices[0].shard_spec.shape))
+        if global_tensor is not None:
+            for local_slice in local_slices:
+                for shard in local_slice.make_shards("model", local_slice.tensor):
+                    shard.tensor.copy_(global_tensor[shard.box.to_slices(Box.from_shape(shard.shape))])
+
+
+def _broadcast_initial_weights(module: nn.Module) -> None:
+    """Broadcast weights and buffers from rank 0: a user's model factory need not be deterministic."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            dist.broadcast(tensor.detach(), 0)

@@ -1,0 +1,57 @@
+"""Changes to the model between two steps: gradient clipping, buffers, optimizer, expert bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_hpc.optim.grad_norm import GradientNorm
+from raytrain_hpc.optim.optimizer import Optimizer
+from raytrain_hpc.training.expert_bias import ExpertBias
+
+
+@dataclass
+class ModelUpdate:
+    """Turns the gradients that a backward pass left into an update of this rank's part of the model.
+
+    `buffers`: running statistics of a user's module, which each rank computes from the data it saw.
+    `max_grad_norm`: limit of the global gradient norm; 0 disables clipping. `world_group`: all ranks; None if single.
+    """
+
+    optimizer: Optimizer
+    gradient_norm: GradientNorm
+    expert_bias: ExpertBias
+    buffers: list[Tensor]
+    max_grad_norm: float
+    world_group: dist.ProcessGroup | None
+    gradient_nbytes: int = field(default=0, init=False)  # of this rank's gradients, at the last clipping
+
+    def clip_gradients(self, num_tokens: Tensor) -> Tensor:
+        """Scale summed gradients to those of the mean loss and clip them by their global norm.
+
+        Call after the backward passes. `num_tokens`: valid tokens of the global batch, fp64 scalar. Returns the norm
+        before clipping, fp64 scalar on the device. Collective over the ranks that hold one whole state.
+        """
+        gradients = self.optimizer.get_gradients()
+        self.gradient_nbytes = sum(gradient.nbytes for gradient in gradients.values())
+        norm = self.gradient_norm(gradients) / num_tokens
+        limit = self.max_grad_norm
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0) / num_tokens if limit else 1.0 / num_tokens
+        if gradients:
+            slices = list(gradients.values())
+            torch._foreach_mul_(slices, scale.to(slices[0].dtype))
+        return norm
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients and expert counts of a step that is not applied."""
+        self.optimizer.zero_grad()
+        self.expert_bias.reset_counts()
+
+    def sync_buffers(self) -> None:
+        """Broadcast running statistics from rank 0. Call once per step, after the backward passes."""
+        if self.world_group is not None:
+            for buffer in self.buffers:
+                dist.broadcast(buffer, group=self.world_group, group_src=0)

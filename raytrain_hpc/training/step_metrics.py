@@ -1,0 +1,90 @@
+"""Metrics of a committed step, as one record for metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raytrain_hpc.config.schema import Config
+from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.observability.metrics import RANK_STATISTIC_KEYS
+from raytrain_hpc.optim.lr_scheduler import learning_rate
+from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.training.timers import PhaseTimer, reduce_over_ranks
+
+
+@dataclass
+class StepResult:
+    """Outcome of one forward and backward pass over the global batch; the same on every rank except for `data_s`.
+
+    `loss` is the mean per valid token, `grad_norm` the norm before clipping. `stop` and `pause`: whether any rank was
+    asked to stop or pause after this step. `data_s`: seconds this rank waited for data.
+    """
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    pause: bool
+    data_s: float
+    microbatch_losses: list[float]  # mean loss of each logical microbatch of the global batch
+
+
+@dataclass
+class StepMetrics:
+    """Builds the record of a step and hands it to the driver (`emit`; on rank 0 only, other ranks' do nothing).
+
+    `state_memory`: GiB of weights and optimizer moments on this rank, by metric key.
+    """
+
+    config: Config
+    context: ParallelContext
+    generation: int
+    state_memory: dict[str, float]
+    timers: PhaseTimer
+    emit: Callable[[Record], None]
+
+    def build(self, step: int, result: StepResult, seconds: float, gradient_nbytes: int) -> Record:
+        """Return the metrics of committed step `step` (1-based), which took `seconds`; resets the phase timers."""
+        train, world_size = self.config.train, self.context.layout.world_size
+        tokens_per_s = train.global_batch * train.seq_len / seconds
+        return {
+            "step": step,
+            "train/loss": result.loss,
+            "train/lr": learning_rate(train, step - 1),
+            "train/grad_norm": result.grad_norm,
+            "train/tokens": step * train.global_batch * train.seq_len,
+            "throughput/tokens_per_sec": tokens_per_s,
+            "throughput/tokens_per_sec_per_device": tokens_per_s / world_size,
+            "time/unix": time.time(),
+            "time/step_s": seconds,
+            "time/data_s": result.data_s,
+            **{f"time/{phase}_s": phase_s for phase, phase_s in self.timers.read_and_reset().items()},
+            "time/checkpoint_s": 0.0,
+            "memory/peak_gib": get_peak_memory_gib(self.context.device),
+            **self.state_memory,
+            "memory/gradients_gib": gradient_nbytes / 2**30,
+            "elastic/world_size": world_size,
+            "elastic/generation": self.generation,
+        }
+
+    def add_rank_stats(self, step: int, record: Record) -> None:
+        """Add mean, minimum, maximum and deviation over ranks every `observe.ranks_every` steps. Collective."""
+        interval = self.config.observe.ranks_every
+        if interval and step % interval == 0:
+            values = {name: record[name] for name in RANK_STATISTIC_KEYS}
+            record |= reduce_over_ranks(values, self.context.world_group, self.context.device)
+
+    def emit_step(self, record: Record) -> None:
+        """Hand the finished record of a step to the driver."""
+        self.emit({"type": "step", "metrics": record})
+
+
+def get_peak_memory_gib(device: torch.device) -> float:
+    """Return the peak of allocated device memory in GiB; on a CPU, the peak resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
