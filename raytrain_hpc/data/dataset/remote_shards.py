@@ -25,7 +25,7 @@ class RemoteTokens:
         with self._file.translate_errors():
             data = self._handle.read_at(num_bytes, self._offset + key.start * width)
         if len(data) != num_bytes:
-            raise DataError(f"{self._file}: is truncated; prepare the dataset again")
+            raise DataError(f"{self._file}: truncated; prepare the dataset again")
         return np.frombuffer(data, dtype=self._dtype)
 
     @cached_property

@@ -180,10 +180,10 @@ class TokenArray:
             raise DataError(f"dtype={dtype!r}: must be {' or '.join(DTYPES)}")
         self._files = tuple(files)
         self._dtype, self.masked = dtype, masked
-        # _ends[i]: position after the last token of shard i; a binary search finds the shard of a position.
+        # _shard_stops[i]: position after the last token of shard i; a binary search finds the shard of a position.
         self._shard_stops = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
         self._num_tokens = int(self._shard_stops[-1]) if len(self._shard_stops) else 0
-        self._document_stops = np.cumsum([file.documents for file in self._files], dtype=np.int64)
+        self._cumulative_documents = np.cumsum([file.documents for file in self._files], dtype=np.int64)
         self._shards: dict[int, ShardColumns] = {}
         self._column_cache: dict[str, dict[int, tuple[Any, int, int]]] = {}
         self._has_remote_shards = any(isinstance(file.path, RemoteFile) for file in self._files)
@@ -215,35 +215,32 @@ class TokenArray:
     @property
     def num_documents(self) -> int:
         """Number of documents. The end of a split always ends a document."""
-        return int(self._document_stops[-1]) if len(self._document_stops) else 0
+        return int(self._cumulative_documents[-1]) if len(self._cumulative_documents) else 0
 
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
-        """Implement `TokenSource.read`. Raises DataError out of range."""
+        """Implement `TokenSource.read`. Raises DataError if out of range."""
         out = np.empty((len(starts), length), dtype=self._dtype)
         self._gather("tokens", starts, out)
         return out
 
     def read_loss_mask(self, starts: Ints, length: int) -> Bools:
-        """Implement `TokenSource.read_loss_mask`. Raises DataError out of range."""
+        """Implement `TokenSource.read_loss_mask`. Raises DataError if out of range."""
         out = np.ones((len(starts), length), dtype=bool)
         if self.masked:
             self._gather("counted", starts, out)
         return out
 
     def read_document_ids(self, starts: Ints, length: int) -> Ints:
-        """Implement `TokenSource.read_document_ids`. Raises DataError out of range."""
+        """Implement `TokenSource.read_document_ids`. Raises DataError if out of range."""
         marks = np.zeros((len(starts), length), dtype=np.int64)
         shards = self._find_shards(starts, length) if length else ()
         for row, start, shard in zip(marks, starts.tolist(), list(shards), strict=False):
             position, stop = start, start + length
             while position < stop:
-                ends, shard_start = (
-                    self._get_shard(shard).ends,
-                    int(self._shard_stops[shard]) - self._files[shard].tokens,
-                )
+                ends, offset = self._get_shard(shard).ends, int(self._shard_stops[shard]) - self._files[shard].tokens
                 # Ends at the first position of the window, or after its last, do not separate tokens of it.
-                low, high = np.searchsorted(ends, (start - shard_start, stop - shard_start), side="right")
-                boundaries = ends[low:high] + (shard_start - start)
+                low, high = np.searchsorted(ends, (start - offset, stop - offset), side="right")
+                boundaries = ends[low:high] + (offset - start)
                 row[boundaries[boundaries < length]] = 1
                 position, shard = int(self._shard_stops[shard]), shard + 1
         return np.cumsum(marks, axis=1)
@@ -262,18 +259,18 @@ class TokenArray:
         return starts, stops
 
     def _get_document_stops(self, documents: Ints) -> Ints:
-        shards = np.searchsorted(self._document_stops, documents, side="right")
+        shards = np.searchsorted(self._cumulative_documents, documents, side="right")
         stops = np.empty_like(documents)
         for shard in np.unique(shards).tolist():
             rows, file = shards == shard, self._files[shard]
-            first = int(self._document_stops[shard]) - file.documents
+            first = int(self._cumulative_documents[shard]) - file.documents
             stops[rows] = (
                 self._get_shard(shard).ends[documents[rows] - first] + int(self._shard_stops[shard]) - file.tokens
             )
         return stops
 
     def _find_shards(self, starts: Ints, length: int) -> Ints:
-        """Find the shard in which each window begins, int64[n]. Raises DataError out of range."""
+        """Find the shard in which each window begins, int64[n]. Raises DataError if out of range."""
         if not starts.size:
             return np.empty(0, dtype=np.int64)
         first, last = int(starts.min()), int(starts.max())

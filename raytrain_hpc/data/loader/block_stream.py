@@ -135,9 +135,9 @@ def table_to_block(table: pa.Table) -> Block:
     """Convert the output of `block_to_table` back to a block. Tokens are not copied."""
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     matrices = {name: _to_matrix(column) for name, column in columns.items() if name != "samples"}
-    counted = matrices.get("counted")
+    loss_mask = matrices.get("counted")
     rows = SampleRows(
-        matrices["tokens"], matrices.get("documents"), None if counted is None else counted.view(np.bool_)
+        matrices["tokens"], matrices.get("documents"), None if loss_mask is None else loss_mask.view(np.bool_)
     )
     return Block(columns["samples"].to_numpy().copy(), rows)  # becomes a tensor as is: must be writable
 

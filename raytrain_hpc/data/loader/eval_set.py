@@ -23,7 +23,7 @@ class EvaluationSet:
             raise DataError(f"validation split of {tokens.num_tokens} tokens: needs at least 2")
         if packing.seq_len < 1 or batch_size < 1 or max_samples < 0:
             raise DataError(
-                f"evaluation of seq_len={packing.seq_len}, batch={batch_size}, limit={max_samples}: must be positive"
+                f"evaluation of seq_len={packing.seq_len}, batch={batch_size}, limit={max_samples}: too small"
             )
         self._tokens, self._packing, self._batch_size = tokens, packing, batch_size
         self._num_available = packing.count_eval_samples(tokens)
@@ -35,7 +35,7 @@ class EvaluationSet:
         return -(-self.num_samples // self._batch_size)
 
     def get_batch(self, index: int) -> Microbatch:
-        """Return batch `index` in [0, num_batches). Raises DataError out of range."""
+        """Return batch `index` in [0, num_batches). Raises DataError if out of range."""
         if not 0 <= index < self.num_batches:
             raise DataError(f"evaluation batch {index}: out of range; there are {self.num_batches}")
         indexes = np.arange(index * self._batch_size, min((index + 1) * self._batch_size, self.num_samples))

@@ -36,8 +36,8 @@ class SampleRows:
 
     def select(self, rows: slice) -> SampleRows:
         """Select rows without copying them."""
-        documents = None if self.document_ids is None else self.document_ids[rows]
-        return SampleRows(self.tokens[rows], documents, None if self.loss_mask is None else self.loss_mask[rows])
+        document_ids = None if self.document_ids is None else self.document_ids[rows]
+        return SampleRows(self.tokens[rows], document_ids, None if self.loss_mask is None else self.loss_mask[rows])
 
     @property
     def nbytes(self) -> int:
@@ -50,9 +50,9 @@ class SampleRows:
         if not num_missing:
             return self
         padding = [(0, num_missing), (0, 0)]
-        documents = None if self.document_ids is None else np.pad(self.document_ids, padding)
-        counted = np.ones(self.tokens.shape, dtype=bool) if self.loss_mask is None else self.loss_mask
-        return SampleRows(np.pad(self.tokens, padding), documents, np.pad(counted, padding))
+        document_ids = None if self.document_ids is None else np.pad(self.document_ids, padding)
+        loss_mask = np.ones(self.tokens.shape, dtype=bool) if self.loss_mask is None else self.loss_mask
+        return SampleRows(np.pad(self.tokens, padding), document_ids, np.pad(loss_mask, padding))
 
     def to_inputs(self) -> Ints:
         """Return the input tokens, int64[n, T]: all but the last position."""
@@ -105,14 +105,16 @@ class WindowPacking:
 
     def _read_windows(self, source: TokenSource, positions: Ints) -> SampleRows:
         length = self.seq_len + 1
-        documents = source.read_document_ids(positions, length) if self.separate_documents else None
-        counted = source.read_loss_mask(positions, length) if source.masked else None
-        return SampleRows(source.read(positions, length), documents, counted)
+        document_ids = source.read_document_ids(positions, length) if self.separate_documents else None
+        loss_mask = source.read_loss_mask(positions, length) if source.masked else None
+        return SampleRows(source.read(positions, length), document_ids, loss_mask)
 
     def _read_last_window(self, source: TokenSource, position: int) -> SampleRows:
         starts, size = np.array([position]), source.num_tokens - position
-        documents = source.read_document_ids(starts, size) if self.separate_documents else None
-        return _pad_row(source.read(starts, size), documents, _read_loss_mask(source, starts, size), self.seq_len + 1)
+        document_ids = source.read_document_ids(starts, size) if self.separate_documents else None
+        return _pad_row(
+            source.read(starts, size), document_ids, _read_loss_mask(source, starts, size), self.seq_len + 1
+        )
 
 
 @dataclass(frozen=True)
@@ -193,15 +195,15 @@ def _pad_row(tokens: npt.NDArray[Any], document_ids: Ints | None, loss_mask: Boo
 
 def merge_rows(indexes: Sequence[Ints], parts: Sequence[SampleRows]) -> SampleRows:
     """Merge several reads, each given with the indexes of its rows. Reads without a loss mask count all tokens."""
-    n, length = sum(len(rows) for rows in indexes), parts[0].tokens.shape[1]
-    tokens = np.empty((n, length), dtype=parts[0].tokens.dtype)
-    documents = None if parts[0].document_ids is None else np.empty((n, length), dtype=np.int64)
+    num_rows, length = sum(len(rows) for rows in indexes), parts[0].tokens.shape[1]
+    tokens = np.empty((num_rows, length), dtype=parts[0].tokens.dtype)
+    document_ids = None if parts[0].document_ids is None else np.empty((num_rows, length), dtype=np.int64)
     masked = any(part.loss_mask is not None for part in parts)
-    counted = np.ones((n, length), dtype=bool) if masked else None
+    loss_mask = np.ones((num_rows, length), dtype=bool) if masked else None
     for rows, part in zip(indexes, parts, strict=True):
         tokens[rows] = part.tokens
-        if documents is not None and part.document_ids is not None:
-            documents[rows] = part.document_ids
-        if counted is not None and part.loss_mask is not None:
-            counted[rows] = part.loss_mask
-    return SampleRows(tokens, documents, counted)
+        if document_ids is not None and part.document_ids is not None:
+            document_ids[rows] = part.document_ids
+        if loss_mask is not None and part.loss_mask is not None:
+            loss_mask[rows] = part.loss_mask
+    return SampleRows(tokens, document_ids, loss_mask)

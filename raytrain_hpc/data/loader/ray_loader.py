@@ -35,15 +35,15 @@ Reply = tuple[str, Any]
 class BlockReader:
     """Callable for Ray Data that maps a block number to the block. Keeps the shards mapped."""
 
-    def __init__(self, recipe: StreamSpec, plan: BlockPlan):
+    def __init__(self, spec: StreamSpec, plan: BlockPlan):
         self._plan = plan
-        self._stream: LocalStream = recipe.open_stream(recipe.open_dataset())
+        self._stream: LocalStream = spec.open_stream(spec.open_dataset())
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         """Read the block whose number is the only entry of the batch."""
-        group, data_rank = divmod(int(batch["id"][0]), len(self._plan.microbatches_per_rank))
+        group, dp_rank = divmod(int(batch["id"][0]), len(self._plan.microbatches_per_rank))
         return block_to_table(
-            self._stream.read_block(self._plan.get_steps(group), self._plan.microbatches_per_rank[data_rank])
+            self._stream.read_block(self._plan.get_steps(group), self._plan.microbatches_per_rank[dp_rank])
         )
 
 
@@ -51,8 +51,8 @@ class BlockReader:
 class Feeder:
     """Actor that runs the pipeline of one generation in a thread and serves its blocks to the ranks."""
 
-    def __init__(self, recipe: StreamSpec, plan: BlockPlan, num_readers: int | str, max_bytes: int):
-        self._recipe, self._plan, self._num_readers, self._max_bytes = recipe, plan, num_readers, max_bytes
+    def __init__(self, spec: StreamSpec, plan: BlockPlan, num_readers: int | str, max_bytes: int):
+        self._spec, self._plan, self._num_readers, self._max_bytes = spec, plan, num_readers, max_bytes
         self._requested_groups = [0] * len(plan.dp_ranks)  # last group requested by each rank
         self._blocks: dict[tuple[int, int], Any] = {}
         self._num_produced = 0  # blocks received from the pipeline
@@ -80,21 +80,21 @@ class Feeder:
     def _drop_consumed(self) -> None:
         """Drop the blocks that all their ranks have passed."""
         slowest = [self._plan.stop] * len(self._plan.microbatches_per_rank)
-        for data_rank, group in zip(self._plan.dp_ranks, self._requested_groups, strict=True):
-            slowest[data_rank] = min(slowest[data_rank], group)
+        for dp_rank, group in zip(self._plan.dp_ranks, self._requested_groups, strict=True):
+            slowest[dp_rank] = min(slowest[dp_rank], group)
         for key in [key for key in self._blocks if key[0] < slowest[key[1]]]:
             del self._blocks[key]
 
     def _run(self) -> None:
         try:
-            readers = self._count_available_readers()
+            num_readers = self._count_available_readers()
             total = self._plan.num_groups * len(self._plan.microbatches_per_rank)
             for first in range(0, total, BLOCKS_PER_EXECUTION):
                 for reference, size in _iter_block_refs(
-                    self._recipe,
+                    self._spec,
                     self._plan,
                     range(first, min(first + BLOCKS_PER_EXECUTION, total)),
-                    readers,
+                    num_readers,
                     self._max_bytes,
                 ):
                     self._store_block(reference, size)
@@ -106,12 +106,12 @@ class Feeder:
     def _store_block(self, reference: Any, size: int) -> None:
         """Store the next block once it is inside the window of the slowest rank."""
         with self._condition:
-            group, data_rank = divmod(self._num_produced, len(self._plan.microbatches_per_rank))
+            group, dp_rank = divmod(self._num_produced, len(self._plan.microbatches_per_rank))
             self._window_groups = min(
                 max(2, self._max_bytes // max(1, size * len(self._plan.microbatches_per_rank))), _MAX_WINDOW_GROUPS
             )
             self._condition.wait_for(lambda: group <= min(self._requested_groups) + self._window_groups)
-            self._blocks[group, data_rank] = reference
+            self._blocks[group, dp_rank] = reference
             self._num_produced += 1
             self._drop_consumed()
 
@@ -126,8 +126,8 @@ class Feeder:
         if num_free < 1:
             raise BlocksUnavailableError("no CPU is free for readers; leave one free or set data.engine=local")
         if self._num_readers == AUTO:
-            nodes = len([node for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
-            return min(num_free, nodes)
+            num_nodes = len([node for node in ray.nodes() if node["Alive"]])  # type: ignore[no-untyped-call]
+            return min(num_free, num_nodes)
         return min(num_free, num_wanted)
 
 
@@ -136,7 +136,7 @@ def _count_free_cpus() -> int:
 
 
 def _iter_block_refs(
-    recipe: StreamSpec, plan: BlockPlan, block_numbers: range, num_readers: int, max_bytes: int
+    spec: StreamSpec, plan: BlockPlan, block_numbers: range, num_readers: int, max_bytes: int
 ) -> Iterator[tuple[Any, int]]:
     """Yield references to the numbered blocks and their bytes, in order, with at most `max_bytes` in flight."""
     import ray.data
@@ -153,7 +153,7 @@ def _iter_block_refs(
     dataset = ray.data.range(len(block_numbers), override_num_blocks=len(block_numbers)).map_batches(
         _SectionReader,
         batch_size=None,
-        fn_constructor_args=(recipe, plan, block_numbers.start),
+        fn_constructor_args=(spec, plan, block_numbers.start),
         compute=ActorPoolStrategy(size=num_readers),
         num_cpus=1,
     )
@@ -167,8 +167,8 @@ def _iter_block_refs(
 class _SectionReader(BlockReader):
     """Reader for one execution, whose block numbers start at `first`."""
 
-    def __init__(self, recipe: StreamSpec, plan: BlockPlan, first: int):
-        super().__init__(recipe, plan)
+    def __init__(self, spec: StreamSpec, plan: BlockPlan, first: int):
+        super().__init__(spec, plan)
         self._first = first
 
     def __call__(self, batch: dict[str, Any]) -> Any:
@@ -176,13 +176,13 @@ class _SectionReader(BlockReader):
         return super().__call__({"id": batch["id"] + self._first})
 
 
-def start_feeder(recipe: StreamSpec, plan: BlockPlan) -> Any:
+def start_feeder(spec: StreamSpec, plan: BlockPlan) -> Any:
     """Start a feeder on this node asynchronously; return its actor handle."""
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    data = recipe.data
+    data = spec.data
     # Half of the budget for blocks being read, half for blocks that wait to be fetched.
     return Feeder.options(scheduling_strategy=strategy).remote(  # type: ignore[attr-defined]
-        recipe, plan, data.readers, (data.ahead_mib << 20) // 2
+        spec, plan, data.readers, (data.ahead_mib << 20) // 2
     )
 
 

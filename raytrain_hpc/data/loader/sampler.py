@@ -26,7 +26,7 @@ FEISTEL_ROUNDS = 6  # enough that neighboring samples are as uncorrelated as in 
 OrderName = Literal["shuffle", "sequential", "random"]
 Ints = npt.NDArray[np.int64]
 _ONE = np.uint64(1)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # this and the next two: constants of splitmix64 (Steele et al. 2014)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # this and the next two: splitmix64 as published
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -137,8 +137,8 @@ class Sampler:
         do not match, a source is empty or a weight is invalid.
         """
         if not sizes or any(len(mixture.weights) != len(sizes) for mixture in mixtures):
-            given = [len(mixture.weights) for mixture in mixtures]
-            raise DataError(f"{len(sizes)} sources and {given} weights: numbers must be equal and at least 1")
+            num_weights = [len(mixture.weights) for mixture in mixtures]
+            raise DataError(f"{len(sizes)} sources and {num_weights} weights: numbers must be equal and at least 1")
         if min(sizes) < 1:
             raise DataError(f"source {list(sizes).index(min(sizes))}: holds no sample")
         self.kind, self.seed, self.sizes = kind, seed, tuple(sizes)
@@ -151,9 +151,9 @@ class Sampler:
         samples = np.asarray(samples, dtype=np.int64)
         source, index = self._assign_sources(samples)
         number = np.empty_like(samples)
-        for s in np.unique(source):
-            mask = source == s
-            number[mask] = self._get_sample_numbers(int(s), index[mask])
+        for source_index in np.unique(source):
+            mask = source == source_index
+            number[mask] = self._get_sample_numbers(int(source_index), index[mask])
         return source, number
 
     def locate_random(self, step: int, microbatch: int, samples: Ints) -> tuple[Ints, Ints]:
@@ -193,8 +193,8 @@ class Sampler:
         return source, index
 
     def _find_stages(self, blocks: Ints) -> Ints:
-        first = [stage.first_block for stage in self._stages]
-        return np.searchsorted(first, blocks, side="right") - 1
+        first_blocks = [stage.first_block for stage in self._stages]
+        return np.searchsorted(first_blocks, blocks, side="right") - 1
 
     def _get_block_sources(self, stage: _MixtureStage, block: int) -> Ints:
         """Return the source of each position of a mixture block, int64[MIXTURE_BLOCK_SAMPLES]."""

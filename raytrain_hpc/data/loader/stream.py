@@ -81,7 +81,7 @@ class Microbatch:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Size of all arrays in bytes."""
         return self.samples.nbytes + self.rows.nbytes
 
 
@@ -105,7 +105,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Size of all arrays in bytes."""
         return self.samples.nbytes + self.rows.nbytes
 
 
@@ -157,18 +157,18 @@ class LocalStream(Stream):
         return self.global_batch // self.micro_batch
 
     def get_samples(self, step: int, microbatch: int) -> Ints:
-        """Return the sample numbers, int64[b], of a logical microbatch in [0, V). Raises DataError out of range."""
+        """Return the sample numbers, int64[b], of a logical microbatch in [0, V). Raises DataError if out of range."""
         samples: Ints = self._list_samples([(step, microbatch)])[0]
         return samples
 
     def get_samples_of_steps(self, steps: range, microbatches: range) -> Ints:
         """Return the sample numbers, int64[n], of the logical `microbatches` of each step."""
-        return self._list_samples([(step, v) for step in steps for v in microbatches]).reshape(-1)
+        return self._list_samples([(step, microbatch) for step in steps for microbatch in microbatches]).reshape(-1)
 
     def read_microbatch(self, step: int, microbatch: int) -> Microbatch:
-        """Read a logical microbatch in [0, V) of a step >= 0. Raises DataError out of range."""
-        samples, source, places = self._locate([(step, microbatch)])
-        return Microbatch(samples, self._read(source, places))
+        """Read a logical microbatch in [0, V) of a step >= 0. Raises DataError if out of range."""
+        samples, source, positions = self._locate([(step, microbatch)])
+        return Microbatch(samples, self._read(source, positions))
 
     def get_positions(self, step: int, microbatch: int) -> Ints:
         """Return the position in its source of each sample of a logical microbatch, int64[b]."""
@@ -176,30 +176,30 @@ class LocalStream(Stream):
 
     def read_block(self, steps: range, microbatches: range) -> Block:
         """Read the logical `microbatches` of each step in one call."""
-        samples, source, places = self._locate([(step, v) for step in steps for v in microbatches])
-        return Block(samples, self._read(source, places))
+        samples, source, positions = self._locate([(step, microbatch) for step in steps for microbatch in microbatches])
+        return Block(samples, self._read(source, positions))
 
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
         """Implement `Stream.iter_blocks`: samples are located in large batches and read in smaller ones."""
         max_read = max(1, MAX_READ_TOKENS // (self._packing.seq_len * self.micro_batch))
         num_read = 1  # the consumer waits for the first read: start small, then double
-        pairs = ((step, v) for step in steps for v in microbatches)
+        pairs = ((step, microbatch) for step in steps for microbatch in microbatches)
         while batch := list(islice(pairs, max(1, MAX_LOCATED_SAMPLES // self.micro_batch))):
-            samples, source, places = self._locate(batch)
+            samples, source, positions = self._locate(batch)
             first = 0
             while first < len(samples):
                 rows = slice(first, first + num_read * self.micro_batch)
-                block = Block(samples[rows], self._read(source[rows], places[rows]))
+                block = Block(samples[rows], self._read(source[rows], positions[rows]))
                 yield from block.split(max_microbatches * self.micro_batch)
                 first, num_read = rows.stop, min(2 * num_read, max_read)
 
     def _list_samples(self, microbatches: Sequence[tuple[int, int]]) -> Ints:
-        """Enumerate the sample numbers of (step, microbatch) pairs, int64[n, b]. Raises DataError out of range."""
+        """Enumerate the sample numbers of (step, microbatch) pairs, int64[n, b]. Raises DataError if out of range."""
         count = self.num_microbatches
-        for step, v in microbatches:
-            if step < 0 or not 0 <= v < count:
-                raise DataError(f"microbatch {v} of step {step}: a step has microbatches 0..{count - 1}")
-        firsts = [step * self.global_batch + v * self.micro_batch for step, v in microbatches]
+        for step, microbatch in microbatches:
+            if step < 0 or not 0 <= microbatch < count:
+                raise DataError(f"microbatch {microbatch} of step {step}: a step has microbatches 0..{count - 1}")
+        firsts = [step * self.global_batch + microbatch * self.micro_batch for step, microbatch in microbatches]
         return np.array(firsts, dtype=np.int64)[:, None] + np.arange(self.micro_batch)
 
     def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, Ints]:
@@ -208,20 +208,26 @@ class LocalStream(Stream):
         numbers = samples.reshape(-1)
         if self._sampler.kind == "random":
             draws = [
-                self._sampler.locate_random(step, v, part)
-                for (step, v), part in zip(microbatches, samples, strict=True)
+                self._sampler.locate_random(step, microbatch, part)
+                for (step, microbatch), part in zip(microbatches, samples, strict=True)
             ]
-            return numbers, np.concatenate([part for part, _ in draws]), np.concatenate([places for _, places in draws])
-        source, within = self._sampler.locate(numbers)
-        return numbers, source, self._packing.locate(within)
+            return (
+                numbers,
+                np.concatenate([source for source, _ in draws]),
+                np.concatenate([positions for _, positions in draws]),
+            )
+        source, sample_numbers = self._sampler.locate(numbers)
+        return numbers, source, self._packing.locate(sample_numbers)
 
     def _read(self, source: Ints, positions: Ints) -> SampleRows:
         tokens = self._dataset.train
-        present = np.unique(source).tolist() if len(tokens) > 1 else [0]
-        if len(present) == 1:
-            return self._packing.read(tokens[present[0]], positions)
-        indexes = [np.flatnonzero(source == s) for s in present]
-        parts = [self._packing.read(tokens[s], positions[rows]) for s, rows in zip(present, indexes, strict=True)]
+        present_sources = np.unique(source).tolist() if len(tokens) > 1 else [0]
+        if len(present_sources) == 1:
+            return self._packing.read(tokens[present_sources[0]], positions)
+        indexes = [np.flatnonzero(source == s) for s in present_sources]
+        parts = [
+            self._packing.read(tokens[s], positions[rows]) for s, rows in zip(present_sources, indexes, strict=True)
+        ]
         return merge_rows(indexes, parts)
 
     def get_state(self, step: int) -> DataState:
@@ -261,8 +267,8 @@ def open_stream(
         check_source(packing, source, index)
     count = packing.count_start_positions if data.order == "random" else packing.count_samples
     mixtures = build_mixtures(dataset, data, seq_len)
-    order = Sampler([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)
-    return LocalStream(dataset, order, mixtures, packing, global_batch=global_batch, micro_batch=micro_batch)
+    sampler = Sampler([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)
+    return LocalStream(dataset, sampler, mixtures, packing, global_batch=global_batch, micro_batch=micro_batch)
 
 
 def build_mixtures(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mixture]:
@@ -289,9 +295,9 @@ class StreamSpec:
 
     def open_dataset(self) -> Dataset:
         """Open the dataset, from the local cache if data.preload is set. Checksums were verified by the driver."""
-        preloaded = Path(self.data.preload) if self.data.preload else None
+        cache_dir = Path(self.data.preload) if self.data.preload else None
         return open_dataset(
-            self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=preloaded
+            self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=cache_dir
         )
 
     def open_stream(self, dataset: Dataset) -> LocalStream:

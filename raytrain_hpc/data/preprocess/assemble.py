@@ -102,6 +102,6 @@ class ShardAssembler:
 
 def _slice_columns(columns: Columns, first: int, stop: int) -> Columns:
     """Slice tokens [first, stop) of a batch, and the document ends inside."""
-    tokens, ends, counted = columns
+    tokens, ends, loss_mask = columns
     inner_ends = ends[(ends > first) & (ends <= stop)] - first
-    return tokens[first:stop], inner_ends, None if counted is None else counted[first:stop]
+    return tokens[first:stop], inner_ends, None if loss_mask is None else loss_mask[first:stop]

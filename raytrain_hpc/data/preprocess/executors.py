@@ -42,7 +42,7 @@ class MultiprocessExecutor:
         self._num_workers = num_workers
 
     def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
-        """Yield (partition, result) as tasks finish. At most two partitions per worker are queued."""
+        """Yield (partition, result) as tasks finish. At most two partitions per worker are in flight."""
         remaining = iter(partitions)
         running: dict[Future[Any], InputPartition] = {}
         num_workers = min(self._num_workers, len(partitions)) or 1

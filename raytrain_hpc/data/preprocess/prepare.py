@@ -182,20 +182,20 @@ def _build_dataset(
     for partition, report_data in executor.run(encode, missing):
         reports[partition.index] = report_from_json(report_data)
         on_bytes(partition.nbytes)
-    ordered = [reports[partition.index] for partition in job.partitions]
-    sizes = compute_split_sizes(sum(report.tokens for report in ordered), job.val_fraction)
-    assembly = ShardAssembler(staging, sizes, dtype, job.shard_tokens, masked=job.fields.has_pairs)
-    splits = assembly.run(ordered, lambda index: on_bytes(job.partitions[index].nbytes))
+    chunk_reports = [reports[partition.index] for partition in job.partitions]
+    sizes = compute_split_sizes(sum(report.tokens for report in chunk_reports), job.val_fraction)
+    assembler = ShardAssembler(staging, sizes, dtype, job.shard_tokens, masked=job.fields.has_pairs)
+    splits = assembler.run(chunk_reports, lambda index: on_bytes(job.partitions[index].nbytes))
     manifest = Manifest(
         tokenizer=tokenizer.to_json(),
         vocab_size=tokenizer.vocab_size,
         dtype=dtype,
         masked=job.fields.has_pairs,
-        characters=None if isinstance(tokenizer, ByteTokenizer) else sum(report.characters for report in ordered),
+        characters=None if isinstance(tokenizer, ByteTokenizer) else sum(report.characters for report in chunk_reports),
         settings=job.settings,
-        inputs=_build_input_records(job.partitions, [report.checksums for report in ordered]),
+        inputs=_build_input_records(job.partitions, [report.checksums for report in chunk_reports]),
         splits=splits,
-        empty_documents=sum(report.empty for report in ordered),
+        empty_documents=sum(report.empty for report in chunk_reports),
     )
     staging.publish(manifest)
     return manifest
@@ -205,26 +205,26 @@ def _resolve_tokenizer(
     job: _PrepareJob, staging: StagingDirectory, executor: Executor, on_bytes: Callable[[int], None]
 ) -> Tokenizer:
     """Load or build the tokenizer, and store it in the staging directory for the encode tasks."""
-    stored = staging.read_tokenizer()
-    if stored is not None:
+    stored_json = staging.read_tokenizer()
+    if stored_json is not None:
         if job.spec.kind == "char":
             on_bytes(sum(partition.nbytes for partition in job.partitions))
-        return tokenizer_from_json(stored)
-    built: Tokenizer
+        return tokenizer_from_json(stored_json)
+    tokenizer: Tokenizer
     if job.file_tokenizer is not None:
-        built = job.file_tokenizer
+        tokenizer = job.file_tokenizer
     elif job.spec.kind == "byte":
-        built = ByteTokenizer()
+        tokenizer = ByteTokenizer()
     elif job.spec.kind == "char":
         vocabulary: set[str] = set()
         for partition, characters in executor.run(CollectCharactersTask(job.fields), job.partitions):
             vocabulary.update(characters)
             on_bytes(partition.nbytes)
-        built = CharTokenizer(vocabulary)
+        tokenizer = CharTokenizer(vocabulary)
     else:
-        built = train_tokenizer(_sample_texts(job.partitions, job.fields), int(job.spec.argument))
-    write_json_atomically(staging.tokenizer_path, built.to_json())
-    return built
+        tokenizer = train_tokenizer(_sample_texts(job.partitions, job.fields), int(job.spec.argument))
+    write_json_atomically(staging.tokenizer_path, tokenizer.to_json())
+    return tokenizer
 
 
 def _sample_texts(partitions: Sequence[InputPartition], fields: TextFields) -> Iterator[str]:
@@ -263,14 +263,14 @@ def _check_target(out: Path) -> None:
 
 
 def _choose_executor(engine: str, workers: int | None, address: str | None, job: _PrepareJob) -> Executor:
-    total = sum(file.nbytes for file in job.files)
+    total_bytes = sum(file.nbytes for file in job.files)
     address = address or os.environ.get("RAY_ADDRESS")
-    if engine == "ray" or (engine == "auto" and (address or total > RAY_MIN_BYTES)):
+    if engine == "ray" or (engine == "auto" and (address or total_bytes > RAY_MIN_BYTES)):
         from raytrain_hpc.data.preprocess.ray_executor import RayDataExecutor  # Ray takes a second to import
 
         return RayDataExecutor(address, workers)
     if workers is None:
-        workers = 1 if total < _SINGLE_PROCESS_MAX_BYTES.get(job.spec.kind, 8 << 20) else count_cpus()
+        workers = 1 if total_bytes < _SINGLE_PROCESS_MAX_BYTES.get(job.spec.kind, 8 << 20) else count_cpus()
     return SerialExecutor() if min(workers, len(job.partitions)) == 1 else MultiprocessExecutor(workers)
 
 

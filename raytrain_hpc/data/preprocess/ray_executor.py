@@ -61,7 +61,7 @@ class RayDataExecutor:
 
 
 class _TaskWrapper:
-    """Adapter of a task to Ray Data. Returns errors about the input as values, so that Ray does not retry them."""
+    """Adapter of a task to Ray Data. Returns errors about the input as values, apart from errors of Ray."""
 
     def __init__(self, task: Task):
         self._task = task

@@ -52,9 +52,9 @@ class DocumentReader:
     def _read_text(self) -> Iterator[TextSpan]:
         texts = self._decode(self._read_bytes())
         has_text = False
-        for text, last in _split_text(texts):
+        for text, is_last in _split_text(texts):
             has_text = True
-            yield TextSpan(text, last and self.file_range.is_last)
+            yield TextSpan(text, is_last and self.file_range.is_last)
         if not has_text:
             self.num_empty += 1
 
@@ -65,8 +65,8 @@ class DocumentReader:
                 continue
             for prompt, _ in _split_text(row[:-1]):
                 yield TextSpan(prompt, ends_document=False, is_target=False)
-            for text, last in _split_text(row[-1:]):
-                yield TextSpan(text, last)
+            for text, is_last in _split_text(row[-1:]):
+                yield TextSpan(text, is_last)
 
     def _read_bytes(self) -> Iterator[bytes]:
         """Yield the decompressed bytes of the range."""

@@ -83,7 +83,7 @@ class StagingDirectory:
         shards: dict[str, list[Shard]] = {}
         text = self._shards_path.read_text() if self._shards_path.exists() else ""
         complete, newline, incomplete = text.rpartition("\n")
-        if incomplete:  # incomplete last line
+        if incomplete:  # the process was killed while it wrote the last line
             partial = self._shards_path.with_suffix(".partial")
             partial.write_text(complete + newline)
             partial.replace(self._shards_path)

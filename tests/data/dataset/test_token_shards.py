@@ -79,7 +79,9 @@ def test_loss_mask_is_stored_with_the_tokens(tmp_path):
     array = TokenArray.open(tmp_path, write_split(tmp_path, np.arange(1000), 70, counted=counted), "train")
     starts = np.arange(0, 900, 7)
     assert np.array_equal(array.read_loss_mask(starts, 90), np.stack([counted[s : s + 90] for s in starts]))
-    assert np.array_equal(pickle.loads(pickle.dumps(array)).read_loss_mask(starts, 90), array.read_loss_mask(starts, 90))
+    assert np.array_equal(
+        pickle.loads(pickle.dumps(array)).read_loss_mask(starts, 90), array.read_loss_mask(starts, 90)
+    )
     (tmp_path / "plain").mkdir()
     plain = TokenArray.open(tmp_path / "plain", write_split(tmp_path / "plain", np.arange(10), 70), "train")
     assert plain.read_loss_mask(np.array([3]), 4).all()

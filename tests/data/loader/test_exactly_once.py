@@ -142,14 +142,14 @@ def test_ray_readers_give_the_same_bytes_even_if_killed(ray_cluster, spec, strea
             if number in (0, len(SEGMENTS) - 1):
                 feeder = feeders[0 if number == 0 else 1]
                 streams = [BlockStream(stream, RayBlockSource(feeder, plan, r), notes.append) for r in range(world)]
-            for index, one in enumerate(iter_segment(streams, world, steps)):
-                assert have_equal_content(one, reference[position]), position
+            for index, microbatch in enumerate(iter_segment(streams, world, steps)):
+                assert have_equal_content(microbatch, reference[position]), position
                 position += 1
                 if index == 100:
                     for pid in find_reader_processes():
                         os.kill(pid, signal.SIGKILL)
             if number == 0:
-                assert all(one.num_delivered for one in streams)
+                assert all(stream.num_delivered for stream in streams)
         assert position == len(reference)
         assert not [note for note in notes if "lost" in note]
     finally:

@@ -64,8 +64,8 @@ from raytrain_hpc.data.preprocess.prepare import prepare
 
 def look(done, total):
     if done:
-        for one in psutil.Process().children(recursive=True):
-            seen.update((Path(word).name, one.pid) for word in one.cmdline())
+        for process in psutil.Process().children(recursive=True):
+            seen.update((Path(word).name, process.pid) for word in process.cmdline())
 
 seen = set()
 settings = dict(tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
@@ -104,10 +104,10 @@ import raytrain_hpc.data.preprocess.partition as partition
 from raytrain_hpc.data.preprocess.prepare import prepare
 partition.PARTITION_BYTES = 1500
 write = chunks.write_chunk
-def slowly(*given):
+def slow_write(*arguments):
     time.sleep(0.05)
-    return write(*given)
-chunks.write_chunk = slowly
+    return write(*arguments)
+chunks.write_chunk = slow_write
 prepare([sys.argv[1] + "/in"], sys.argv[1] + "/out", tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
 """
 
@@ -125,7 +125,7 @@ def test_killed_preparation_is_resumed(tmp_path, many_partitions, monkeypatch):
     finished = len(list(chunks.glob("*.json")))
     written = []
     write = chunks_module.write_chunk
-    monkeypatch.setattr(chunks_module, "write_chunk", lambda *given: written.append(given[1].index) or write(*given))
+    monkeypatch.setattr(chunks_module, "write_chunk", lambda *args: written.append(args[1].index) or write(*args))
     assert prepare([tmp_path / "in"], tmp_path / "out", **SETTINGS) == expected
     assert finished >= 3 and written[0] > 0
     assert len(set(written)) == len(written) == len(plan_folder(tmp_path / "in")) - finished

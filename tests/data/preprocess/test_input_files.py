@@ -169,9 +169,9 @@ INVALID_INPUTS = {
 def test_invalid_input_is_reported_in_one_line_and_leaves_no_files(tmp_path: Path, case: str) -> None:
     name, content, settings, fragments = INVALID_INPUTS[case]
     (tmp_path / name).write_bytes(content)
-    given = {k: v.replace("{dir}", str(tmp_path)) for k, v in settings.items()}
+    options = {k: v.replace("{dir}", str(tmp_path)) for k, v in settings.items()}
     with pytest.raises(DataError) as error:
-        prepare([tmp_path / name], tmp_path / "out", **given)
+        prepare([tmp_path / name], tmp_path / "out", **options)
     for part in fragments:
         assert part in str(error.value)
     assert "\n" not in str(error.value)

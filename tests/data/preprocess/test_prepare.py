@@ -227,8 +227,8 @@ def test_invalid_inputs_and_settings_raise(tmp_path, text_file):
 def test_invalid_targets_raise(tmp_path, text_file):
     with pytest.raises(DataError, match="text.txt: is a file"):
         prepare([text_file], text_file)
-    (tmp_path / "mine").mkdir()
-    prepare([text_file], tmp_path / "mine")  # an empty directory may be filled
+    (tmp_path / "empty").mkdir()
+    prepare([text_file], tmp_path / "empty")  # an empty directory may be filled
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     with pytest.raises(DataError, match="contains other files"):
