@@ -58,7 +58,7 @@ ENDS = (1, 2, 37, 38, 100, 101, 400, 999, 1000)
 @pytest.mark.parametrize("shard_tokens", [5, 37, 100, 5000])
 @pytest.mark.parametrize("last", [True, False])
 def test_document_ids_and_spans_match_a_direct_count(tmp_path, shard_tokens, last):
-    """The end of a split ends its last document even if that end is not given."""
+    """Check that the end of a split ends its last document even if that end is not given."""
     tokens = np.arange(1000)
     manifest = write_split(tmp_path, tokens, shard_tokens, ends=ENDS if last else ENDS[:-1])
     array = TokenArray.open(tmp_path, manifest, "train")

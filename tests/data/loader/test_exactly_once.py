@@ -159,7 +159,7 @@ def test_ray_readers_give_the_same_bytes_even_if_killed(ray_cluster, spec, strea
 
 
 def test_seeking_to_a_far_step_costs_no_extra_reads(stream: LocalStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A microbatch of step 10**9 takes as many reads and permutation calls as one of step 1."""
+    """Check that a microbatch of step 10**9 takes as many reads and permutation calls as one of step 1."""
     counts: dict[int, list[int]] = {}
     from raytrain_hpc.data.loader.sampler import Permutation
 

@@ -126,7 +126,7 @@ def test_same_dataset_is_reused_and_a_different_one_never_overwritten(tmp_path, 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_interrupted_preparation_is_resumed(tmp_path, text_file, monkeypatch, interruption):
-    """From any interruption, the next call completes the same dataset and leaves no other files."""
+    """Check that after any interruption, the next call completes the same dataset and leaves no other files."""
     monkeypatch.setattr(partition_module, "PARTITION_BYTES", 400)
     expected = prepare([text_file], tmp_path / "expected", shard_tokens=150).dataset_hash
     append = ShardWriter.append
