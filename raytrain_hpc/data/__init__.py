@@ -1,1 +1,1 @@
-"""Text to token shards, and token shards to microbatches in an order that no layout changes."""
+"""Data pipeline: text to token shards, and token shards to microbatches in an order independent of the layout."""

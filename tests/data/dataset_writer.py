@@ -1,4 +1,4 @@
-"""Datasets of known tokens, written without going through `prepare`."""
+"""Writer of datasets from given tokens, without `prepare`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_dataset(
     shard_tokens: int = 1 << 16,
     prompt: int = 0,
 ) -> Manifest:
-    """Splits of documents, each an array of byte tokens below `vocab_size`; the first `prompt` of each do not count."""
+    """Write splits of documents, arrays of tokens below `vocab_size`; the first `prompt` of each are no targets."""
     directory.mkdir(parents=True, exist_ok=True)
     written = {}
     for name, documents in splits.items():

@@ -1,4 +1,4 @@
-"""Datasets whose tokens say where they stand."""
+"""Datasets whose tokens encode their source and position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compute_tokens(source: int, positions: np.ndarray) -> np.ndarray:
 def write_dataset(
     directory: Path, source: int, tokens: int, *, shard_tokens: int = 40_000, masked: bool = False
 ) -> Path:
-    """A dataset of `tokens` tokens, document ends every 29 and shards of different files."""
+    """Write a dataset of `tokens` tokens, with a document end every 29 tokens and several shards."""
     directory.mkdir(parents=True)
     splits = {}
     for name, count in (("train", tokens), ("val", 200)):

@@ -1,4 +1,4 @@
-"""Datasets that need no download: the standard library's own source text, and random tokens."""
+"""Built-in datasets that need no download: the source code of the standard library, and random tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _SHUFFLE_KEY = derive_key("stdlib files")
 
 
 def prepare_stdlib_dataset(cache_dir: Path | None = None) -> Path:
-    """The dataset of this Python's standard library, as bytes; prepared on the first call, then found in the cache.
+    """Return the directory of the byte-level dataset of the standard library; prepare it if the cache lacks it.
 
-    `cache_dir`: where it is kept, else raytrain_hpc.cache_dir. The
-    files are put in an order that is shuffled, always the same way, so that the validation split at the end is text
-    like the training text and not whatever comes last in the alphabet. Several processes may call this at once.
-    DataError where this Python has no source files, or the cache cannot be written.
+    `cache_dir` overrides the default of raytrain_hpc.cache_dir. The order of the files is a fixed shuffle, so that
+    the validation split at the end resembles the training text. Several processes may call this concurrently.
+    Raises DataError if this Python has no source files or the cache cannot be written.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = _find_stdlib_files(root)
     if not files:
-        raise DataError(f"{root}: this Python comes without source files; prepare a dataset and set data.path")
+        raise DataError(f"{root}: this Python has no source files; prepare a dataset and set data.path")
     listing = "\n".join(f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for path in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:12]
     out = (cache_dir or get_cache_dir()) / f"stdlib{VERSION}-{platform.python_version()}-{identity}"
@@ -44,54 +43,54 @@ def prepare_stdlib_dataset(cache_dir: Path | None = None) -> Path:
 
 
 def _find_stdlib_files(root: Path) -> list[Path]:
-    """The source files of the standard library that hold text, sorted by relative path."""
-    found: list[Path] = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in _EXCLUDED_DIRS]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    kept = [path for path in found if path.is_file() and path.stat().st_size]
-    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+    """Find the non-empty source files of the standard library, without tests, sorted by relative path."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_DIRS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    non_empty = [path for path in files if path.is_file() and path.stat().st_size]
+    return sorted(non_empty, key=lambda path: path.relative_to(root).as_posix())
 
 
 class SyntheticTokens:
-    """Random tokens without a file: token p is word p of the splitmix64 stream of `seed`, modulo the vocabulary."""
+    """Random tokens without a file: token p is word p of the splitmix64 stream keyed by `seed`, modulo vocab_size."""
 
     def __init__(self, vocab_size: int, seed: int, num_tokens: int = 1 << 40):
-        """`num_tokens` is nominal: nothing of that size exists. DataError for a vocabulary below 1."""
+        """Describe a source of `num_tokens` tokens; none are stored. Raises DataError if `vocab_size` is below 1."""
         if vocab_size < 1:
-            raise DataError(f"vocab_size={vocab_size}: synthetic tokens need at least 1")
+            raise DataError(f"vocab_size={vocab_size}: must be at least 1 for synthetic tokens")
         self.vocab_size, self.seed, self._num_tokens = vocab_size, seed, num_tokens
         self._key = derive_key("synthetic", seed)
         self.num_documents, self.masked = 0, False
 
     @property
     def num_tokens(self) -> int:
-        """The nominal length."""
+        """Nominal number of tokens."""
         return self._num_tokens
 
     @property
     def dataset_hash(self) -> str:
-        """Identity of the tokens."""
+        """Hash that identifies the tokens."""
         return hashlib.sha256(f"synthetic/{self.vocab_size}/{self.seed}/{self._num_tokens}".encode()).hexdigest()
 
     def read(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Windows [start, start + length), int64[n, length], for starts int64[n]. DataError outside the array."""
+        """Read windows [start, start + length), int64[n, length], for starts int64[n]. Raises DataError if outside."""
         starts = np.asarray(starts, dtype=np.int64)
         if starts.size and (int(starts.min()) < 0 or int(starts.max()) + length > self._num_tokens):
-            raise DataError(f"window of {length} tokens at {starts.max()} leaves the {self._num_tokens} tokens")
+            raise DataError(f"window of {length} tokens at {starts.max()} exceeds the {self._num_tokens} tokens")
         words = generate_words(self._key, starts[:, None] + np.arange(length))
         return (words % np.uint64(self.vocab_size)).astype(np.int64)
 
     def read_document_ids(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """One document, int64[n, length] of 0."""
+        """Return zeros int64[n, length]: all tokens belong to one document."""
         return np.zeros((len(starts), length), dtype=np.int64)
 
     def read_loss_mask(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
-        """Every token, bool[n, length] of True."""
+        """Return True bool[n, length]: every token counts as a target."""
         return np.ones((len(starts), length), dtype=bool)
 
     def get_document_spans(
         self, documents: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """DataError: random tokens are no documents."""
+        """Raise DataError: random tokens have no document boundaries."""
         raise DataError("data.path=synthetic: has no documents; use data.packing=stream")

@@ -1,4 +1,4 @@
-"""A dataset in words, for `raytrain-hpc prepare` and `raytrain-hpc inspect`."""
+"""Human-readable descriptions of a dataset, for `raytrain-hpc prepare` and `raytrain-hpc inspect`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLE_TOKENS = 200
 
 
 def format_summary(manifest: Manifest) -> str:
-    """One line: how much text there was and how it was split."""
+    """Format the size of the input, the vocabulary size and the tokens per split as one line."""
     if manifest.characters is None:
         text = f"{sum(item.bytes for item in manifest.inputs):,} bytes"
     else:
@@ -24,20 +24,20 @@ def format_summary(manifest: Manifest) -> str:
 
 
 def format_prepare_summary(manifest: Manifest) -> list[str]:
-    """What `prepare` says at its end: the summary, and what was left out."""
+    """Format the closing lines of `prepare`: the summary, and the number of skipped empty documents."""
     empty = manifest.empty_documents
     skipped = [f"{empty:,} empty document{'s' if empty > 1 else ''} skipped"] if empty else []
     return [format_summary(manifest), *skipped]
 
 
 def describe(directory: Path | str) -> str:
-    """What a dataset holds, line by line, after verifying every checksum. DataError where it is damaged."""
+    """Describe a dataset in lines of text after verifying every checksum. Raises DataError if it is damaged."""
     directory = Path(directory)
     manifest = load_manifest(directory)
     verified = verify_shards(directory, manifest)
     shards = {name: len(split.shards) for name, split in manifest.splits.items()}
     train = TokenArray.open(directory, manifest, "train")
-    first = train.read(np.zeros(1, dtype=np.int64), min(SAMPLE_TOKENS, train.num_tokens))
+    sample = train.read(np.zeros(1, dtype=np.int64), min(SAMPLE_TOKENS, train.num_tokens))
     tokenizer = tokenizer_from_json(manifest.tokenizer)
     ending = "" if tokenizer.end_of_text is None else f", token {tokenizer.end_of_text} after every document"
     lines = [
@@ -50,8 +50,8 @@ def describe(directory: Path | str) -> str:
         f"shards        {', '.join(f'{count} {name}' for name, count in shards.items())}, {verified:,} bytes",
         "checksums     all verified",
         f"dataset hash  {manifest.dataset_hash}",
-        f"first {first.size} tokens of train:",
-        *(f"  | {_escape_control_characters(line)}" for line in tokenizer.decode(first[0]).split("\n")),
+        f"first {sample.size} tokens of train:",
+        *(f"  | {_escape_control_characters(line)}" for line in tokenizer.decode(sample[0]).split("\n")),
     ]
     return "\n".join(lines)
 
@@ -61,25 +61,25 @@ def _list_shard_files(directory: Path, manifest: Manifest, split: str) -> list[S
 
 
 def _describe_documents(directory: Path, manifest: Manifest, split: str) -> str:
-    """How many documents end in a split, and how long they are; a document may begin in an earlier shard."""
-    begun = tokens = count = longest = 0
+    """Describe number and lengths of the documents that end in a split. A document may begin in an earlier shard."""
+    num_open_tokens = tokens = count = longest = 0
     shortest = manifest.splits[split].tokens
     for file in _list_shard_files(directory, manifest, split):
         ends = map_shard(file, manifest.dtype, masked=manifest.masked).ends
         if ends.size:
-            lengths = np.diff(ends, prepend=-begun)
+            lengths = np.diff(ends, prepend=-num_open_tokens)
             shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
             count, tokens = count + ends.size, tokens + int(lengths.sum())
-            begun = file.tokens - int(ends[-1])
+            num_open_tokens = file.tokens - int(ends[-1])
         else:
-            begun += file.tokens
+            num_open_tokens += file.tokens
     if not count:
         return f"none in {split}"
     return f"{count:,} in {split}, of {shortest:,} to {longest:,} tokens, {tokens / count:,.0f} on average"
 
 
 def _describe_loss_mask(directory: Path, manifest: Manifest) -> str:
-    """How many tokens count as targets."""
+    """Describe how many tokens count as targets."""
     total = counted = 0
     for name in manifest.splits:
         for file in _list_shard_files(directory, manifest, name):
@@ -89,5 +89,5 @@ def _describe_loss_mask(directory: Path, manifest: Manifest) -> str:
 
 
 def _escape_control_characters(line: str) -> str:
-    """A line that cannot move the cursor of a terminal."""
+    """Escape unprintable characters, which could move the cursor of a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -1,4 +1,4 @@
-"""Copying a dataset to a disk of the node that reads it: once a node, verified, and found again by later runs."""
+"""Local dataset cache: copy a dataset to a disk of the node once, verify it, and reuse it in later runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _BLOCK_BYTES = 8 << 20
 
 
 def copy_to_local_cache(source: Location, manifest: Manifest, cache_dir: Path) -> Path:
-    """The dataset's directory below `into`, copied there unless it already was. One process a node copies, others wait.
+    """Copy a dataset below `cache_dir` unless it is cached already; return its directory there.
 
-    DataError where the copy does not match the manifest's checksums, or the directory cannot be written.
+    One process per node copies while the others wait. Raises DataError if a shard does not match its checksum in the
+    manifest, or the directory cannot be written.
     """
     target = cache_dir / f"dataset-{manifest.dataset_hash[:16]}"
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
@@ -36,50 +37,50 @@ def copy_to_local_cache(source: Location, manifest: Manifest, cache_dir: Path) -
     except OSError as error:
         size = sum(shard.bytes for shard in shards) / 2**30
         raise DataError(
-            f"data.preload={cache_dir}: cannot be written ({error.strerror or error}); the dataset takes {size:.2f} GiB: "
-            "free the space, choose another directory, or leave data.preload empty"
+            f"data.preload={cache_dir}: cannot be written ({error.strerror or error}); "
+            f"free {size:.2f} GiB for the dataset, choose another directory, or leave data.preload empty"
         ) from error
     return target
 
 
 def _is_cached(path: Path, shard: Shard) -> bool:
-    """A file of the final name was verified before it was given that name."""
+    """Return whether a shard is cached. Files get their final name only after verification, so the size suffices."""
     return path.is_file() and path.stat().st_size == shard.bytes
 
 
 def _copy_shard(source: Location, shard: Shard, target: Path) -> None:
     digest = hashlib.sha256()
-    unfinished = target / f"{shard.file}.partial"
+    partial_path = target / f"{shard.file}.partial"
     try:
-        with unfinished.open("wb") as copy:
-            for piece in _read_blocks(source / shard.file):
-                digest.update(piece)
-                copy.write(piece)
+        with partial_path.open("wb") as copy:
+            for block in _read_blocks(source / shard.file):
+                digest.update(block)
+                copy.write(block)
             copy.flush()
             os.fsync(copy.fileno())
         if digest.hexdigest() != shard.sha256:
             raise DataError(f"{source / shard.file}: shard does not match its sha256; prepare the dataset again")
-        unfinished.replace(target / shard.file)
+        partial_path.replace(target / shard.file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.partial")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    partial_path = path.with_name(f"{path.name}.partial")
+    partial_path.write_bytes(content)
+    partial_path.replace(path)
 
 
 def _read_blocks(file: Path | RemoteFile) -> Iterator[bytes]:
-    """The content of a file. DataError where it cannot be read: no fault of the place it is copied to."""
+    """Yield the content of a file in blocks. Raises DataError if the source, not the target, cannot be read."""
     if isinstance(file, RemoteFile):
-        with file.open() as original:
-            while piece := _read_block(file, original):
-                yield piece
+        with file.open() as stream:
+            while block := _read_block(file, stream):
+                yield block
         return
     try:
-        with file.open("rb") as local:
-            yield from iter(partial(local.read, _BLOCK_BYTES), b"")
+        with file.open("rb") as local_file:
+            yield from iter(partial(local_file.read, _BLOCK_BYTES), b"")
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
 

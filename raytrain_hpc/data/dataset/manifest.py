@@ -1,7 +1,7 @@
-"""What a dataset directory says of itself: `manifest.json`, and the proof that the shards are those it names.
+"""Dataset manifest: `manifest.json` of a dataset directory, and verification of the shards against it.
 
-DIR/manifest.json        tokenizer, counts, inputs, and a checksum a shard
-DIR/train-00000.arrow    one uncompressed Arrow IPC file a shard (see shards.py)
+DIR/manifest.json        tokenizer, counts, inputs, and a checksum per shard
+DIR/train-00000.arrow    one uncompressed Arrow IPC file per shard (see token_shards.py)
 DIR/val-00000.arrow
 """
 
@@ -23,9 +23,9 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One file that went into a dataset. `name` is the path below the folder given, or the file's own name.
+    """An input file of a dataset. `name` is the path relative to the given folder, or the file name.
 
-    `sha256`: of its bytes; of a file that was cut into several parts, of the hex digests of the parts, in order.
+    `sha256`: hash of its bytes; for a file read in several ranges, hash of the ranges' hex digests in order.
     """
 
     name: str
@@ -35,9 +35,9 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens, relative to the dataset directory.
+    """A shard file, relative to the dataset directory.
 
-    `documents`: how many end in it; `offset`: byte at which its tokens begin, so that a range of them can be asked for.
+    `documents`: number of documents that end in it; `offset`: byte at which its tokens begin, for range requests.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """The shards of `train` or `val`, in order."""
+    """Shards of `train` or `val`, in order."""
 
     tokens: int
     documents: int
@@ -59,10 +59,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset. `characters` is None where the inputs were read as bytes (a token each).
+    """Description of a dataset. `characters` is None for the byte tokenizer, where each byte is a token.
 
-    `masked`: whether shards say of each token if it counts as a target (fine-tuning on responses).
-    `empty_documents`: how many inputs or rows had no text and were left out.
+    `masked`: whether shards store which tokens count as targets (fine-tuning on responses).
+    `empty_documents`: number of inputs or rows without text, which were skipped.
     """
 
     tokenizer: dict[str, Any]
@@ -78,18 +78,18 @@ class Manifest:
 
     @property
     def dataset_hash(self) -> str:
-        """Identity of the tokens: sha256 over the tokenizer and the checksums of the shards, split by split."""
+        """Hash that identifies the tokens: sha256 over the tokenizer and the shard checksums, split by split."""
         shards = {name: [shard.sha256 for shard in split.shards] for name, split in sorted(self.splits.items())}
         identity = json.dumps({"tokenizer": self.tokenizer, "shards": shards}, sort_keys=True)
         return hashlib.sha256(identity.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as JSON values, its dataset hash among them."""
+        """Convert to JSON values, including the dataset hash."""
         return {**asdict(self), "dataset_hash": self.dataset_hash}
 
 
 def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
-    """Read what `Manifest.to_json` wrote. KeyError, TypeError or ValueError where it is not that."""
+    """Parse the output of `Manifest.to_json`. Raises KeyError, TypeError or ValueError if it is malformed."""
     splits = {
         name: Split(int(split["tokens"]), int(split["documents"]), tuple(Shard(**shard) for shard in split["shards"]))
         for name, split in data["splits"].items()
@@ -114,12 +114,12 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
         if any(Path(shard.file).name != shard.file for shard in split.shards):
             raise ValueError(f"a shard of {name} lies outside the directory")
     if data["dataset_hash"] != manifest.dataset_hash:
-        raise ValueError("dataset_hash does not fit the checksums")
+        raise ValueError("dataset_hash does not match the checksums")
     return manifest
 
 
 def load_manifest(directory: Location | str) -> Manifest:
-    """The manifest of the dataset at `directory`, which may be a URI. DataError where there is none to be read."""
+    """Load the manifest of the dataset at `directory`, a path or URI. Raises DataError if missing or damaged."""
     directory = parse_location(directory) if isinstance(directory, str) else directory
     path = directory / MANIFEST_FILE
     if isinstance(directory, Path) and not directory.exists():
@@ -136,15 +136,15 @@ def load_manifest(directory: Location | str) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: damaged ({type(error).__name__}: {reason}); prepare the dataset again") from error
-    raise DataError(f"{path}: version={version!r} is not known here (only {VERSION}); prepare the dataset again")
+    raise DataError(f"{path}: version={version!r} is not supported, only {VERSION} is; prepare the dataset again")
 
 
 def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
-    """Check the shards against the manifest; return how many bytes had their checksum computed.
+    """Verify the shards against the manifest; return the number of bytes whose checksum was computed.
 
-    Presence and size of every shard are always checked; checksums of the shards that fit into `limit_bytes` in
-    total, in order (None: of all), where they are on disk: those of remote ones are when they are preloaded. DataError
-    naming the first shard that is missing, cut or changed.
+    Presence and size of every shard are always checked. Checksums are computed in order for shards on disk, up to
+    `limit_bytes` in total (None: all). Remote shards are hashed when they are copied to the local cache. Raises
+    DataError naming the first shard that is missing, truncated or changed.
     """
     directory = parse_location(directory) if isinstance(directory, str) else directory
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
@@ -167,7 +167,7 @@ def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes:
 
 
 def compute_file_sha256(path: Path) -> str:
-    """Hex sha256 of a file's content. DataError where it cannot be read."""
+    """Compute the hex sha256 of a file. Raises DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Shards in an object store, read by ranges: nothing but the windows that are asked for is fetched."""
+"""Shards in an object store, read by range requests: only the requested windows are fetched."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raytrain_hpc.errors import DataError
 
 
 class RemoteTokens:
-    """The tokens of a remote shard: a slice is one request."""
+    """Tokens of a remote shard; each slice is one range request."""
 
     def __init__(self, file: RemoteFile, offset: int, dtype: str):
         self._file, self._offset, self._dtype = file, offset, np.dtype(dtype)
 
     def __getitem__(self, key: slice) -> npt.NDArray[Any]:
         width = self._dtype.itemsize
-        wanted = (key.stop - key.start) * width
+        num_bytes = (key.stop - key.start) * width
         with self._file.translate_errors():
-            found = self._handle.read_at(wanted, self._offset + key.start * width)
-        if len(found) != wanted:
-            raise DataError(f"{self._file}: ends too early; prepare the dataset again")
-        return np.frombuffer(found, dtype=self._dtype)
+            data = self._handle.read_at(num_bytes, self._offset + key.start * width)
+        if len(data) != num_bytes:
+            raise DataError(f"{self._file}: truncated; prepare the dataset again")
+        return np.frombuffer(data, dtype=self._dtype)
 
     @cached_property
     def _handle(self) -> Any:
@@ -34,28 +34,28 @@ class RemoteTokens:
 
 
 class RemoteShard:
-    """As `MappedShard`, of a remote file. Ends of documents and masks are fetched once, when first needed."""
+    """Counterpart of `MappedShard` for a remote file. Document ends and mask are fetched once, on first use."""
 
     def __init__(self, file: RemoteFile, offset: int, dtype: str, *, masked: bool):
-        """`offset`: byte at which the tokens begin."""
+        """Open lazily; `offset` is the byte at which the tokens begin."""
         self._file, self._masked = file, masked
         self.tokens = RemoteTokens(file, offset, dtype)
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """Positions after the last token of each document."""
+        """Positions after the last token of each document, int64[documents]."""
         return self._read_column("ends")
 
     @cached_property
     def counted(self) -> npt.NDArray[Any]:
-        """Which tokens count; empty without a mask."""
+        """Loss mask, uint8[tokens]; empty if the dataset has none."""
         return self._read_column("counted") if self._masked else np.empty(0, dtype=np.uint8)
 
     def _read_column(self, name: str) -> npt.NDArray[Any]:
         try:
             with self._file.translate_errors(), self._file.open() as file:
-                only = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index(name)])
-                batch = pa.ipc.open_file(file, options=only).get_batch(0)
+                options = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index(name)])
+                batch = pa.ipc.open_file(file, options=options).get_batch(0)
                 column: npt.NDArray[Any] = batch.column(name).values.to_numpy(zero_copy_only=True)
                 return column
         except (KeyError, IndexError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The `data` section of a config, resolved: what is read, how long it is, and who it is."""
+"""Data sources of a run: the `data` section of a config resolved to token arrays, weights and a dataset hash."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SYNTHETIC_VAL_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Dataset:
-    """Sources ready to be read. Small, and picklable: it holds paths, not tokens.
+    """Opened sources. Cheap to pickle: holds paths, not tokens.
 
-    `val` is the validation splits one after the other, unweighted, or None where no source has one. `tokenizer` is
+    `val` is the concatenation of the validation splits, unweighted, or None if no source has one. `tokenizer` is
     None for synthetic tokens. `mixture` describes the sources as JSON values: [{dataset_hash, weight}, ...].
     """
 
@@ -48,17 +48,17 @@ def open_dataset(
     verify_limit_bytes: int | None = 256 << 20,
     cache_dir: Path | None = None,
 ) -> Dataset:
-    """Open what `data.path` or `data.sources` names: a dataset directory or URI, stdlib or synthetic.
+    """Open `data.path` or `data.sources`: a dataset directory or URI, stdlib or synthetic.
 
-    `vocab_size` is used by synthetic tokens only (None: 256); `seed` too. Checksums of up to `verify_limit_bytes` of
-    each dataset are verified (None: all), sizes always. `preloaded`: a directory of this node to which shards are
-    copied first, unless they already were. DataError for a path that is no sound dataset, and for
-    sources that do not share one tokenizer.
+    `vocab_size` (None: 256) and `seed` apply to synthetic tokens only. Shard sizes are always verified, checksums for
+    up to `verify_limit_bytes` of each dataset (None: all). `cache_dir`: local directory to which shards are copied
+    first, unless they are cached already. Raises DataError for a missing or damaged dataset, and for sources with
+    different tokenizers.
     """
     sources = list(data.sources) or [SourceConfig(path=data.path)]
     if any(source.path == SYNTHETIC for source in sources):
         if len(sources) > 1:
-            raise DataError("data.sources: synthetic tokens share no tokenizer with other sources; use them alone")
+            raise DataError("data.sources: synthetic tokens cannot be mixed with other sources; use them alone")
         return _open_synthetic(256 if vocab_size is None else vocab_size, seed)
     return _open_prepared(sources, verify_limit_bytes, cache_dir)
 
@@ -82,13 +82,13 @@ def _open_prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | No
         if cache_dir is None:
             verify_shards(directory, manifest, limit_bytes=verify_limit_bytes)
     if cache_dir is not None:
-        directories = [copy_to_local_cache(*one, cache_dir) for one in zip(directories, manifests, strict=True)]
-    opened = list(zip(directories, manifests, strict=True))
+        directories = [copy_to_local_cache(*dataset, cache_dir) for dataset in zip(directories, manifests, strict=True)]
+    datasets = list(zip(directories, manifests, strict=True))
     weights = [source.weight for source in sources]
     hashes = [manifest.dataset_hash for manifest in manifests]
     return Dataset(
-        train=tuple(TokenArray.open(directory, manifest, "train") for directory, manifest in opened),
-        val=_open_validation(opened),
+        train=tuple(TokenArray.open(directory, manifest, "train") for directory, manifest in datasets),
+        val=_open_validation(datasets),
         weights=tuple(weights),
         tokenizer=tokenizer_from_json(manifests[0].tokenizer),
         vocab_size=manifests[0].vocab_size,
@@ -97,8 +97,8 @@ def _open_prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | No
     )
 
 
-def _open_validation(opened: Sequence[tuple[Location, Manifest]]) -> TokenArray | None:
-    splits = [TokenArray.open(path, manifest, "val") for path, manifest in opened if "val" in manifest.splits]
+def _open_validation(datasets: Sequence[tuple[Location, Manifest]]) -> TokenArray | None:
+    splits = [TokenArray.open(path, manifest, "val") for path, manifest in datasets if "val" in manifest.splits]
     return reduce(add, splits) if splits else None
 
 

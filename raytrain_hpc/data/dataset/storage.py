@@ -1,4 +1,4 @@
-"""Where datasets lie: a directory, or a folder of an object store, read through pyarrow's file systems."""
+"""Dataset locations: a local directory, or a folder of an object store read through pyarrow's file systems."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raytrain_hpc.errors import DataError
 
 
 def is_remote(path: Path | str) -> bool:
-    """Whether a dataset's path is a URI (s3://, gs://, hdfs://, ...) and not a directory."""
+    """Return whether a dataset path is a URI (s3://, gs://, hdfs://, ...) rather than a local directory."""
     return isinstance(path, str) and "://" in path
 
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder that a URI names; options of its file system (endpoint_override, region, ...) are in the URI's query.
+    """Remote folder named by a URI. File-system options (endpoint_override, region, ...) are in the URI's query.
 
-    Small, and picklable: each process connects for itself.
+    Picklable: each process opens its own connection.
     """
 
     uri: str
@@ -32,24 +32,24 @@ class RemoteFolder:
     def __str__(self) -> str:
         scheme, _, rest = self.uri.partition("?")[0].partition("://")
         host, slash, path = rest.partition("/")
-        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"  # errors are printed, and keys are secret
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"  # without credentials: for error messages
 
     def __truediv__(self, name: str) -> RemoteFile:
         return RemoteFile(self, name)
 
     @cached_property
     def filesystem_and_path(self) -> tuple[Any, str]:
-        """The file system and the folder's path in it. DataError where the URI makes no sense."""
+        """File system and path of the folder in it. Raises DataError if the URI is invalid."""
         try:
             system, path = pa.fs.FileSystem.from_uri(self.uri)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{self}: not a place to read from ({_format_error(error)}); see docs/data.md") from error
+            raise DataError(f"{self}: not a readable location ({_format_error(error)}); see docs/data.md") from error
         return system, path.rstrip("/")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file in a remote folder."""
+    """File in a remote folder."""
 
     folder: RemoteFolder
     name: str
@@ -58,26 +58,26 @@ class RemoteFile:
         return f"{str(self.folder).rstrip('/')}/{self.name}"
 
     def open(self) -> Any:
-        """The file, for reads at any position. DataError where there is none."""
+        """Open for random-access reads. Raises DataError if the file cannot be opened."""
         system, folder = self.folder.filesystem_and_path
         with self.translate_errors():
             return system.open_input_file(f"{folder}/{self.name}")
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Inside, what goes wrong is a DataError that names the file."""
+        """Convert storage errors raised inside the context to a DataError that names the file."""
         try:
             yield
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self}: cannot be read ({_format_error(error)})") from error
 
     def read(self) -> bytes:
-        """All of it."""
+        """Read the whole file."""
         with self.translate_errors(), self.open() as file:
             return bytes(file.read())
 
     def get_size(self) -> int | None:
-        """Bytes, None where there is no such file."""
+        """Return the size in bytes, or None if the file does not exist."""
         system, folder = self.folder.filesystem_and_path
         with self.translate_errors():
             info = system.get_file_info(f"{folder}/{self.name}")
@@ -88,12 +88,12 @@ Location = Path | RemoteFolder
 
 
 def parse_location(path: Path | str) -> Location:
-    """The directory or remote folder that a setting names."""
+    """Convert a configured path or URI to a location."""
     return RemoteFolder(str(path)) if is_remote(path) else Path(path).expanduser()
 
 
 def get_file_size(file: Path | RemoteFile) -> int | None:
-    """Bytes of a file, None where there is none."""
+    """Return the size of a file in bytes, or None if it does not exist."""
     if isinstance(file, RemoteFile):
         return file.get_size()
     return file.stat().st_size if file.is_file() else None

@@ -1,11 +1,11 @@
-"""Shards of tokens: written once, then read as one flat memory-mapped array a split.
+"""Token shards: written once, then read as one flat memory-mapped array per split.
 
 A shard is an uncompressed Arrow IPC *file* with one record batch of one row, so that every column is one contiguous
-buffer that numpy can look at in place:
+buffer that numpy can view without a copy:
 
     tokens    large_list<uint16 or uint32>
     ends      large_list<int64>, positions in this shard after the last token of each document that ends in it
-    counted   large_list<uint8>, only where the manifest says masked: 1 for a token that counts as a target
+    counted   large_list<uint8>, the loss mask, only if the manifest is masked: 1 if the token counts as a target
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from raytrain_hpc.data.dataset.storage import Location, RemoteFile, parse_locati
 from raytrain_hpc.errors import DataError
 
 DTYPES = ("uint16", "uint32")
-MAX_CONCURRENT_REQUESTS = 16  # to an object store, of one read
+MAX_CONCURRENT_REQUESTS = 16  # range requests to the object store per read
 Ints = npt.NDArray[np.int64]
-SliceCopy = tuple[npt.NDArray[Any], Any, int]  # what to fill, the column that has it, and where in that
+SliceCopy = tuple[npt.NDArray[Any], Any, int]  # destination, source column, offset in the column
 Bools = npt.NDArray[np.bool_]
 
 
 def choose_token_dtype(vocab_size: int) -> str:
-    """The smallest stored type that holds every id of the vocabulary."""
+    """Choose the smallest stored dtype that holds every token id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class TokenSource(Protocol):
-    """A flat array of tokens, cut into documents, from which windows are read."""
+    """Flat array of tokens, divided into documents, from which windows are read."""
 
     @property
     def num_tokens(self) -> int:
-        """Length of the array."""
+        """Number of tokens."""
 
     @property
     def num_documents(self) -> int:
-        """Documents in it; 0 where it knows of none."""
+        """Number of documents; 0 if boundaries are unknown."""
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens do not count as targets."""
+        """Whether a loss mask excludes some tokens as targets."""
 
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
-        """Windows [start, start + length), integers [n, length] of the stored type, for starts int64[n]."""
+        """Read windows [start, start + length) for starts int64[n] as [n, length] in the stored dtype."""
 
     def read_document_ids(self, starts: Ints, length: int) -> Ints:
-        """Of the same windows, how many documents ended before each position, int64[n, length]: 0 in the first one."""
+        """Return the document of each token, int64[n, length], numbered from 0 in each window."""
 
     def read_loss_mask(self, starts: Ints, length: int) -> Bools:
-        """Of the same windows, whether each token counts as a target, bool[n, length]."""
+        """Read whether each token of the windows counts as a target, bool[n, length]."""
 
     def get_document_spans(self, documents: Ints) -> tuple[Ints, Ints]:
-        """First position of each numbered document and the one after its last, int64[n] both."""
+        """Return start and stop position of each of the numbered documents, int64[n] each."""
 
 
 class ShardWriter:
-    """Writes one split as shards of `shard_tokens` tokens. Holds one shard in memory, whatever the split's size."""
+    """Writer of one split as shards of `shard_tokens` tokens. Buffers one shard in memory."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ShardWriter:
         finished_shards: Sequence[Shard] = (),
         on_shard: Callable[[Shard], None] = lambda shard: None,
     ):
-        """`finished`: shards of this split that are there already, to go on after; `on_shard` hears of each new one."""
+        """Continue after `finished_shards`, those already written; call `on_shard` after each new shard."""
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens}: must be at least 1")
         self._directory, self._split = directory, split
@@ -88,36 +88,36 @@ class ShardWriter:
         self._loss_mask = np.empty(shard_tokens, dtype=np.uint8) if masked else None
         self._ends: list[Ints] = []
         self._num_buffered = 0
-        self._in_document = False  # whether a document has begun and not ended
+        self._in_document = False  # whether the last document is unfinished
         self._shards = list(finished_shards)
         self._on_shard = on_shard
 
     def append(
         self, tokens: npt.NDArray[Any], ends: npt.ArrayLike = (), loss_mask: npt.NDArray[Any] | None = None
     ) -> None:
-        """Add tokens, integer[n], to the end of the split. They must fit the writer's dtype.
+        """Append tokens, integer[n], to the split. They must fit the writer's dtype.
 
-        `ends`: ascending positions in (0, n] after the last tokens of documents; `counted`: integer[n] of 0 and 1,
-        where the writer is masked.
+        `ends`: ascending positions in (0, n] after the last tokens of documents. `loss_mask`: integer[n] of 0 and 1,
+        if the writer is masked.
         """
         ends = np.asarray(ends, dtype=np.int64)
         if tokens.size:
             self._in_document = not ends.size or int(ends[-1]) < tokens.size
         while tokens.size:
-            taken = min(tokens.size, self._buffer.size - self._num_buffered)
-            place = slice(self._num_buffered, self._num_buffered + taken)
-            self._buffer[place] = tokens[:taken]
+            count = min(tokens.size, self._buffer.size - self._num_buffered)
+            target = slice(self._num_buffered, self._num_buffered + count)
+            self._buffer[target] = tokens[:count]
             if self._loss_mask is not None and loss_mask is not None:
-                self._loss_mask[place], loss_mask = loss_mask[:taken], loss_mask[taken:]
-            inside = int(np.searchsorted(ends, taken, side="right"))
-            self._ends.append(ends[:inside] + self._num_buffered)
-            self._num_buffered += taken
-            tokens, ends = tokens[taken:], ends[inside:] - taken
+                self._loss_mask[target], loss_mask = loss_mask[:count], loss_mask[count:]
+            num_ends = int(np.searchsorted(ends, count, side="right"))
+            self._ends.append(ends[:num_ends] + self._num_buffered)
+            self._num_buffered += count
+            tokens, ends = tokens[count:], ends[num_ends:] - count
             if self._num_buffered == self._buffer.size and tokens.size:
                 self._flush()
 
     def close(self) -> Split:
-        """Write what is left and return the finished split, whose end is the end of its last document."""
+        """Flush the buffer and return the finished split. The end of the split also ends its last document."""
         if self._num_buffered:
             if self._in_document:
                 self._ends.append(np.array([self._num_buffered], dtype=np.int64))
@@ -141,7 +141,7 @@ class ShardWriter:
 
 
 def write_shard(path: Path, columns: dict[str, npt.NDArray[Any]]) -> None:
-    """Write a shard's columns to a new file, synced. OSError where that fails."""
+    """Write the columns of a shard to a new file and fsync it. Raises OSError on failure."""
     rows = [
         pa.LargeListArray.from_arrays(pa.array([0, values.size], pa.int64()), pa.array(values))
         for values in columns.values()
@@ -155,42 +155,42 @@ def write_shard(path: Path, columns: dict[str, npt.NDArray[Any]]) -> None:
 
 
 def _find_token_offset(path: Path) -> int:
-    """Byte of the file at which its tokens begin."""
+    """Find the byte of the file at which its tokens begin."""
     with pa.memory_map(str(path)) as source:
-        whole = source.read_buffer()
-        tokens = pa.ipc.open_file(whole).get_batch(0).column("tokens").values
-        return int(tokens.buffers()[1].address - whole.address)
+        buffer = source.read_buffer()
+        tokens = pa.ipc.open_file(buffer).get_batch(0).column("tokens").values
+        return int(tokens.buffers()[1].address - buffer.address)
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Where a shard is and what the manifest says of it."""
+    """Location of a shard and its expected contents from the manifest."""
 
     path: Path | RemoteFile
     tokens: int
     documents: int
-    offset: int = 0  # byte at which the tokens begin; only where shards are read by ranges
+    offset: int = 0  # byte at which the tokens begin; used for remote shards only
 
 
 class TokenArray:
-    """Shards, one after the other, as one flat array. Shards are mapped when first read; pickling keeps the paths."""
+    """Concatenation of shards as one flat array. Shards are mapped on first read; pickling keeps paths only."""
 
     def __init__(self, files: Sequence[ShardFile], dtype: str, *, masked: bool = False):
         if dtype not in DTYPES:
-            raise DataError(f"dtype={dtype!r}: tokens are stored as {' or '.join(DTYPES)}")
+            raise DataError(f"dtype={dtype!r}: must be {' or '.join(DTYPES)}")
         self._files = tuple(files)
         self._dtype, self.masked = dtype, masked
-        # _ends[i]: position after the last token of shard i; searching it finds the shard of a position.
+        # _shard_stops[i]: position after the last token of shard i; a binary search finds the shard of a position.
         self._shard_stops = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
         self._num_tokens = int(self._shard_stops[-1]) if len(self._shard_stops) else 0
-        self._document_stops = np.cumsum([file.documents for file in self._files], dtype=np.int64)
+        self._cumulative_documents = np.cumsum([file.documents for file in self._files], dtype=np.int64)
         self._shards: dict[int, ShardColumns] = {}
         self._column_cache: dict[str, dict[int, tuple[Any, int, int]]] = {}
         self._has_remote_shards = any(isinstance(file.path, RemoteFile) for file in self._files)
 
     @classmethod
     def open(cls, directory: Location | str, manifest: Manifest, split: str) -> TokenArray:
-        """One split of a dataset. DataError where the dataset has no such split."""
+        """Open one split of a dataset. Raises DataError if the dataset has no such split."""
         directory = parse_location(directory) if isinstance(directory, str) else directory
         if split not in manifest.splits:
             raise DataError(f"{directory}: has no split {split!r}, only {', '.join(manifest.splits)}")
@@ -199,9 +199,9 @@ class TokenArray:
         return cls(files, manifest.dtype, masked=manifest.masked)
 
     def __add__(self, other: TokenArray) -> TokenArray:
-        """This array followed by another one of the same kind."""
+        """Concatenate with an array of the same dtype and masking. Raises DataError if they differ."""
         if (self._dtype, self.masked) != (other._dtype, other.masked):
-            raise DataError(f"token arrays of {self._dtype} and {other._dtype}, or with and without a mask, do not mix")
+            raise DataError(f"cannot concatenate {self._dtype} and {other._dtype}, or with and without a mask")
         return TokenArray(self._files + other._files, self._dtype, masked=self.masked)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -209,135 +209,139 @@ class TokenArray:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the array."""
+        """Number of tokens."""
         return self._num_tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents that end in it: all, the end of a split being the end of a document."""
-        return int(self._document_stops[-1]) if len(self._document_stops) else 0
+        """Number of documents. The end of a split always ends a document."""
+        return int(self._cumulative_documents[-1]) if len(self._cumulative_documents) else 0
 
     def read(self, starts: Ints, length: int) -> npt.NDArray[Any]:
-        """As `TokenSource.read`. DataError outside the array."""
+        """Implement `TokenSource.read`. Raises DataError if out of range."""
         out = np.empty((len(starts), length), dtype=self._dtype)
         self._gather("tokens", starts, out)
         return out
 
     def read_loss_mask(self, starts: Ints, length: int) -> Bools:
-        """As `TokenSource.counted`. DataError outside the array."""
+        """Implement `TokenSource.read_loss_mask`. Raises DataError if out of range."""
         out = np.ones((len(starts), length), dtype=bool)
         if self.masked:
             self._gather("counted", starts, out)
         return out
 
     def read_document_ids(self, starts: Ints, length: int) -> Ints:
-        """As `TokenSource.documents`. DataError outside the array."""
+        """Implement `TokenSource.read_document_ids`. Raises DataError if out of range."""
         marks = np.zeros((len(starts), length), dtype=np.int64)
-        found = self._find_shards(starts, length) if length else ()
-        for row, start, shard in zip(marks, starts.tolist(), list(found), strict=False):
+        shards = self._find_shards(starts, length) if length else ()
+        for row, start, shard in zip(marks, starts.tolist(), list(shards), strict=False):
             position, stop = start, start + length
             while position < stop:
-                ends, begin = self._get_shard(shard).ends, int(self._shard_stops[shard]) - self._files[shard].tokens
-                # An end at the window's first position, or after its last, divides nothing in it.
-                low, high = np.searchsorted(ends, (start - begin, stop - begin), side="right")
-                inside = ends[low:high] + (begin - start)
-                row[inside[inside < length]] = 1
+                ends, offset = self._get_shard(shard).ends, int(self._shard_stops[shard]) - self._files[shard].tokens
+                # Ends at the first position of the window, or after its last, do not separate tokens of it.
+                low, high = np.searchsorted(ends, (start - offset, stop - offset), side="right")
+                boundaries = ends[low:high] + (offset - start)
+                row[boundaries[boundaries < length]] = 1
                 position, shard = int(self._shard_stops[shard]), shard + 1
         return np.cumsum(marks, axis=1)
 
     def get_document_spans(self, documents: Ints) -> tuple[Ints, Ints]:
-        """As `TokenSource.spans`. DataError for a number that no document has."""
+        """Implement `TokenSource.get_document_spans`. Raises DataError for a document that does not exist."""
         documents = np.asarray(documents, dtype=np.int64)
         if documents.size and not 0 <= int(documents.min()) <= int(documents.max()) < self.num_documents:
-            raise DataError(f"document {documents.min()}..{documents.max()}: there are {self.num_documents}")
+            raise DataError(
+                f"document {documents.min()}..{documents.max()} out of range; there are {self.num_documents}"
+            )
         stops = self._get_document_stops(documents)
         starts = np.zeros_like(stops)
-        later = documents > 0
-        starts[later] = self._get_document_stops(documents[later] - 1)
+        has_previous = documents > 0
+        starts[has_previous] = self._get_document_stops(documents[has_previous] - 1)
         return starts, stops
 
     def _get_document_stops(self, documents: Ints) -> Ints:
-        shards = np.searchsorted(self._document_stops, documents, side="right")
-        found = np.empty_like(documents)
+        shards = np.searchsorted(self._cumulative_documents, documents, side="right")
+        stops = np.empty_like(documents)
         for shard in np.unique(shards).tolist():
-            mine, file = shards == shard, self._files[shard]
-            first = int(self._document_stops[shard]) - file.documents
-            found[mine] = (
-                self._get_shard(shard).ends[documents[mine] - first] + int(self._shard_stops[shard]) - file.tokens
+            rows, file = shards == shard, self._files[shard]
+            first = int(self._cumulative_documents[shard]) - file.documents
+            stops[rows] = (
+                self._get_shard(shard).ends[documents[rows] - first] + int(self._shard_stops[shard]) - file.tokens
             )
-        return found
+        return stops
 
     def _find_shards(self, starts: Ints, length: int) -> Ints:
-        """The shard in which each window begins, int64[n]. DataError for one outside the array."""
+        """Find the shard in which each window begins, int64[n]. Raises DataError if out of range."""
         if not starts.size:
             return np.empty(0, dtype=np.int64)
         first, last = int(starts.min()), int(starts.max())
         if first < 0 or last + length > self.num_tokens:
-            raise DataError(f"window of {length} tokens at {first}..{last} leaves the {self.num_tokens} tokens")
+            raise DataError(f"window of {length} tokens at {first}..{last} exceeds the {self.num_tokens} tokens")
         return self._shard_stops.searchsorted(starts, side="right").astype(np.int64)
 
     def _gather(self, column: str, starts: Ints, out: npt.NDArray[Any]) -> None:
-        """Fill the rows of `out` from a column: of each shard in one call, which is quick and lets other threads work;
-        what runs through several shards, or comes from elsewhere, slice by slice."""
+        """Fill the rows of `out` from a column: one numpy call per local shard, which lets other threads run.
+
+        Windows that span shards, and remote ones, are copied slice by slice.
+        """
         columns, length = self._column_cache.setdefault(column, {}), out.shape[1]
         shards = self._find_shards(starts, length)
-        within = (
+        is_inside = (
             starts + length <= self._shard_stops[shards]
             if not self._has_remote_shards
             else np.zeros(len(starts), dtype=bool)
         )
-        for shard in np.unique(shards[within]).tolist():
-            held, begin, _ = columns.get(shard) or self._get_column(column, shard)
-            rows = np.flatnonzero(within & (shards == shard))
-            out[rows] = _view_windows(held, length)[starts[rows] - begin]
-        pieces = [
-            piece
-            for row in np.flatnonzero(~within).tolist()
-            for piece in self._plan_copies(column, out[row], int(starts[row]), int(shards[row]))
+        for shard in np.unique(shards[is_inside]).tolist():
+            values, shard_start, _ = columns.get(shard) or self._get_column(column, shard)
+            rows = np.flatnonzero(is_inside & (shards == shard))
+            out[rows] = _view_windows(values, length)[starts[rows] - shard_start]
+        copies = [
+            copy
+            for row in np.flatnonzero(~is_inside).tolist()
+            for copy in self._plan_copies(column, out[row], int(starts[row]), int(shards[row]))
         ]
-        if self._has_remote_shards and pieces:
-            # What costs is the way there and back: many are on it at once.
-            with ThreadPoolExecutor(min(MAX_CONCURRENT_REQUESTS, len(pieces))) as pool:
-                list(pool.map(_copy_slice, pieces))
+        if self._has_remote_shards and copies:
+            # Latency dominates: send requests concurrently.
+            with ThreadPoolExecutor(min(MAX_CONCURRENT_REQUESTS, len(copies))) as pool:
+                list(pool.map(_copy_slice, copies))
         else:
-            for piece in pieces:
-                _copy_slice(piece)
+            for copy in copies:
+                _copy_slice(copy)
 
     def _plan_copies(self, column: str, row: npt.NDArray[Any], start: int, shard: int) -> Iterator[SliceCopy]:
-        """What fills a row: a slice of each shard that it runs through."""
+        """Yield the copies that fill a row: one slice of each shard it spans."""
         while row.size:
-            held, begin, end = self._get_column(column, shard)
-            size = min(row.size, end - start)
-            yield row[:size], held, start - begin
-            row, start, shard = row[size:], end, shard + 1
+            values, shard_start, shard_stop = self._get_column(column, shard)
+            size = min(row.size, shard_stop - start)
+            yield row[:size], values, start - shard_start
+            row, start, shard = row[size:], shard_stop, shard + 1
 
     def _get_column(self, name: str, shard: int) -> tuple[Any, int, int]:
-        """A column of a shard, its first position in the array and the one after its last."""
-        end = int(self._shard_stops[shard])
-        found = getattr(self._get_shard(shard), name), end - self._files[shard].tokens, end
-        self._column_cache[name][shard] = found
-        return found
+        """Return a column of a shard, with the start and stop position of the shard in the array."""
+        stop = int(self._shard_stops[shard])
+        column = getattr(self._get_shard(shard), name), stop - self._files[shard].tokens, stop
+        self._column_cache[name][shard] = column
+        return column
 
     def _get_shard(self, index: int) -> ShardColumns:
         if index not in self._shards:
             file = self._files[index]
             if isinstance(file.path, RemoteFile):
-                ranged = RemoteShard(file.path, file.offset, self._dtype, masked=self.masked)
-                self._shards[index] = ranged
+                remote_shard = RemoteShard(file.path, file.offset, self._dtype, masked=self.masked)
+                self._shards[index] = remote_shard
             else:
                 self._shards[index] = map_shard(file, self._dtype, masked=self.masked)
         return self._shards[index]
 
 
 def _view_windows(column: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
-    """Every run of `length` elements of a flat array, in place, [n - length + 1, length]."""
-    shape, width = (column.size - length + 1, length), column.itemsize
-    return np.ndarray(shape, column.dtype, buffer=column, strides=(width, width))
+    """View every window of `length` elements of a flat array, [n - length + 1, length], without a copy."""
+    shape, stride = (column.size - length + 1, length), column.itemsize
+    return np.ndarray(shape, column.dtype, buffer=column, strides=(stride, stride))
 
 
 def _copy_slice(copy: SliceCopy) -> None:
-    row, held, offset = copy
-    row[:] = held[offset : offset + row.size]
+    row, column, offset = copy
+    row[:] = column[offset : offset + row.size]
 
 
 def _rebuild_token_array(files: tuple[ShardFile, ...], dtype: str, masked: bool) -> TokenArray:
@@ -345,24 +349,24 @@ def _rebuild_token_array(files: tuple[ShardFile, ...], dtype: str, masked: bool)
 
 
 class ShardColumns(Protocol):
-    """The columns of a shard: sliced, they give arrays."""
+    """Columns of a shard. Slicing a column returns an array."""
 
     @property
     def tokens(self) -> Any:
-        """The tokens."""
+        """Tokens."""
 
     @property
     def ends(self) -> Ints:
-        """Where documents end."""
+        """Positions after the last token of each document."""
 
     @property
     def counted(self) -> Any:
-        """Which tokens count; empty without a mask."""
+        """Loss mask; empty if the dataset has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class MappedShard:
-    """The columns of a shard, in place and read-only; `counted` is empty without a mask."""
+    """Columns of a memory-mapped shard, read-only; `counted`, the loss mask, is empty if the dataset has none."""
 
     tokens: npt.NDArray[Any]
     ends: Ints
@@ -370,11 +374,11 @@ class MappedShard:
 
 
 def map_shard(file: ShardFile, dtype: str, *, masked: bool) -> MappedShard:
-    """Look at a shard in place. DataError where the file is not what the manifest says."""
+    """Memory-map a shard. Raises DataError if the file does not match the manifest."""
     names = ["tokens", "ends", *(["counted"] if masked else [])]
     try:
-        # Closing the file keeps the mapping (the array refers to it) and frees the descriptor: a large dataset has
-        # more shards than a process may have files open.
+        # Closing the file keeps the mapping, which the arrays reference, and frees the descriptor: a large dataset
+        # has more shards than a process may have open files.
         with pa.memory_map(str(file.path)) as source:
             reader = pa.ipc.open_file(source)
             batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
@@ -384,8 +388,8 @@ def map_shard(file: ShardFile, dtype: str, *, masked: bool) -> MappedShard:
         raise DataError(f"{file.path}: not a readable shard ({reason}); prepare the dataset again") from error
     tokens, ends = columns[:2]
     counted = columns[2] if masked else np.empty(0, dtype=np.uint8)
-    found = (len(batches), batches[0].num_rows, tokens.dtype, tokens.size, ends.size, counted.size)
-    if found != (1, 1, np.dtype(dtype), file.tokens, file.documents, file.tokens if masked else 0):
+    actual = (len(batches), batches[0].num_rows, tokens.dtype, tokens.size, ends.size, counted.size)
+    if actual != (1, 1, np.dtype(dtype), file.tokens, file.documents, file.tokens if masked else 0):
         raise DataError(
             f"{file.path}: holds {tokens.size} tokens of {tokens.dtype} in {ends.size} documents instead of "
             f"{file.tokens} of {dtype} in {file.documents}; prepare the dataset again"

@@ -1,8 +1,8 @@
-"""Training data read by others: how steps are cut into blocks, and what a rank does with the blocks it is given.
+"""Block stream: training data read by other processes and delivered to the ranks in blocks.
 
-A block holds what one data-parallel rank trains on in some consecutive steps (a *group* of steps). Blocks are
-megabytes, so that handing one over costs little beside reading it. Tensor-, pipeline- and context-parallel peers get
-the same one.
+A block holds the samples of one data-parallel rank for a *group* of consecutive steps. Blocks are a few megabytes, so
+that delivering one costs little compared with reading it. Tensor-, pipeline- and context-parallel peers get the same
+block.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from raytrain_hpc.data.loader.packing import SampleRows
 from raytrain_hpc.data.loader.stream import Block, LocalStream, Stream
 from raytrain_hpc.errors import DataError
 
-BLOCK_BYTES = 4 << 20  # about; below, handing blocks over begins to cost, and far above, so does their memory
-_MAX_GROUP_STEPS = 64  # at most: a worker begins with a whole group
+BLOCK_BYTES = 4 << 20  # target size: smaller blocks cost more per delivery, much larger ones too much memory
+_MAX_GROUP_STEPS = 64  # a worker waits for its whole first group
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The steps [first, stop) of a generation in groups of `group_steps`; `shares`: the microbatches of each
-    data-parallel rank; `data_ranks`: for each rank, which of the shares it trains on."""
+    """Division of the steps [first, stop) of a generation into groups of `group_steps`.
+
+    `microbatches_per_rank`: the microbatches of each data-parallel rank; `dp_ranks`: data-parallel rank of each rank.
+    """
 
     first: int
     stop: int
@@ -43,61 +45,60 @@ class BlockPlan:
         dp_ranks: tuple[int, ...],
         microbatch_bytes: int,
     ) -> BlockPlan:
-        """With groups as long as give a rank about BLOCK_BYTES."""
-        steps = BLOCK_BYTES // (microbatch_bytes * max(len(share) for share in microbatches_per_rank))
+        """Build a plan whose groups hold about BLOCK_BYTES per data-parallel rank."""
+        steps = BLOCK_BYTES // (microbatch_bytes * max(len(microbatches) for microbatches in microbatches_per_rank))
         return cls(first, stop, min(max(1, steps), _MAX_GROUP_STEPS), microbatches_per_rank, dp_ranks)
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return -(-(self.stop - self.first) // self.group_steps)
 
     def get_steps(self, group: int) -> range:
-        """The steps of a group."""
+        """Return the steps of a group."""
         first = self.first + group * self.group_steps
         return range(first, min(first + self.group_steps, self.stop))
 
 
 class BlocksUnavailableError(Exception):
-    """Nobody will deliver blocks any more; the message says why."""
+    """Blocks are no longer delivered, for the reason in the message."""
 
 
 class BlockSource(Protocol):
-    """Where a rank asks for its blocks."""
+    """Source from which a rank requests its blocks."""
 
     plan: BlockPlan
 
     def get_block(self, group: int) -> Block | None:
-        """The rank's block of a group; None where whoever reads is not that far yet. Raises Lost."""
+        """Return the rank's block of a group, or None if it is not ready yet. Raises BlocksUnavailableError."""
 
 
 class BlockStream(Stream):
-    """Blocks as they are delivered; what is not delivered is read here. The bytes are the same either way."""
+    """Stream of delivered blocks that reads missing blocks locally. Both give the same bytes."""
 
     def __init__(self, local: LocalStream, source: BlockSource, log: Callable[[str], None]):
-        """`note` is told, in one line, when blocks begin to come, and when they stop."""
+        """Deliver from `source`, else from `local`; `log` receives a line when delivery starts and when it ends."""
         self._local, self._source, self._log = local, source, log
         self.micro_batch = local.micro_batch
         self._is_disconnected = False
-        self.num_delivered = 0  # groups that came as blocks
+        self.num_delivered = 0  # groups received as blocks
 
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
-        """As `Stream.blocks`."""
+        """Implement `Stream.iter_blocks`."""
         plan = self._source.plan
         if microbatches not in plan.microbatches_per_rank or (steps.start - plan.first) % plan.group_steps:
-            yield from self._local.iter_blocks(
-                steps, microbatches, max_microbatches
-            )  # no whole groups: a single microbatch was asked for
+            # Not whole groups: a single microbatch is read again.
+            yield from self._local.iter_blocks(steps, microbatches, max_microbatches)
             return
         for start in range(steps.start, steps.stop, plan.group_steps):
-            some = range(start, min(start + plan.group_steps, steps.stop))
+            steps_in_group = range(start, min(start + plan.group_steps, steps.stop))
             block = None if self._is_disconnected else self._get_block((start - plan.first) // plan.group_steps)
             if block is None:
-                yield from self._local.iter_blocks(some, microbatches, max_microbatches)
+                yield from self._local.iter_blocks(steps_in_group, microbatches, max_microbatches)
                 continue
-            self._check_samples(block, some, microbatches)
+            self._check_samples(block, steps_in_group, microbatches)
             if not self.num_delivered:
-                self._log(f"data: readers deliver from step {some.start + 1} on")
+                self._log(f"data: readers deliver from step {steps_in_group.start + 1} on")
             self.num_delivered += 1
             yield from block.split(max_microbatches * self.micro_batch)
 
@@ -106,21 +107,21 @@ class BlockStream(Stream):
             return self._source.get_block(group)
         except BlocksUnavailableError as reason:
             self._is_disconnected = True
-            self._log(f"data: readers lost ({reason}); every worker reads for itself from here on")
+            self._log(f"data: readers lost ({reason}); every worker reads its own data from now on")
             return None
 
     def _check_samples(self, block: Block, steps: range, microbatches: range) -> None:
-        due = self._local.get_samples_of_steps(steps, microbatches)
-        if not np.array_equal(block.samples, due):
-            found = f"{block.samples[:1]}..{block.samples[-1:]} ({len(block.samples)})"
+        expected = self._local.get_samples_of_steps(steps, microbatches)
+        if not np.array_equal(block.samples, expected):
+            delivered = f"{block.samples[:1]}..{block.samples[-1:]} ({len(block.samples)})"
             raise DataError(
-                f"steps {steps.start}..{steps.stop - 1}: a block of samples {found} was delivered where "
-                f"{due[0]}..{due[-1]} ({len(due)}) are due"
+                f"steps {steps.start}..{steps.stop - 1}: received a block of samples {delivered} instead of "
+                f"{expected[0]}..{expected[-1]} ({len(expected)})"
             )
 
 
 def block_to_table(block: Block) -> pa.Table:
-    """A block as an Arrow table with a row a sample, in the stored types."""
+    """Convert a block to an Arrow table with one row per sample, in the stored dtypes."""
     rows = block.rows
     columns = {"samples": pa.array(block.samples), "tokens": _to_arrow_column(rows.tokens)}
     if rows.document_ids is not None:
@@ -131,12 +132,14 @@ def block_to_table(block: Block) -> pa.Table:
 
 
 def table_to_block(table: pa.Table) -> Block:
-    """What `table_of` made a table of; tokens in place where they lie."""
+    """Convert the output of `block_to_table` back to a block. Tokens are not copied."""
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-    held = {name: _to_matrix(column) for name, column in columns.items() if name != "samples"}
-    counted = held.get("counted")
-    rows = SampleRows(held["tokens"], held.get("documents"), None if counted is None else counted.view(np.bool_))
-    return Block(columns["samples"].to_numpy().copy(), rows)  # the only part that becomes a tensor as it is
+    matrices = {name: _to_matrix(column) for name, column in columns.items() if name != "samples"}
+    loss_mask = matrices.get("counted")
+    rows = SampleRows(
+        matrices["tokens"], matrices.get("documents"), None if loss_mask is None else loss_mask.view(np.bool_)
+    )
+    return Block(columns["samples"].to_numpy().copy(), rows)  # becomes a tensor as is: must be writable
 
 
 def _to_arrow_column(matrix: npt.NDArray[Any]) -> pa.Array:

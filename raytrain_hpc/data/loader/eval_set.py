@@ -1,4 +1,4 @@
-"""Validation batches: a whole split, every target once."""
+"""Evaluation set: batches over a whole validation split, with every target exactly once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from raytrain_hpc.errors import DataError
 
 
 class EvaluationSet:
-    """The samples of a split, one after the other, in batches of one shape.
+    """Samples of a split in order, in batches of equal shape.
 
-    The last window may be short and the last batch incomplete: both are padded with input 0 and target -100, so that
-    the targets of the split count exactly once. `limit` > 0 takes that many samples instead, spread evenly.
+    A short last window and an incomplete last batch are padded with input 0 and target -100, so that every target of
+    the split counts exactly once. `max_samples` > 0 selects at most that many samples, spread evenly.
     """
 
     def __init__(self, tokens: TokenSource, packing: Packing, batch_size: int, max_samples: int = 0):
-        """`batch`: samples a batch. DataError where the split holds no target."""
+        """Validate the sizes; `batch_size` is in samples. Raises DataError if the split has no target."""
         if tokens.num_tokens < 2:
             raise DataError(f"validation split of {tokens.num_tokens} tokens: needs at least 2")
         if packing.seq_len < 1 or batch_size < 1 or max_samples < 0:
             raise DataError(
-                f"evaluation of seq_len={packing.seq_len}, batch={batch_size}, limit={max_samples}: not a size"
+                f"evaluation of seq_len={packing.seq_len}, batch={batch_size}, limit={max_samples}: too small"
             )
         self._tokens, self._packing, self._batch_size = tokens, packing, batch_size
         self._num_available = packing.count_eval_samples(tokens)
@@ -31,14 +31,14 @@ class EvaluationSet:
 
     @property
     def num_batches(self) -> int:
-        """Batches in an evaluation."""
+        """Number of batches per evaluation."""
         return -(-self.num_samples // self._batch_size)
 
     def get_batch(self, index: int) -> Microbatch:
-        """Batch `index` in [0, num_batches). DataError outside."""
+        """Return batch `index` in [0, num_batches). Raises DataError if out of range."""
         if not 0 <= index < self.num_batches:
-            raise DataError(f"evaluation batch {index}: there are {self.num_batches}")
-        chosen = np.arange(index * self._batch_size, min((index + 1) * self._batch_size, self.num_samples))
-        numbers = chosen * self._num_available // self.num_samples
+            raise DataError(f"evaluation batch {index}: out of range; there are {self.num_batches}")
+        indexes = np.arange(index * self._batch_size, min((index + 1) * self._batch_size, self.num_samples))
+        numbers = indexes * self._num_available // self.num_samples
         rows = self._packing.read(self._tokens, self._packing.locate(numbers)).pad_to(self._batch_size)
         return Microbatch(np.pad(numbers, (0, self._batch_size - numbers.size), constant_values=-1), rows)

@@ -1,4 +1,4 @@
-"""A thread that makes the items of an iterator ahead of whoever takes them, within a number and a size."""
+"""Prefetching: a thread that produces items ahead of the consumer, bounded by their number and size."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from raytrain_hpc.errors import DataError
 
 Item = TypeVar("Item")
 
-_JOIN_TIMEOUT_S = 10.0  # a thread that reads from storage which no longer answers is left behind: it is a daemon
+_JOIN_TIMEOUT_S = 10.0  # abandon a thread (a daemon) whose storage does not respond
 
 
 @dataclass(frozen=True)
 class _EndMarker:
-    """Behind the last item: nothing, or the error that stands in the next one's place."""
+    """End of the items: exhausted, or the error raised in place of the next item."""
 
     error: Exception | None
 
 
 class Prefetcher(Generic[Item]):
-    """Takes items from a generator in a thread of its own. What it made ahead of `take` was not consumed.
+    """Background thread that runs a generator ahead of `take`. Items not taken do not count as consumed.
 
-    Items go one way through a queue, and what they held goes back through another: neither side holds a lock while the
-    other works. Waking whoever waits costs as much as making a small item, so that items had better be some together.
+    Items pass through one queue, and credits for taken items return through another, so that neither side holds a
+    lock while the other works. Waking a thread costs as much as producing a small item: batch small items.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class Prefetcher(Generic[Item]):
         max_bytes: int,
         count: Callable[[Item], int] = lambda item: 1,
     ):
-        """`size`: bytes of an item; `count`: for how many it counts. At least one is made ahead, however large."""
+        """Start the thread. `size`: bytes of an item; `count`: items it counts as. Always prefetches at least one."""
         self._items, self._size, self._count = items, size, count
         self._max_items, self._max_bytes = max_items, max_bytes
         self._queue: SimpleQueue[Item | _EndMarker] = SimpleQueue()
         self._credits: SimpleQueue[tuple[int, int]] = SimpleQueue()  # (items, bytes)
-        self._num_put = self._put_bytes = 0  # the thread's, who alone changes them
-        self._num_taken = self._taken_bytes = 0  # the taker's
+        self._num_put = self._put_bytes = 0  # written by the thread only
+        self._num_taken = self._taken_bytes = 0  # written by the consumer only
         self._end: _EndMarker | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
         self._thread.start()
 
     def take(self) -> Item:
-        """The next item. Raises what the generator raised in its place, and DataError behind its last one."""
+        """Return the next item. Raises the generator's error in its place, and DataError after the last item."""
         item = self._queue.get() if self._end is None else self._end
         if not isinstance(item, _EndMarker):
             count, size = self._count(item), self._size(item)
@@ -61,15 +61,15 @@ class Prefetcher(Generic[Item]):
         self._end = item
         if item.error is not None:
             raise item.error
-        raise DataError("nothing is left to be read ahead: more was asked for than the run's steps hold")
+        raise DataError("nothing is left to prefetch: more items were requested than the steps of the run hold")
 
     @property
     def backlog(self) -> tuple[int, int]:
-        """What was made and not taken: items, as they count, and their bytes."""
+        """Items produced and not yet taken, and their bytes."""
         return self._num_put - self._num_taken, self._put_bytes - self._taken_bytes
 
     def close(self) -> None:
-        """End the thread and drop what it made."""
+        """Stop the thread and drop its items."""
         self._is_closed = True
         self._credits.put((0, 0))
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -79,21 +79,23 @@ class Prefetcher(Generic[Item]):
     def _run(self) -> None:
         error = None
         try:
-            held = held_bytes = 0
+            num_buffered = buffered_bytes = 0
             for item in self._items:
                 count, size = self._count(item), self._size(item)
-                while held and (held + count > self._max_items or held_bytes + size > self._max_bytes):
+                while num_buffered and (
+                    num_buffered + count > self._max_items or buffered_bytes + size > self._max_bytes
+                ):
                     if self._is_closed:
                         break
-                    items, size_of_all = self._credits.get()
-                    held, held_bytes = held - items, held_bytes - size_of_all
+                    num_taken, taken_bytes = self._credits.get()
+                    num_buffered, buffered_bytes = num_buffered - num_taken, buffered_bytes - taken_bytes
                 if self._is_closed:
                     break
-                held, held_bytes = held + count, held_bytes + size
+                num_buffered, buffered_bytes = num_buffered + count, buffered_bytes + size
                 self._num_put, self._put_bytes = self._num_put + count, self._put_bytes + size
                 self._queue.put(item)
-        except Exception as raised:  # whatever it is, it belongs to the step that needs this item
-            error = raised
+        except Exception as exception:  # raised again by `take`, in the step that needs this item
+            error = exception
         finally:
             self._items.close()
             self._queue.put(_EndMarker(error))

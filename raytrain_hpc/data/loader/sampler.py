@@ -1,10 +1,9 @@
-"""Sample number to (source, number in the source): the batch contract. Pure functions of (seed, sample); nothing is
-stored or counted.
+"""Sampler: map a sample number of the run to a source and a sample number in it.
 
-Sample g -> source: the mixture deals samples out in blocks of BLOCK, each with the same number of samples of every
-source, in an order of its own. Weights can change between blocks (stages). Single sources skip this.
-Source's i-th sample -> its number: epoch i // n, position i % n, through a permutation of its own a source and epoch.
-What a numbered sample holds is the packing's affair.
+All functions are pure in (seed, sample): there is no state. The packing defines the content of a numbered sample.
+Sample g -> source: the mixture assigns sources in blocks of MIXTURE_BLOCK_SAMPLES samples. Each block has the same
+number of samples per source, in its own order. Weights can change between blocks (stages). Skipped for one source.
+i-th sample of a source -> its number: epoch i // n, position i % n, mapped by a permutation per source and epoch.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ import numpy.typing as npt
 
 from raytrain_hpc.errors import DataError
 
-MIXTURE_BLOCK_SAMPLES = (
-    1024  # samples a mixture block: a weight is honoured to 1/1024, and every 1024 samples hold it exactly
-)
-FEISTEL_ROUNDS = 6  # of the Feistel network: neighbouring samples are then as unrelated as in a shuffled list
+MIXTURE_BLOCK_SAMPLES = 1024  # weights have a resolution of 1/1024 and hold exactly in every block
+FEISTEL_ROUNDS = 6  # enough that neighboring samples are as uncorrelated as in a shuffled list
 
 OrderName = Literal["shuffle", "sequential", "random"]
 Ints = npt.NDArray[np.int64]
@@ -35,13 +32,13 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key that belongs to `parts`: the first 8 bytes (little-endian) of blake2b over "part/part/..."."""
+    """Derive a 64-bit key from `parts`: the first 8 bytes (little-endian) of blake2b over "part/part/..."."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def splitmix64(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output of the splitmix64 generator at each state, uint64[n] -> uint64[n]: a hash, and a bijection."""
+    """Apply the splitmix64 output function to each state, uint64[n] -> uint64[n]: a bijective hash."""
     z = state + _GOLDEN
     z = (z ^ (z >> _SHIFTS[0])) * _FACTORS[0]
     z = (z ^ (z >> _SHIFTS[1])) * _FACTORS[1]
@@ -49,23 +46,23 @@ def splitmix64(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def generate_words(key: int, positions: Ints) -> npt.NDArray[np.uint64]:
-    """Words of the splitmix64 stream seeded with `key`, at int64[n] positions: any of them at the same cost."""
+    """Generate words of the splitmix64 stream seeded with `key` at positions int64[n], each at constant cost."""
     return splitmix64(np.uint64(key) + positions.astype(np.uint64) * _GOLDEN)
 
 
 class Permutation:
-    """A bijection on [0, n), computed an index at a time.
+    """Pseudorandom permutation of [0, n), evaluated per index without a table.
 
-    A Feistel network of ROUNDS rounds over pairs (left, right) in [0, a) x [0, b), with a and b about sqrt(n) and a * b
-    at least n. Rounds take turns: left += F(right) modulo a, right += F(left) modulo b, where F(x) is
-    splitmix64(x ^ round key) and the round keys are the first words of the splitmix64 stream seeded with `key`. A
-    result outside [0, n) goes through the network again until it falls inside (cycle walking), which keeps it a
-    bijection. Pairs of numbers instead of the usual halves of a bit string leave less than a + b results outside,
-    where powers of two would leave up to three quarters.
+    A Feistel network of FEISTEL_ROUNDS rounds over pairs (left, right) in [0, a) x [0, b), with a and b about sqrt(n)
+    and a * b at least n. Rounds alternate between left += F(right) modulo a and right += F(left) modulo b. F(x) is
+    splitmix64(x ^ round key); the round keys are the first words of the splitmix64 stream seeded with `key`. Results
+    outside [0, n) are fed through the network again until they are inside (cycle walking), which keeps the mapping
+    bijective. With pairs of numbers, fewer than a + b results are outside; with halves of a bit string, up to three
+    quarters would be.
     """
 
     def __init__(self, n: int, key: int):
-        """`n`: size, at least 1. `key`: in [0, 2**64); another key gives another permutation."""
+        """Permute [0, n), n at least 1, as selected by `key` in [0, 2**64). Raises DataError if n is below 1."""
         if n < 1:
             raise DataError(f"a permutation of {n} elements: needs at least 1")
         self.n = n
@@ -74,7 +71,7 @@ class Permutation:
         self._keys = generate_words(key, np.arange(FEISTEL_ROUNDS))
 
     def __call__(self, index: Ints) -> Ints:
-        """Images of index int64[m], each in [0, n)."""
+        """Map index int64[m] to its images, each in [0, n)."""
         x = self._network(np.asarray(index).astype(np.uint64))
         outside = np.flatnonzero(x >= self.n)
         while outside.size:
@@ -85,20 +82,21 @@ class Permutation:
     def _network(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = x // self._b, x % self._b
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            # The lowest bit of a word is dropped so that the sum cannot leave 64 bits, which would break the bijection.
+            # Drop the lowest bit of a word so that the sum cannot overflow 64 bits, which would break the bijection.
             left = (left + (splitmix64(right ^ even) >> _ONE)) % self._a
             right = (right + (splitmix64(left ^ odd) >> _ONE)) % self._b
         return left * self._b + right
 
 
 def compute_block_counts(weights: Sequence[float], size: int = MIXTURE_BLOCK_SAMPLES) -> Ints:
-    """How many of `size` samples each source gets, int64[sources], by largest remainder (ties go to the first).
+    """Compute the number of samples per source in a block of `size`, int64[sources], by largest remainder.
 
-    DataError for a weight below 0, a sum of 0, or a weight so small that its source would never be read.
+    Ties go to the first source. Raises DataError for a weight below 0, a sum of 0, or a positive weight too small to
+    get a sample.
     """
     if not all(0 <= w < float("inf") for w in weights) or not sum(weights):
-        raise DataError(f"weights={list(weights)}: needs numbers of at least 0, and one above it")
-    exact = [Fraction(w) for w in weights]  # fractions, so that no machine rounds a tie the other way
+        raise DataError(f"weights={list(weights)}: must be at least 0, and one of them above 0")
+    exact = [Fraction(w) for w in weights]  # exact: a tie must not depend on rounding
     shares = [w * size / sum(exact) for w in exact]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
@@ -114,88 +112,92 @@ def compute_block_counts(weights: Sequence[float], size: int = MIXTURE_BLOCK_SAM
 
 @dataclass(frozen=True)
 class Mixture:
-    """Weights of the sources from a sample on, which is rounded up to a whole block."""
+    """Weights of the sources, valid from `first_sample` rounded up to a whole block."""
 
     first_sample: int
     weights: tuple[float, ...]
 
 
 class _MixtureStage:
-    """The blocks that are dealt with the same weights."""
+    """Consecutive mixture blocks with the same weights."""
 
     def __init__(self, first_block: int, counts: Ints, samples_before: Ints):
         self.first_block, self.counts = first_block, counts
-        self.samples_before = samples_before  # samples of each source that earlier stages dealt
+        self.samples_before = samples_before  # samples of each source in earlier stages
         self.source_pattern = _spread_evenly(counts)
 
 
 class Sampler:
-    """Which sample of which source each sample of a run is. Knows no rank, no world size and no batch."""
+    """Mapping from the samples of a run to samples of its sources. Independent of ranks, world size and batches."""
 
     def __init__(self, sizes: Sequence[int], mixtures: Sequence[Mixture], *, kind: OrderName, seed: int):
-        """`sizes`: samples of each source, at least 1 each; with kind=random, places where one can begin.
+        """Validate sizes and mixtures; `sizes` are samples per source, with kind=random start positions per source.
 
-        `mixtures`: the first from sample 0 on, then ascending. DataError where they misfit or a weight cannot be
-        honoured.
+        `mixtures`: the first begins at sample 0, the others in ascending order. Raises DataError if sizes and weights
+        do not match, a source is empty or a weight is invalid.
         """
         if not sizes or any(len(mixture.weights) != len(sizes) for mixture in mixtures):
-            given = [len(mixture.weights) for mixture in mixtures]
-            raise DataError(f"{len(sizes)} sources and {given} weights: must be as many, and at least one")
+            num_weights = [len(mixture.weights) for mixture in mixtures]
+            raise DataError(f"{len(sizes)} sources and {num_weights} weights: numbers must be equal and at least 1")
         if min(sizes) < 1:
             raise DataError(f"source {list(sizes).index(min(sizes))}: holds no sample")
         self.kind, self.seed, self.sizes = kind, seed, tuple(sizes)
         self._stages = _build_stages(mixtures)
 
     def locate(self, samples: Ints) -> tuple[Ints, Ints]:
-        """Source int64[n] and number in it int64[n] of samples int64[n], for shuffle and sequential."""
+        """Return source int64[n] and sample number in it int64[n] of samples int64[n], for shuffle and sequential."""
         if self.kind == "random":
-            raise DataError("order=random draws its windows by step and microbatch: use locate_random")
+            raise DataError("order=random draws samples per step and microbatch; use locate_random")
         samples = np.asarray(samples, dtype=np.int64)
         source, index = self._assign_sources(samples)
         number = np.empty_like(samples)
-        for s in np.unique(source):
-            mine = source == s
-            number[mine] = self._get_sample_numbers(int(s), index[mine])
+        for source_index in np.unique(source):
+            mask = source == source_index
+            number[mask] = self._get_sample_numbers(int(source_index), index[mask])
         return source, number
 
     def locate_random(self, step: int, microbatch: int, samples: Ints) -> tuple[Ints, Ints]:
-        """Source int64[n] and place int64[n] of what a logical microbatch draws at a step; `samples` int64[n] are its
-        numbers in the run.
+        """Draw source int64[n] and start position int64[n] of the samples of a logical microbatch, with replacement.
 
-        With replacement, any place in [0, size). Microbatch v has its own stream of words, keyed by (seed, v); draw j
-        of step k uses words 2 * (k * n + j), for the source, and the one after, for the place.
+        `samples`: int64[n], their numbers in the run. Positions are in [0, size). Microbatch v has its own stream of
+        words, keyed by (seed, v). Draw j of step k uses word 2 * (k * n + j) for the source and the next word for the
+        position.
         """
         key = derive_key(self.seed, "random", microbatch)
         draws = 2 * (np.int64(step) * samples.size + np.arange(samples.size, dtype=np.int64))
-        # An entry of the even deal, drawn at random, has the weights of a mixture block.
+        # A random entry of the source pattern follows the weights of the mixture block.
         entries = (generate_words(key, draws) % np.uint64(MIXTURE_BLOCK_SAMPLES)).astype(np.int64)
-        evens = np.stack([stage.source_pattern for stage in self._stages])
-        source = evens[self._find_stages(samples // MIXTURE_BLOCK_SAMPLES), entries]
-        # Modulo of 64 bits: for 2**40 places none is likelier than another by more than one part in 2**24.
+        patterns = np.stack([stage.source_pattern for stage in self._stages])
+        source = patterns[self._find_stages(samples // MIXTURE_BLOCK_SAMPLES), entries]
+        # Modulo bias of 64 bits: for 2**40 positions, probabilities differ by at most one part in 2**24.
         spans = np.array(self.sizes, dtype=np.uint64)[source]
         return source, (generate_words(key, draws + 1) % spans).astype(np.int64)
 
     def _assign_sources(self, samples: Ints) -> tuple[Ints, Ints]:
-        """Source of each sample, and its number among that source's samples."""
+        """Return the source of each sample, and its index among the samples of that source."""
         if len(self.sizes) == 1:
             return np.zeros_like(samples), samples
         source, index = np.empty_like(samples), np.empty_like(samples)
         blocks, positions = samples // MIXTURE_BLOCK_SAMPLES, samples % MIXTURE_BLOCK_SAMPLES
         for block in np.unique(blocks).tolist():
-            mine = blocks == block
+            mask = blocks == block
             stage = self._stages[int(self._find_stages(np.array([block]))[0])]
-            dealt = self._get_block_sources(stage, block)
-            source[mine] = chosen = dealt[positions[mine]]
-            earlier = _count_earlier(dealt, stage.counts)[positions[mine]]
-            index[mine] = stage.samples_before[chosen] + (block - stage.first_block) * stage.counts[chosen] + earlier
+            block_sources = self._get_block_sources(stage, block)
+            source[mask] = sample_sources = block_sources[positions[mask]]
+            earlier = _count_earlier(block_sources, stage.counts)[positions[mask]]
+            index[mask] = (
+                stage.samples_before[sample_sources]
+                + (block - stage.first_block) * stage.counts[sample_sources]
+                + earlier
+            )
         return source, index
 
     def _find_stages(self, blocks: Ints) -> Ints:
-        first = [stage.first_block for stage in self._stages]
-        return np.searchsorted(first, blocks, side="right") - 1
+        first_blocks = [stage.first_block for stage in self._stages]
+        return np.searchsorted(first_blocks, blocks, side="right") - 1
 
     def _get_block_sources(self, stage: _MixtureStage, block: int) -> Ints:
-        """The source of each position of a mixture block, int64[BLOCK]."""
+        """Return the source of each position of a mixture block, int64[MIXTURE_BLOCK_SAMPLES]."""
         if self.kind == "sequential":
             return stage.source_pattern
         return stage.source_pattern[
@@ -205,16 +207,16 @@ class Sampler:
         ]
 
     def _get_sample_numbers(self, source: int, index: Ints) -> Ints:
-        """Which of its samples a source's index-th one is."""
+        """Map indexes in the sample sequence of a source to sample numbers, shuffled per epoch unless sequential."""
         n = self.sizes[source]
         epochs, positions = index // n, index % n
         if self.kind == "sequential":
             return positions
         number = np.empty_like(index)
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
+            mask = epochs == epoch
             permute = Permutation(n, derive_key(self.seed, "window", source, int(epoch)))
-            number[mine] = permute(positions[mine])
+            number[mask] = permute(positions[mask])
         return number
 
 
@@ -222,28 +224,29 @@ def _build_stages(mixtures: Sequence[Mixture]) -> list[_MixtureStage]:
     stages: list[_MixtureStage] = []
     for mixture in mixtures:
         first, counts = -(-mixture.first_sample // MIXTURE_BLOCK_SAMPLES), compute_block_counts(mixture.weights)
-        before = np.zeros_like(counts)
+        samples_before = np.zeros_like(counts)
         if stages:
-            last = stages[-1]
-            before = last.samples_before + (first - last.first_block) * last.counts
+            previous = stages[-1]
+            samples_before = previous.samples_before + (first - previous.first_block) * previous.counts
         if first <= (stages[-1].first_block if stages else -1) or (not stages and first):
             raise DataError(
-                f"mixture from sample {mixture.first_sample} on: stages begin at 0 and at least {MIXTURE_BLOCK_SAMPLES} samples apart"
+                f"mixture from sample {mixture.first_sample}: stages must begin at 0 and "
+                f"at least {MIXTURE_BLOCK_SAMPLES} samples apart"
             )
-        stages.append(_MixtureStage(first, counts, before))
+        stages.append(_MixtureStage(first, counts, samples_before))
     return stages
 
 
 def _spread_evenly(counts: Ints) -> Ints:
-    """Sources spread evenly over a block: the j-th of a source's c samples at (j + 1/2) / c, ties to the first."""
+    """Spread sources evenly over a block: sample j of c goes to (j + 1/2) / c; ties go to the first source."""
     source = np.repeat(np.arange(len(counts)), counts)
-    # One correctly rounded division: equal moments are equal floats, on every machine.
-    moment = (2 * _count_earlier(source, counts) + 1) / (2 * counts[source])
-    return source[np.lexsort((source, moment))]
+    # One correctly rounded division: equal fractions give equal floats on every machine.
+    fraction = (2 * _count_earlier(source, counts) + 1) / (2 * counts[source])
+    return source[np.lexsort((source, fraction))]
 
 
 def _count_earlier(source: Ints, counts: Ints) -> Ints:
-    """How many times each entry's source came before it in the block, int64[BLOCK]."""
+    """Count the earlier entries with the same source in the block, int64[MIXTURE_BLOCK_SAMPLES]."""
     order = np.argsort(source, kind="stable")
     first = np.cumsum(counts) - counts
     earlier = np.empty_like(source)

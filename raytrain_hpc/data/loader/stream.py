@@ -1,7 +1,7 @@
-"""Steps to microbatches: which samples a logical microbatch owns, and what they hold.
+"""Training stream: map steps to microbatches, and read the samples of a microbatch.
 
-Step k owns samples [kB, (k+1)B); logical microbatch v of it owns [kB + v*b, kB + (v+1)*b). Who computes a microbatch is
-not known here, so no layout can change what it holds.
+Step k owns samples [kB, (k+1)B); its logical microbatch v owns [kB + v*b, kB + (v+1)*b). The mapping does not involve
+ranks, so the content of a microbatch is independent of the layout.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from raytrain_hpc.data.loader.packing import IGNORE_INDEX, Packing, SampleRows, 
 from raytrain_hpc.data.loader.sampler import MIXTURE_BLOCK_SAMPLES, Mixture, Sampler
 from raytrain_hpc.errors import DataError
 
-MAX_LOCATED_SAMPLES = (
-    4096  # samples whose places are computed at once: the arithmetic of a permutation costs calls, not numbers
-)
-MAX_READ_TOKENS = 1 << 20  # at most about so many are read at once
+MAX_LOCATED_SAMPLES = 4096  # per call: evaluating a permutation costs per call, not per sample
+MAX_READ_TOKENS = 1 << 20  # approximate limit per read
 
 
 @dataclass(frozen=True)
 class DataState:
-    """Where a run stands in its data. Holds no rank and no world size, so any layout can go on from it."""
+    """Data position of a run. Independent of ranks and world size, so any layout can resume from it."""
 
     seed: int
     next_sample: int
@@ -38,12 +36,12 @@ class DataState:
     mixture: tuple[dict[str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The state as JSON values."""
+        """Convert to JSON values."""
         return {**asdict(self), "mixture": list(self.mixture)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DataState:
-        """Read what `to_json` wrote. DataError where something is missing or of the wrong type."""
+        """Parse the output of `to_json`. Raises DataError if a key is missing or has the wrong type."""
         try:
             mixture = tuple(dict(part) for part in data["mixture"])
             return cls(int(data["seed"]), int(data["next_sample"]), str(data["dataset_hash"]), mixture)
@@ -53,9 +51,9 @@ class DataState:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """b sequences of T tokens, as compact as they were read: each property is made anew when it is asked for.
+    """b sequences of T tokens in the stored form; each property builds a new array.
 
-    `samples` int64[b]: the global sample numbers (numbers in the split in an evaluation, -1 for a padded row).
+    `samples`: int64[b], sample numbers of the run (in an evaluation: of the split, with -1 for a padded row).
     """
 
     samples: Ints
@@ -63,74 +61,74 @@ class Microbatch:
 
     @property
     def inputs(self) -> Ints:
-        """int64[b, T]."""
+        """Input tokens, int64[b, T]."""
         return self.rows.to_inputs()
 
     @property
     def targets(self) -> Ints:
-        """int64[b, T], each the token after its input, or -100 where there is none."""
+        """Token after each input, int64[b, T]; -100 outside the loss."""
         return self.rows.to_targets()
 
     @property
     def document_ids(self) -> Ints | None:
-        """int64[b, T], numbered from 0 in each row, or None where attention need not keep any apart."""
+        """Document of each input, int64[b, T], numbered from 0 in each row; None if attention is not restricted."""
         return None if self.rows.document_ids is None else self.rows.document_ids[:, :-1].astype(np.int64)
 
     @property
     def valid_tokens(self) -> int:
-        """Targets that count."""
+        """Number of targets in the loss."""
         return int((self.targets != IGNORE_INDEX).sum())
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Size of all arrays in bytes."""
         return self.samples.nbytes + self.rows.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Several microbatches one after the other: their samples int64[n], and what these hold."""
+    """Consecutive microbatches: their sample numbers int64[n] and their content."""
 
     samples: Ints
     rows: SampleRows
 
     def split_microbatches(self, size: int) -> Iterator[Microbatch]:
-        """Cut into microbatches of `size` samples."""
+        """Split into microbatches of `size` samples."""
         for part in self.split(size):
             yield Microbatch(part.samples, part.rows)
 
     def split(self, size: int) -> Iterator[Block]:
-        """Cut into blocks of at most `size` samples, without a copy."""
+        """Split into blocks of at most `size` samples without copying."""
         for first in range(0, len(self.samples), size):
-            cut = slice(first, first + size)
-            yield Block(self.samples[cut], self.rows.select(cut))
+            rows = slice(first, first + size)
+            yield Block(self.samples[rows], self.rows.select(rows))
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Size of all arrays in bytes."""
         return self.samples.nbytes + self.rows.nbytes
 
 
 class Stream(ABC):
-    """Where a rank's microbatches come from."""
+    """Source of the microbatches of a rank."""
 
     micro_batch: int
 
     @abstractmethod
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
-        """Logical microbatches `share` of each of the steps, in order, at most `most` of them in a block.
+        """Yield the logical `microbatches` of each step, in order, in blocks of at most `max_microbatches`.
 
-        DataError where there are no such ones.
+        Raises DataError if a step or microbatch does not exist.
         """
 
     def iter_microbatches(self, steps: range, microbatches: range) -> Generator[Microbatch, None, None]:
-        """The same, one by one."""
+        """Yield the logical `microbatches` of each step one by one."""
         for block in self.iter_blocks(steps, microbatches, MAX_LOCATED_SAMPLES):
             yield from block.split_microbatches(self.micro_batch)
 
 
 class LocalStream(Stream):
-    """Reads microbatches straight from the token arrays. Stateless: any step at the cost of the first."""
+    """Stream that reads the token arrays in this process. Stateless: seeking to a step is free."""
 
     def __init__(
         self,
@@ -142,7 +140,7 @@ class LocalStream(Stream):
         global_batch: int,
         micro_batch: int,
     ):
-        """`global_batch`, `micro_batch`: sequences. DataError where one does not divide the other."""
+        """Validate the batch sizes, in sequences. Raises DataError if `micro_batch` does not divide `global_batch`."""
         if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
             raise DataError(f"train.micro_batch={micro_batch}: must divide train.global_batch={global_batch}")
         self._dataset, self._sampler, self._mixtures, self._packing = dataset, sampler, tuple(mixtures), packing
@@ -150,104 +148,111 @@ class LocalStream(Stream):
 
     @property
     def source_sizes(self) -> tuple[int, ...]:
-        """Samples that each source has to give in an epoch; places to begin at, with order=random."""
+        """Samples per epoch of each source; with order=random, start positions of each source."""
         return self._sampler.sizes
 
     @property
     def num_microbatches(self) -> int:
-        """Logical microbatches a step, V."""
+        """Number of logical microbatches per step, V."""
         return self.global_batch // self.micro_batch
 
     def get_samples(self, step: int, microbatch: int) -> Ints:
-        """The samples of logical microbatch v in [0, V) of a step >= 0, int64[b]. DataError outside these."""
+        """Return the sample numbers, int64[b], of a logical microbatch in [0, V). Raises DataError if out of range."""
         samples: Ints = self._list_samples([(step, microbatch)])[0]
         return samples
 
     def get_samples_of_steps(self, steps: range, microbatches: range) -> Ints:
-        """The samples of microbatches `share` of each of the steps, int64[n]."""
-        return self._list_samples([(step, v) for step in steps for v in microbatches]).reshape(-1)
+        """Return the sample numbers, int64[n], of the logical `microbatches` of each step."""
+        return self._list_samples([(step, microbatch) for step in steps for microbatch in microbatches]).reshape(-1)
 
     def read_microbatch(self, step: int, microbatch: int) -> Microbatch:
-        """Logical microbatch v in [0, V) of a step >= 0. DataError outside these."""
-        samples, source, places = self._locate([(step, microbatch)])
-        return Microbatch(samples, self._read(source, places))
+        """Read a logical microbatch in [0, V) of a step >= 0. Raises DataError if out of range."""
+        samples, source, positions = self._locate([(step, microbatch)])
+        return Microbatch(samples, self._read(source, positions))
 
     def get_positions(self, step: int, microbatch: int) -> Ints:
-        """Where these samples begin in their sources, int64[b]."""
+        """Return the position in its source of each sample of a logical microbatch, int64[b]."""
         return self._locate([(step, microbatch)])[2]
 
     def read_block(self, steps: range, microbatches: range) -> Block:
-        """Microbatches `share` of each of the steps, read at once."""
-        samples, source, places = self._locate([(step, v) for step in steps for v in microbatches])
-        return Block(samples, self._read(source, places))
+        """Read the logical `microbatches` of each step in one call."""
+        samples, source, positions = self._locate([(step, microbatch) for step in steps for microbatch in microbatches])
+        return Block(samples, self._read(source, positions))
 
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
-        """As `Stream.blocks`: many are located at once, and some of these read at once."""
-        at_once = max(1, MAX_READ_TOKENS // (self._packing.seq_len * self.micro_batch))
-        together = 1  # the first one is waited for: from it on, twice as many each time
-        wanted = ((step, v) for step in steps for v in microbatches)
-        while some := list(islice(wanted, max(1, MAX_LOCATED_SAMPLES // self.micro_batch))):
-            samples, source, places = self._locate(some)
+        """Implement `Stream.iter_blocks`: samples are located in large batches and read in smaller ones."""
+        max_read = max(1, MAX_READ_TOKENS // (self._packing.seq_len * self.micro_batch))
+        num_read = 1  # the consumer waits for the first read: start small, then double
+        pairs = ((step, microbatch) for step in steps for microbatch in microbatches)
+        while batch := list(islice(pairs, max(1, MAX_LOCATED_SAMPLES // self.micro_batch))):
+            samples, source, positions = self._locate(batch)
             first = 0
             while first < len(samples):
-                part = slice(first, first + together * self.micro_batch)
-                block = Block(samples[part], self._read(source[part], places[part]))
+                rows = slice(first, first + num_read * self.micro_batch)
+                block = Block(samples[rows], self._read(source[rows], positions[rows]))
                 yield from block.split(max_microbatches * self.micro_batch)
-                first, together = part.stop, min(2 * together, at_once)
+                first, num_read = rows.stop, min(2 * num_read, max_read)
 
     def _list_samples(self, microbatches: Sequence[tuple[int, int]]) -> Ints:
-        """The samples of some microbatches (step, v), int64[n, b]."""
+        """Enumerate the sample numbers of (step, microbatch) pairs, int64[n, b]. Raises DataError if out of range."""
         count = self.num_microbatches
-        for step, v in microbatches:
-            if step < 0 or not 0 <= v < count:
-                raise DataError(f"microbatch {v} of step {step}: a step has microbatches 0..{count - 1}")
-        firsts = [step * self.global_batch + v * self.micro_batch for step, v in microbatches]
+        for step, microbatch in microbatches:
+            if step < 0 or not 0 <= microbatch < count:
+                raise DataError(f"microbatch {microbatch} of step {step}: a step has microbatches 0..{count - 1}")
+        firsts = [step * self.global_batch + microbatch * self.micro_batch for step, microbatch in microbatches]
         return np.array(firsts, dtype=np.int64)[:, None] + np.arange(self.micro_batch)
 
     def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Every sample of some microbatches (step, v), its source and its place in that, int64[n] each."""
+        """Return number, source and position of every sample of (step, microbatch) pairs, int64[n] each."""
         samples = self._list_samples(microbatches)
         numbers = samples.reshape(-1)
         if self._sampler.kind == "random":
-            drawn = [
-                self._sampler.locate_random(step, v, of) for (step, v), of in zip(microbatches, samples, strict=True)
+            draws = [
+                self._sampler.locate_random(step, microbatch, part)
+                for (step, microbatch), part in zip(microbatches, samples, strict=True)
             ]
-            return numbers, np.concatenate([of for of, _ in drawn]), np.concatenate([places for _, places in drawn])
-        source, within = self._sampler.locate(numbers)
-        return numbers, source, self._packing.locate(within)
+            return (
+                numbers,
+                np.concatenate([source for source, _ in draws]),
+                np.concatenate([positions for _, positions in draws]),
+            )
+        source, sample_numbers = self._sampler.locate(numbers)
+        return numbers, source, self._packing.locate(sample_numbers)
 
     def _read(self, source: Ints, positions: Ints) -> SampleRows:
         tokens = self._dataset.train
-        present = np.unique(source).tolist() if len(tokens) > 1 else [0]
-        if len(present) == 1:
-            return self._packing.read(tokens[present[0]], positions)
-        mine = [np.flatnonzero(source == s) for s in present]
-        parts = [self._packing.read(tokens[s], positions[rows]) for s, rows in zip(present, mine, strict=True)]
-        return merge_rows(mine, parts)
+        present_sources = np.unique(source).tolist() if len(tokens) > 1 else [0]
+        if len(present_sources) == 1:
+            return self._packing.read(tokens[present_sources[0]], positions)
+        indexes = [np.flatnonzero(source == s) for s in present_sources]
+        parts = [
+            self._packing.read(tokens[s], positions[rows]) for s, rows in zip(present_sources, indexes, strict=True)
+        ]
+        return merge_rows(indexes, parts)
 
     def get_state(self, step: int) -> DataState:
-        """The data state once `step` steps are committed. Of a mixture it says what has been dealt so far."""
-        d, sample = self._dataset, step * self.global_batch
-        mixture = tuple(dict(part) for part in d.mixture)
+        """Return the data state after `step` committed steps, with the mixture stages that have begun."""
+        dataset, sample = self._dataset, step * self.global_batch
+        mixture = tuple(dict(part) for part in dataset.mixture)
         for index, part in enumerate(mixture):
             changes = [[m.first_sample, m.weights[index]] for m in self._mixtures[1:] if m.first_sample < sample]
             if changes:
                 part["changes"] = changes
-        return DataState(self._sampler.seed, sample, d.dataset_hash, mixture)
+        return DataState(self._sampler.seed, sample, dataset.dataset_hash, mixture)
 
     def get_resume_step(self, state: DataState) -> int:
-        """The step to go on with from a saved state. DataError where the state belongs to other data or batches."""
-        step, rest = divmod(state.next_sample, self.global_batch)
-        here = self.get_state(step)
+        """Return the step to resume from a saved state. Raises DataError if data or global batch differ."""
+        step, remainder = divmod(state.next_sample, self.global_batch)
+        current_state = self.get_state(step)
         for name in ("dataset_hash", "mixture", "seed"):
-            saved, current = getattr(state, name), getattr(here, name)
+            saved, current = getattr(state, name), getattr(current_state, name)
             if saved != current:
                 raise DataError(
                     f"data state: {name}={saved!r} was saved and this run has {current!r}; use the same data"
                 )
-        if rest:
+        if remainder:
             raise DataError(
-                f"data state: next_sample={state.next_sample} is no multiple of train.global_batch="
+                f"data state: next_sample={state.next_sample} is not a multiple of train.global_batch="
                 f"{self.global_batch}; use the global batch of the run that saved it"
             )
         return step
@@ -256,18 +261,18 @@ class LocalStream(Stream):
 def open_stream(
     dataset: Dataset, data: DataConfig, *, seed: int, seq_len: int, global_batch: int, micro_batch: int
 ) -> LocalStream:
-    """The training stream of a dataset. DataError where a source has no sample, or the batches misfit."""
+    """Open the training stream of a dataset. Raises DataError if a source has no sample or batch sizes are invalid."""
     packing = build_packing(data.packing, seq_len)
     for index, source in enumerate(dataset.train):
         check_source(packing, source, index)
     count = packing.count_start_positions if data.order == "random" else packing.count_samples
     mixtures = build_mixtures(dataset, data, seq_len)
-    order = Sampler([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)
-    return LocalStream(dataset, order, mixtures, packing, global_batch=global_batch, micro_batch=micro_batch)
+    sampler = Sampler([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)
+    return LocalStream(dataset, sampler, mixtures, packing, global_batch=global_batch, micro_batch=micro_batch)
 
 
 def build_mixtures(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mixture]:
-    """The weights of the sources, then those of `data.stages`, from the first whole block behind their tokens on."""
+    """Build the mixtures: the weights of the sources, then of `data.stages`, each from a whole block on."""
     stages = [
         Mixture(
             -(-stage.from_tokens // (seq_len * MIXTURE_BLOCK_SAMPLES)) * MIXTURE_BLOCK_SAMPLES, tuple(stage.weights)
@@ -279,7 +284,7 @@ def build_mixtures(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mix
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """What any process needs to open the same training stream. Small, and picklable."""
+    """Picklable specification from which any process opens the same training stream."""
 
     data: DataConfig
     vocab_size: int
@@ -289,14 +294,14 @@ class StreamSpec:
     micro_batch: int
 
     def open_dataset(self) -> Dataset:
-        """The dataset, preloaded where data.preload says so; its checksums were the driver's affair."""
-        preloaded = Path(self.data.preload) if self.data.preload else None
+        """Open the dataset, from the local cache if data.preload is set. Checksums were verified by the driver."""
+        cache_dir = Path(self.data.preload) if self.data.preload else None
         return open_dataset(
-            self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=preloaded
+            self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=cache_dir
         )
 
     def open_stream(self, dataset: Dataset) -> LocalStream:
-        """The training stream of the dataset."""
+        """Open the training stream of the dataset."""
         return open_stream(
             dataset,
             self.data,

@@ -1,7 +1,7 @@
-"""A piece of the input as tokens, on its way to the shards: written by whoever encodes it, read once in order.
+"""Chunks: the tokens of one input partition, written by the task that encodes it and read once by the assembly.
 
-chunk-000012.arrow   Arrow IPC file; each record batch has one row of the columns of a shard (see shards.py)
-chunk-000012.json    what it holds; a chunk without it is none
+chunk-000012.arrow   Arrow IPC file; each record batch has one row of the columns of a shard (see token_shards.py)
+chunk-000012.json    its report; a chunk without a report is incomplete
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Columns = tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8] | None]  # tokens,
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What a chunk holds. `checksums`: of the parts of its piece; `empty`: documents left out as they had no text."""
+    """Contents of a chunk. `checksums`: one per file range of its partition; `empty`: skipped empty documents."""
 
     piece: int
     tokens: int
@@ -43,29 +43,29 @@ class ChunkReport:
     checksums: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Convert to JSON values."""
         return asdict(self)
 
 
 def report_from_json(data: dict[str, Any]) -> ChunkReport:
-    """Read what `Report.to_json` wrote. TypeError where it is not that."""
+    """Parse the output of `ChunkReport.to_json`. Raises TypeError if it is malformed."""
     return ChunkReport(**{**data, "checksums": tuple(data["checksums"])})
 
 
 def get_chunk_path(directory: Path, partition: int) -> Path:
-    """Where the tokens of a piece are kept."""
+    """Return the path of the chunk of a partition."""
     return directory / f"chunk-{partition:06d}.arrow"
 
 
 def write_chunk(
     directory: Path, partition: InputPartition, tokenizer: Tokenizer, fields: TextFields, dtype: str
 ) -> ChunkReport:
-    """Encode a piece and publish its chunk, complete or not at all, in bounded memory. Replaces one that is there.
+    """Encode a partition and publish its chunk atomically, in bounded memory. Replaces an existing chunk.
 
-    DataError for an input that cannot be used, OSError where the directory cannot be written.
+    Raises DataError for unusable input, and OSError if the directory cannot be written.
     """
     final = get_chunk_path(directory, partition.index)
-    partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}")  # of two writers, neither sees the other's
+    partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}")  # unique: concurrent writers do not collide
     try:
         with partial.open("xb") as file:
             writer = _ChunkWriter(file, dtype, masked=fields.has_pairs)
@@ -73,7 +73,7 @@ def write_chunk(
             writer.close()
             file.flush()
             os.fsync(file.fileno())
-        checksums = tuple(compute_checksum(part) for part in partition.ranges)
+        checksums = tuple(compute_checksum(file_range) for file_range in partition.ranges)
         report = ChunkReport(partition.index, writer.tokens, writer.characters, empty, checksums)
         partial.replace(final)
         write_json_atomically(final.with_suffix(".json"), report.to_json())
@@ -83,13 +83,13 @@ def write_chunk(
 
 
 def read_reports(directory: Path) -> dict[int, ChunkReport]:
-    """The reports of all chunks that are there, by piece."""
-    found = [report_from_json(json.loads(path.read_text())) for path in directory.glob("chunk-*.json")]
-    return {report.piece: report for report in found}
+    """Read the reports of all existing chunks, by partition index."""
+    reports = [report_from_json(json.loads(path.read_text())) for path in directory.glob("chunk-*.json")]
+    return {report.piece: report for report in reports}
 
 
 def read_chunk(path: Path) -> Iterator[Columns]:
-    """The columns of a chunk, batch by batch."""
+    """Yield the columns of a chunk, batch by batch."""
     with pa.memory_map(str(path)) as source:
         reader = pa.ipc.open_file(source)
         for index in range(reader.num_record_batches):
@@ -99,7 +99,7 @@ def read_chunk(path: Path) -> Iterator[Columns]:
 
 
 def write_json_atomically(path: Path, data: Any) -> None:
-    """Write a JSON file that is there complete or not at all. OSError where that fails."""
+    """Write a JSON file atomically. Raises OSError on failure."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with partial.open("x", encoding="utf-8") as file:
@@ -112,23 +112,23 @@ def write_json_atomically(path: Path, data: Any) -> None:
 
 
 def _encode_partition(partition: InputPartition, tokenizer: Tokenizer, fields: TextFields, writer: _ChunkWriter) -> int:
-    """Encode the documents of a piece; return how many were empty."""
+    """Encode the documents of a partition; return the number of empty ones."""
     empty = 0
-    for part in partition.ranges:
-        reader = DocumentReader(part, fields, allow_invalid_utf8=tokenizer.name == ByteTokenizer.name)
-        for stretches in _batch_spans(reader.read_spans()):
-            writer.append(stretches, tokenizer)
+    for file_range in partition.ranges:
+        reader = DocumentReader(file_range, fields, allow_invalid_utf8=tokenizer.name == ByteTokenizer.name)
+        for spans in _batch_spans(reader.read_spans()):
+            writer.append(spans, tokenizer)
         empty += reader.num_empty
     return empty
 
 
 def _batch_spans(spans: Iterator[TextSpan]) -> Iterator[list[TextSpan]]:
-    """Enough at once that the tokenizer's cost of a call does not matter, little enough that memory does not."""
+    """Batch spans to amortize the tokenizer's cost per call in bounded memory."""
     batch: list[TextSpan] = []
     size = 0
-    for stretch in spans:
-        batch.append(stretch)
-        size += len(stretch.text)
+    for span in spans:
+        batch.append(span)
+        size += len(span.text)
         if size >= _BATCH_CHARS or len(batch) >= _BATCH_SPANS:
             yield batch
             batch, size = [], 0
@@ -137,42 +137,42 @@ def _batch_spans(spans: Iterator[TextSpan]) -> Iterator[list[TextSpan]]:
 
 
 class _ChunkWriter:
-    """Appends stretches of text as tokens to an Arrow file, a record batch at a time."""
+    """Writer that encodes text spans and appends them to an Arrow file in record batches."""
 
     def __init__(self, file: Any, dtype: str, *, masked: bool):
         self._file, self._dtype, self._masked = file, np.dtype(dtype), masked
         self._writer: Any = None
         self._batches: list[tuple[npt.NDArray[Any], Ints, npt.NDArray[np.uint8]]] = []
         self.tokens, self.characters = 0, 0
-        self._num_pending_tokens = 0  # tokens held
+        self._num_pending_tokens = 0  # not yet written
 
     def append(self, spans: Sequence[TextSpan], tokenizer: Tokenizer) -> None:
-        """Encode stretches, each last one followed by the end of text."""
+        """Encode spans and append them, with the end-of-text token after each document."""
         end = tokenizer.end_of_text
-        closing = np.array([] if end is None else [end], dtype=np.int64)
-        encoded = tokenizer.encode_batch([stretch.text for stretch in spans])
-        parts = [part for s, ids in zip(spans, encoded, strict=True) for part in (ids, closing[: s.ends_document])]
-        sizes = [ids.size + (closing.size if s.ends_document else 0) for s, ids in zip(spans, encoded, strict=True)]
+        end_tokens = np.array([] if end is None else [end], dtype=np.int64)
+        encoded = tokenizer.encode_batch([span.text for span in spans])
+        parts = [part for s, ids in zip(spans, encoded, strict=True) for part in (ids, end_tokens[: s.ends_document])]
+        sizes = [ids.size + (end_tokens.size if s.ends_document else 0) for s, ids in zip(spans, encoded, strict=True)]
         stops = np.cumsum(sizes, dtype=np.int64)
-        last = np.array([stretch.ends_document for stretch in spans])
+        ends_document = np.array([span.ends_document for span in spans])
         counted = np.repeat(np.array([s.is_target for s in spans], dtype=np.uint8), sizes if self._masked else 0)
         tokens = np.concatenate(parts).astype(self._dtype)
-        self._batches.append((tokens, stops[last] + self._num_pending_tokens, counted))
+        self._batches.append((tokens, stops[ends_document] + self._num_pending_tokens, counted))
         self._num_pending_tokens += tokens.size
         self.tokens += tokens.size
-        self.characters += sum(len(stretch.text) for stretch in spans)
+        self.characters += sum(len(span.text) for span in spans)
         if self._num_pending_tokens >= _BATCH_TOKENS:
             self._flush()
 
     def close(self) -> None:
-        """Write what is held, and the end of the file; an empty chunk has a batch too."""
+        """Flush pending tokens and finish the file. An empty chunk gets an empty batch."""
         if self._batches or self._writer is None:
             self._flush()
         self._writer.close()
 
     def _flush(self) -> None:
-        none = (np.empty(0, self._dtype), np.empty(0, np.int64), np.empty(0, np.uint8))
-        columns = [np.concatenate(parts) for parts in zip(*(self._batches or [none]), strict=True)]
+        empty_columns = (np.empty(0, self._dtype), np.empty(0, np.int64), np.empty(0, np.uint8))
+        columns = [np.concatenate(parts) for parts in zip(*(self._batches or [empty_columns]), strict=True)]
         names = ["tokens", "ends", "counted"] if self._masked else ["tokens", "ends"]
         rows = [
             pa.LargeListArray.from_arrays(pa.array([0, values.size], pa.int64()), pa.array(values))
@@ -186,7 +186,7 @@ class _ChunkWriter:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """Encodes pieces into chunks wherever it is sent; `tokenizer` is the file with the tokenizer's JSON form."""
+    """Picklable task that encodes a partition into a chunk. `tokenizer_path`: JSON form of the tokenizer."""
 
     directory: Path
     tokenizer_path: Path
@@ -194,25 +194,25 @@ class EncodeTask:
     dtype: str
 
     def __call__(self, partition: InputPartition) -> dict[str, Any]:
-        """The report of the chunk, as JSON values."""
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # pieces are what runs in parallel
+        """Write the chunk; return its report as JSON values."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism is over partitions
         tokenizer = _load_stored_tokenizer(self.tokenizer_path, self.tokenizer_path.stat().st_mtime_ns)
         return write_chunk(self.directory, partition, tokenizer, self.fields, self.dtype).to_json()
 
 
 @dataclass(frozen=True)
 class CollectCharactersTask:
-    """Finds the characters in a piece, sorted: what a char tokenizer's vocabulary is made of."""
+    """Picklable task that collects the characters of a partition for the vocabulary of a char tokenizer."""
 
     fields: TextFields
 
     def __call__(self, partition: InputPartition) -> str:
-        """Every character of the piece's documents, once."""
-        readers = [DocumentReader(part, self.fields) for part in partition.ranges]
-        return collect_characters(stretch.text for reader in readers for stretch in reader.read_spans())
+        """Return the distinct characters of the partition, sorted."""
+        readers = [DocumentReader(file_range, self.fields) for file_range in partition.ranges]
+        return collect_characters(span.text for reader in readers for span in reader.read_spans())
 
 
 @lru_cache(maxsize=1)
 def _load_stored_tokenizer(path: Path, mtime_ns: int) -> Tokenizer:
-    """Read once a process: a large vocabulary takes longer to load than a piece to encode."""
+    """Load a tokenizer once per process: loading a large vocabulary takes longer than encoding a partition."""
     return tokenizer_from_json(json.loads(path.read_text(encoding="utf-8")))

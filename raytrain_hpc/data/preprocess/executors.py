@@ -1,4 +1,4 @@
-"""Who works on the pieces of an input: this process, or processes of its own. Ray Data is in ray_prepare.py."""
+"""Executors that run a task on every input partition: serial or multiprocess. Ray Data: ray_executor.py."""
 
 from __future__ import annotations
 
@@ -13,68 +13,68 @@ from typing import Any, Protocol
 
 from raytrain_hpc.data.preprocess.partition import InputPartition
 
-Task = Callable[[InputPartition], Any]  # picklable, and so is what it returns: small, and JSON values
+Task = Callable[[InputPartition], Any]  # picklable; returns small JSON values
 
 
 class WorkersLostError(Exception):
-    """Workers went away through no fault of the input: what they finished is there, and can be gone on with."""
+    """Worker processes died for a reason other than the input. Finished chunks are kept and can be resumed from."""
 
 
 class Executor(Protocol):
-    """Runs a task on every piece. Results come in any order."""
+    """Interface that runs a task on every partition. Results come in any order."""
 
     def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
-        """(Piece, result) as they come. Raises what the task raises, or WorkersLost."""
+        """Yield (partition, result) as tasks finish. Raises the errors of the task, and WorkersLostError."""
 
 
 class SerialExecutor:
-    """One piece after the other."""
+    """Executor in this process, one partition at a time."""
 
     def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
-        """(Piece, result), in order."""
-        return ((piece, task(piece)) for piece in partitions)
+        """Return an iterator of (partition, result), in order."""
+        return ((partition, task(partition)) for partition in partitions)
 
 
 class MultiprocessExecutor:
-    """Processes on this machine, started for each run and gone with it, or with this process."""
+    """Executor on local processes, which are started per run and end with it or with this process."""
 
     def __init__(self, num_workers: int):
         self._num_workers = num_workers
 
     def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
-        """(Piece, result) as they come; a few pieces are handed out ahead."""
-        left = iter(partitions)
+        """Yield (partition, result) as tasks finish. At most two partitions per worker are in flight."""
+        remaining = iter(partitions)
         running: dict[Future[Any], InputPartition] = {}
-        workers = min(self._num_workers, len(partitions)) or 1
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
+        num_workers = min(self._num_workers, len(partitions)) or 1
+        pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
         try:
             while True:
-                while len(running) < 2 * workers and (piece := next(left, None)) is not None:
-                    running[pool.submit(task, piece)] = piece
+                while len(running) < 2 * num_workers and (partition := next(remaining, None)) is not None:
+                    running[pool.submit(task, partition)] = partition
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
-            raise WorkersLostError("a worker process was killed, perhaps for its memory: use fewer workers") from error
+            raise WorkersLostError("a worker process was killed, possibly out of memory; use fewer workers") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def count_cpus() -> int:
-    """CPUs that this process may use."""
+    """Count the CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def _exit_with_parent() -> None:
-    """Leave Ctrl-C to the parent, and end when it ends: a worker would wait for ever for a parent that was killed."""
+    """Ignore Ctrl-C and exit when the parent exits. A worker would otherwise wait forever for a killed parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
-    def wait_for_the_end() -> None:
+    def exit_after_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    threading.Thread(target=exit_after_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Which files are read, in which order, and what is in them: a function of the words on the command line."""
+"""Input files: which files `prepare` reads, in which order, their formats and text fields."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file as it was found; a change under our feet is noticed by size and time.
+    """Input file at the time of discovery. Size and modification time reveal later changes.
 
-    `format` is text, jsonl or parquet; `compression` gzip, zstd or "".
+    `format` is text, jsonl or parquet; `compression` is gzip, zstd or "".
     """
 
     path: Path
@@ -30,13 +30,13 @@ class InputFile:
 
     @property
     def has_fields(self) -> bool:
-        """Whether its documents are rows with named fields, and not the file itself."""
+        """Whether documents are rows with named fields rather than the file itself."""
         return self.format != TEXT
 
 
 @dataclass(frozen=True)
 class TextFields:
-    """Where the text of a row is: in one field, or in a prompt and the response to it."""
+    """Fields of a row that hold its text: one field, or a prompt and its response."""
 
     text: str = "text"
     prompt: str | None = None
@@ -44,28 +44,32 @@ class TextFields:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether rows are pairs, of which only responses count as targets."""
+        """Whether rows are prompt-response pairs, of which only responses count as targets."""
         return self.prompt is not None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that are read, in order."""
+        """Fields to read, in order."""
         return (self.prompt, self.response) if self.prompt and self.response else (self.text,)
 
 
 def find_input_files(inputs: Iterable[Path | str], exclude: Sequence[Path] = ()) -> list[InputFile]:
-    """The files that `inputs` name, in the order given; those of a folder or a pattern sorted by path.
+    """Find the files that `inputs` name, in the given order; files of a folder or pattern are sorted by path.
 
-    Nothing below `leave_out` is found in a folder. DataError for a missing or empty file, a folder or pattern without
-    files, or nothing at all. Empty files inside a folder are ordinary and kept.
+    Folders are searched without the paths below `exclude`. Empty files inside a folder are kept. Raises DataError for
+    a missing or empty file, a folder or pattern without files, and if all files are empty.
     """
     files: list[InputFile] = []
-    hidden = [path.absolute() for path in exclude]
+    excluded = [path.absolute() for path in exclude]
     for item in inputs:
         for path in _expand_input(item):
             if path.is_dir():
-                below = [(p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_file()]
-                kept = [(name, p) for name, p in below if not any(p.absolute().is_relative_to(h) for h in hidden)]
+                candidates = [(p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_file()]
+                kept = [
+                    (name, p)
+                    for name, p in candidates
+                    if not any(p.absolute().is_relative_to(folder) for folder in excluded)
+                ]
                 if not kept:
                     raise DataError(f"{path}: the folder has no files")
                 files += [stat_input_file(p, name) for name, p in sorted(kept)]
@@ -86,7 +90,7 @@ def _expand_input(item: Path | str) -> Iterator[Path]:
         matches = sorted(glob.glob(str(item), recursive=True))
         if not matches:
             raise DataError(f"{item}: no file matches the pattern")
-        # A pattern that ends in ** names a folder and everything below it: the files are enough.
+        # A pattern that ends in ** matches folders and the files below them: keep the files only.
         folders = [Path(match) for match in matches]
         yield from [p for p in folders if p.is_file()] or folders
     else:
@@ -94,43 +98,43 @@ def _expand_input(item: Path | str) -> Iterator[Path]:
 
 
 def stat_input_file(path: Path, name: str) -> InputFile:
-    """A file as it is now. DataError where it cannot be looked at, or is compressed in a way that is not read."""
+    """Stat a file and detect its format. Raises DataError if it is unreadable or a compressed Parquet file."""
     inner = path
     compression = _COMPRESSIONS.get(path.suffix.lower(), "")
     if compression:
         inner = path.with_suffix("")
-    layout = _FORMATS.get(inner.suffix.lower(), TEXT)
-    if layout == PARQUET and compression:
+    file_format = _FORMATS.get(inner.suffix.lower(), TEXT)
+    if file_format == PARQUET and compression:
         raise DataError(f"{path}: Parquet compresses its own columns; decompress the file first")
     try:
         stat = path.stat()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    return InputFile(path.absolute(), name, stat.st_size, stat.st_mtime_ns, layout, compression)
+    return InputFile(path.absolute(), name, stat.st_size, stat.st_mtime_ns, file_format, compression)
 
 
 def check_unchanged(file: InputFile) -> None:
-    """DataError where a file is not any more what was found at the start."""
-    now = stat_input_file(file.path, file.name)
-    if (now.nbytes, now.mtime_ns) != (file.nbytes, file.mtime_ns):
+    """Raise DataError if the size or modification time of a file has changed since its discovery."""
+    current = stat_input_file(file.path, file.name)
+    if (current.nbytes, current.mtime_ns) != (file.nbytes, file.mtime_ns):
         raise DataError(f"{file.path}: changed while it was prepared; prepare again")
 
 
 def parse_fields(field: str | None, prompt: str | None, response: str | None) -> TextFields:
-    """The fields that were asked for; `field` is None where nothing was. DataError for half a pair, or both kinds."""
+    """Build the fields from options, None if not given. Raises DataError for half a pair or conflicting options."""
     if (prompt is None) != (response is None):
-        raise DataError("prompt_field and response_field belong together: give both")
+        raise DataError("prompt_field and response_field belong together; set both")
     if prompt is not None and field is not None:
-        raise DataError(f"field={field}: pairs are read from prompt_field and response_field; leave field out")
+        raise DataError(f"field={field}: conflicts with prompt_field and response_field; leave field out")
     if "" in (field, prompt, response):
-        raise DataError("field='': a field needs a name")
+        raise DataError("field='': must not be empty")
     return TextFields(field or "text", prompt, response)
 
 
 def check_fields(files: Sequence[InputFile], fields: TextFields, is_explicit: bool) -> None:
-    """DataError where fields were `named` for inputs that have none."""
-    without = next((file for file in files if not file.has_fields), None)
-    if fields.has_pairs and without is not None:
-        raise DataError(f"{without.path}: text has no fields; pairs are read from .jsonl and .parquet files only")
+    """Raise DataError if fields were set explicitly (`is_explicit`) for inputs without fields."""
+    plain_file = next((file for file in files if not file.has_fields), None)
+    if fields.has_pairs and plain_file is not None:
+        raise DataError(f"{plain_file.path}: text has no fields; pairs are read from .jsonl and .parquet files only")
     if is_explicit and not any(file.has_fields for file in files):
         raise DataError(f"field={fields.text}: none of the inputs has fields; only .jsonl and .parquet files have")

@@ -1,11 +1,11 @@
-"""The inputs in pieces that are worked on independently: a function of the inputs alone, never of who works on them.
+"""Input partitions: units of work that are encoded independently. A function of the inputs alone, not of workers.
 
-A part is what is read of one file at a stretch: a range of bytes of uncompressed text or JSONL, row groups of a Parquet
-file, or a whole compressed file. A piece is consecutive parts of about `PIECE_BYTES`, so that small files share one.
+A file range is a range of bytes of uncompressed text or JSONL, row groups of a Parquet file, or a whole compressed
+file. A partition is a list of consecutive ranges of about `PARTITION_BYTES`, so that small files share one.
 
-A text may be cut where a letter is followed by a space or newline, else by punctuation. There the splitting rules of
-GPT-2, cl100k, o200k and Llama 3 begin a new word whatever stands around, so that its parts give the tokens of the
-whole. Cutting *after* a newline would not do: "\\n\\n" is one token at the end of a text, and two before a letter.
+Text is split where a letter is followed by a space or newline, else by punctuation. The pre-tokenizers of GPT-2,
+cl100k, o200k and Llama 3 begin a new word there in any context, so that the spans give the same tokens as the whole
+text. Splitting *after* a newline would not: "\\n\\n" is one token at the end of a text, and two before a letter.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from raytrain_hpc.data.preprocess.input_files import JSONL, PARQUET, InputFile, 
 from raytrain_hpc.errors import DataError
 
 PARTITION_BYTES = 4 << 20
-MAX_PARTITIONS = 1 << 16  # of larger inputs pieces are larger, not more: their list stays small, and they are streamed
+MAX_PARTITIONS = 1 << 16  # larger inputs get larger partitions, which are streamed, and not a longer list
 BLOCK_BYTES = 1 << 20
 _SCAN_BYTES = 1 << 16
-# Spaces are preferred for tokenizers that put one in front of every text.
+# Spaces are preferred, for tokenizers that prepend one to every text.
 _WORD_END_PATTERNS = (re.compile(r"[^\W\d_](?=[ \r\n])"), re.compile(r"[^\W\d_](?=[,.;:!?)、。，；：！？）])"))
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [begin, end) of a file. `last`: whether the file ends here; `groups`: row groups [first, stop) of Parquet.
+    """Bytes [begin, end) of a file. `is_last`: the file ends here; `row_groups`: Parquet row groups [first, stop).
 
-    The parts of a file are disjoint and cover it.
+    The ranges of a file are disjoint and cover it.
     """
 
     file: InputFile
@@ -47,38 +47,38 @@ class FileRange:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Size in the file in bytes."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class InputPartition:
-    """Consecutive parts, the unit of work."""
+    """Unit of work: consecutive file ranges."""
 
     index: int
     ranges: tuple[FileRange, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size in the files."""
-        return sum(part.nbytes for part in self.ranges)
+        """Total size of the ranges in bytes."""
+        return sum(file_range.nbytes for file_range in self.ranges)
 
 
 def plan_partitions(files: Sequence[InputFile]) -> list[InputPartition]:
-    """The inputs, in order, as pieces. DataError for a file that cannot be read."""
+    """Divide the inputs, in order, into partitions. Raises DataError for an unreadable file."""
     size = max(PARTITION_BYTES, -(-sum(file.nbytes for file in files) // MAX_PARTITIONS))
-    pieces: list[InputPartition] = []
-    gathered: list[FileRange] = []
-    for part in (part for file in files for part in _split_file(file, size)):
-        if gathered and sum(one.nbytes for one in gathered) + part.nbytes > size:
-            pieces.append(InputPartition(len(pieces), tuple(gathered)))
-            gathered = []
-        gathered.append(part)
-    return [*pieces, InputPartition(len(pieces), tuple(gathered))]
+    partitions: list[InputPartition] = []
+    ranges: list[FileRange] = []
+    for file_range in (file_range for file in files for file_range in _split_file(file, size)):
+        if ranges and sum(planned.nbytes for planned in ranges) + file_range.nbytes > size:
+            partitions.append(InputPartition(len(partitions), tuple(ranges)))
+            ranges = []
+        ranges.append(file_range)
+    return [*partitions, InputPartition(len(partitions), tuple(ranges))]
 
 
 def compute_checksum(file_range: FileRange) -> str:
-    """Hex sha256 of a part's bytes. DataError where they cannot be read any more."""
+    """Compute the hex sha256 of the bytes of a range. Raises DataError if they cannot be read."""
     digest = hashlib.sha256()
     for block in read_blocks(file_range):
         digest.update(block)
@@ -86,16 +86,21 @@ def compute_checksum(file_range: FileRange) -> str:
 
 
 def combine_checksums(partitions: Iterable[tuple[InputPartition, Sequence[str]]]) -> list[tuple[InputFile, str]]:
-    """Every file's checksum from those of its parts: a file of one part has that part's, which is its plain sha256,
-    a file of several the sha256 over the hex digests of its parts in order.
+    """Combine the checksums of file ranges into one per file.
+
+    A file of one range has the checksum of that range, its plain sha256. A file of several ranges has the sha256 over
+    the hex digests of its ranges in order.
     """
     digests: list[tuple[InputFile, list[str]]] = []
-    for piece, checksums in partitions:
-        for part, digest in zip(piece.ranges, checksums, strict=True):
-            if part.begin == 0:  # the first part of its file
-                digests.append((part.file, []))
+    for partition, checksums in partitions:
+        for file_range, digest in zip(partition.ranges, checksums, strict=True):
+            if file_range.begin == 0:  # first range of its file
+                digests.append((file_range.file, []))
             digests[-1][1].append(digest)
-    return [(file, parts[0] if len(parts) == 1 else _hash_digests(parts)) for file, parts in digests]
+    return [
+        (file, range_digests[0] if len(range_digests) == 1 else _hash_digests(range_digests))
+        for file, range_digests in digests
+    ]
 
 
 def _hash_digests(digests: Sequence[str]) -> str:
@@ -103,15 +108,15 @@ def _hash_digests(digests: Sequence[str]) -> str:
 
 
 def read_blocks(file_range: FileRange) -> Iterator[bytes]:
-    """The bytes of a part, as they lie in the file. DataError where the file cannot be read or has changed."""
+    """Yield the raw bytes of a range in blocks. Raises DataError if the file is unreadable or has changed."""
     file = file_range.file
     try:
         check_unchanged(file)
         with file.path.open("rb") as stream:
             stream.seek(file_range.begin)
-            left = file_range.nbytes
-            while left and (block := stream.read(min(BLOCK_BYTES, left))):
-                left -= len(block)
+            remaining = file_range.nbytes
+            while remaining and (block := stream.read(min(BLOCK_BYTES, remaining))):
+                remaining -= len(block)
                 yield block
         check_unchanged(file)
     except OSError as error:
@@ -119,13 +124,13 @@ def read_blocks(file_range: FileRange) -> Iterator[bytes]:
 
 
 def find_word_end(text: str, begin: int, stop: int) -> int:
-    """The last position in (begin, stop] where `text` may be cut; `stop` itself where there is no better one."""
+    """Find the last position in (begin, stop] at which `text` may be split; return `stop` if there is none."""
     for rule in _WORD_END_PATTERNS:
         for first in (max(begin, stop - 1024), begin):
-            # The letter's follower must be seen: one position more than the cut may be at.
-            last = deque(rule.finditer(text, first, stop + 1), maxlen=1)
-            if last:
-                return last[0].end()
+            # Search one character further: the pattern looks at the character after the split.
+            last_match = deque(rule.finditer(text, first, stop + 1), maxlen=1)
+            if last_match:
+                return last_match[0].end()
     return stop
 
 
@@ -134,43 +139,43 @@ def _split_file(file: InputFile, size: int) -> Iterator[FileRange]:
         yield from _split_row_groups(file, size)
         return
     try:
-        cuts = list(_find_split_points(file, size))
+        split_points = list(_find_split_points(file, size))
     except OSError as error:
         raise DataError(f"{file.path}: cannot be read ({error.strerror or error})") from error
-    edges = [0, *cuts, file.nbytes]
+    edges = [0, *split_points, file.nbytes]
     for begin, end in zip(edges, edges[1:], strict=False):
         yield FileRange(file, begin, end, is_last=end == file.nbytes)
 
 
 def _find_split_points(file: InputFile, size: int) -> Iterator[int]:
-    """Ascending positions inside a file, about `size` apart."""
+    """Yield ascending split positions of a file, about `size` apart."""
     if file.compression or file.nbytes <= size:
         return
-    find = _find_line_start if file.format == JSONL else _find_word_end_in_file
+    find_split = _find_line_start if file.format == JSONL else _find_word_end_in_file
     with file.path.open("rb") as stream:
-        cut = find(stream, size, size)
-        while 0 < cut < file.nbytes:
-            yield cut
-            cut = find(stream, cut + size, size)
+        position = find_split(stream, size, size)
+        while 0 < position < file.nbytes:
+            yield position
+            position = find_split(stream, position + size, size)
 
 
 def _find_line_start(stream: BinaryIO, target: int, size: int) -> int:
-    """The next position after a newline, 0 where there is none."""
+    """Find the next position after a newline; return 0 if there is none."""
     stream.seek(target)
     while block := stream.read(_SCAN_BYTES):
-        if (found := block.find(b"\n")) >= 0:
-            return target + found + 1
+        if (index := block.find(b"\n")) >= 0:
+            return target + index + 1
         target += len(block)
     return 0
 
 
 def _find_word_end_in_file(stream: BinaryIO, target: int, size: int) -> int:
-    """The next position where a text may be cut, else the next character; 0 where the text ends before."""
+    """Find the next position at which a text may be split, else the next character; return 0 at the end."""
     stop = target + size
     first = 0
     for begin in range(target, stop, _SCAN_BYTES):
         stream.seek(begin)
-        # A few bytes more, for the character after the window. Half a character is no letter and no space.
+        # Read a few bytes more for the character after the window. A partial character matches no pattern.
         window = stream.read(_SCAN_BYTES + 8)
         if not window:
             return first
@@ -196,11 +201,11 @@ def _split_row_groups(file: InputFile, size: int) -> Iterator[FileRange]:
 
 
 def read_row_group_offsets(path: Path) -> list[int]:
-    """Byte at which each row group of a Parquet file begins. DataError where it is no Parquet file."""
+    """Read the byte offset of each row group of a Parquet file. Raises DataError if it is not a Parquet file."""
     try:
-        with pq.ParquetFile(path) as opened:
-            described = opened.metadata
-            groups = [described.row_group(i) for i in range(described.num_row_groups)]
+        with pq.ParquetFile(path) as parquet_file:
+            metadata = parquet_file.metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             return [_get_row_group_offset(group) for group in groups]
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file ({' '.join(str(error).split())})") from error

@@ -1,8 +1,8 @@
-"""Text to a dataset directory: plan pieces, encode each into a chunk, in parallel, then assemble shards in order.
+"""Dataset preparation: plan partitions, encode each into a chunk in parallel, then assemble shards in order.
 
-The inputs are one stream of documents, file after file and row after row. Its first part is the training split, the
-rest the validation split. The directory appears complete or not at all, and holds the same bytes whoever worked on
-the pieces, however many there were, and however often they were interrupted.
+The inputs form one stream of documents, file after file and row after row. Its beginning is the training split, the
+rest the validation split. The dataset directory appears atomically. Its bytes do not depend on executor, number of
+workers or interruptions.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from raytrain_hpc.errors import DataError
 ENGINES = ("auto", "local", "ray")
 RAY_MIN_BYTES = 64 << 20
 _SAMPLE_CHARS, _SAMPLE_PARTITIONS = 16 << 20, 64
-# Below this, starting processes takes longer than the work. Bytes and characters are encoded at hundreds of MB/s.
+# Below this size, starting processes takes longer than encoding. Bytes and characters encode at hundreds of MB/s.
 _SINGLE_PROCESS_MAX_BYTES = {"byte": 256 << 20, "char": 128 << 20}
 ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class _PrepareJob:
-    """What was asked for, and what was found. `given`: a tokenizer that is there before any input is read."""
+    """Settings and inputs of one preparation. `file_tokenizer`: tokenizer loaded from a file, if one was given."""
 
     files: Sequence[InputFile]
     partitions: Sequence[InputPartition]
@@ -76,7 +76,7 @@ class _PrepareJob:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings as the manifest has them: whatever the tokens depend on beside inputs and tokenizer."""
+        """Settings recorded in the manifest: all that determine the tokens besides inputs and tokenizer."""
         settings: dict[str, Any] = {
             "tokenizer": self.spec.identity,
             "val_fraction": self.val_fraction,
@@ -88,10 +88,10 @@ class _PrepareJob:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What a staging directory belongs to."""
+        """Identity of a staging directory, as JSON values."""
         files = [(str(file.path), file.name, file.nbytes, file.mtime_ns) for file in self.files]
         tokenizer = None if self.file_tokenizer is None else self.file_tokenizer.to_json()
-        sizes = [piece.nbytes for piece in self.partitions]
+        sizes = [partition.nbytes for partition in self.partitions]
         return {
             "version": VERSION,
             "files": files,
@@ -116,16 +116,16 @@ def prepare(
     address: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Write a dataset at `out` from files, folders (all files below one, sorted by relative path) and patterns.
+    """Write a dataset to `out` from files, folders (searched recursively, sorted by relative path) and patterns.
 
-    A text file is a document; so is `field` ("text") of every row of .jsonl and .parquet files, or `prompt_field` and
-    `response_field`, of which only responses count as targets. .gz and .zst are decompressed. `val_fraction` of the
-    tokens, at the end of the stream, become the validation split.
+    A text file is one document. In .jsonl and .parquet files, each row is a document: its `field` (default "text"),
+    or its `prompt_field` and `response_field`, of which only responses count as targets. .gz and .zst are
+    decompressed. The last `val_fraction` of the tokens becomes the validation split.
 
-    `engine` is local (`workers` processes), ray (Ray Data, on the cluster at `address`) or auto; it changes no byte.
-    `progress(done, total)` counts bytes over all passes. A dataset already at `out` is kept if the same inputs and
-    settings made it; anything else there is an error: nothing is ever overwritten. What was interrupted is gone on
-    with by the same call. DataError for inputs, settings or a target that cannot be used, ClusterError without Ray.
+    `engine` is local (`workers` processes), ray (Ray Data, on the cluster at `address`) or auto; it does not affect
+    the output. `progress(done, total)` counts bytes over all passes. An existing dataset at `out` is returned if it
+    has the same inputs and settings; nothing is ever overwritten. An interrupted preparation is resumed by the same
+    call. Raises DataError for unusable inputs, settings or target, and ClusterError if Ray is unavailable.
     """
     spec = parse_tokenizer_spec(tokenizer)
     _check_settings(val_fraction, shard_tokens, engine, workers)
@@ -134,35 +134,35 @@ def prepare(
     _check_target(Path(out))
     files = find_input_files(inputs, exclude=[staging.out, staging.path])
     check_fields(files, fields, is_explicit=field is not None)
-    given = load_tokenizer(spec) if spec.is_from_file else None
-    job = _PrepareJob(files, plan_partitions(files), fields, spec, given, val_fraction, shard_tokens)
-    present = _find_existing_dataset(Path(out), job)
-    if present is not None and not staging.path.exists():  # else what is left over is removed below
-        return present
+    file_tokenizer = load_tokenizer(spec) if spec.is_from_file else None
+    job = _PrepareJob(files, plan_partitions(files), fields, spec, file_tokenizer, val_fraction, shard_tokens)
+    existing = _find_existing_dataset(Path(out), job)
+    if existing is not None and not staging.path.exists():  # otherwise remove leftovers below
+        return existing
     executor = _choose_executor(engine, workers, address, job)
     try:
         with staging.lock():
             return _prepare_locked(Path(out), job, staging, executor, progress)
     except WorkersLostError as error:
-        raise DataError(f"{out}: {error}; the same command goes on with what is finished") from error
+        raise DataError(f"{out}: {error}; repeat the same command to resume") from error
     except OSError as error:
         reason = error.strerror or error
         raise DataError(
-            f"{out}: cannot be written ({reason}); the same command goes on with what is finished, in {staging.path}"
+            f"{out}: cannot be written ({reason}); repeat the same command to resume from {staging.path}"
         ) from error
 
 
 def _prepare_locked(
     out: Path, job: _PrepareJob, staging: StagingDirectory, executor: Executor, progress: ProgressCallback | None
 ) -> Manifest:
-    present = _find_existing_dataset(out, job)
-    if present is not None:  # whoever had the lock before wrote it
+    existing = _find_existing_dataset(out, job)
+    if existing is not None:  # written by the previous holder of the lock
         staging.remove()
-        return present
+        return existing
     try:
         staging.initialize(job.plan)
         return _build_dataset(job, staging, executor, progress)
-    except DataError:  # something must be changed first: nothing of this can be gone on with
+    except DataError:  # inputs or settings must change, so the leftovers are useless
         staging.remove()
         raise
 
@@ -170,32 +170,32 @@ def _prepare_locked(
 def _build_dataset(
     job: _PrepareJob, staging: StagingDirectory, executor: Executor, progress: ProgressCallback | None
 ) -> Manifest:
-    survey = job.spec.kind == "char"
-    tick = _ProgressMeter((3 if survey else 2) * sum(file.nbytes for file in job.files), progress)
-    tokenizer = _resolve_tokenizer(job, staging, executor, tick)
+    has_survey_pass = job.spec.kind == "char"
+    on_bytes = _ProgressMeter((3 if has_survey_pass else 2) * sum(file.nbytes for file in job.files), progress)
+    tokenizer = _resolve_tokenizer(job, staging, executor, on_bytes)
     dtype = choose_token_dtype(tokenizer.vocab_size)
     reports = read_reports(staging.chunks_dir)
     for index in reports:
-        tick(job.partitions[index].nbytes)
+        on_bytes(job.partitions[index].nbytes)
     encode = EncodeTask(staging.chunks_dir, staging.tokenizer_path, job.fields, dtype)
-    missing = [piece for piece in job.partitions if piece.index not in reports]
-    for piece, found in executor.run(encode, missing):
-        reports[piece.index] = report_from_json(found)
-        tick(piece.nbytes)
-    ordered = [reports[piece.index] for piece in job.partitions]
-    sizes = compute_split_sizes(sum(report.tokens for report in ordered), job.val_fraction)
-    assembly = ShardAssembler(staging, sizes, dtype, job.shard_tokens, masked=job.fields.has_pairs)
-    splits = assembly.run(ordered, lambda index: tick(job.partitions[index].nbytes))
+    missing = [partition for partition in job.partitions if partition.index not in reports]
+    for partition, report_data in executor.run(encode, missing):
+        reports[partition.index] = report_from_json(report_data)
+        on_bytes(partition.nbytes)
+    chunk_reports = [reports[partition.index] for partition in job.partitions]
+    sizes = compute_split_sizes(sum(report.tokens for report in chunk_reports), job.val_fraction)
+    assembler = ShardAssembler(staging, sizes, dtype, job.shard_tokens, masked=job.fields.has_pairs)
+    splits = assembler.run(chunk_reports, lambda index: on_bytes(job.partitions[index].nbytes))
     manifest = Manifest(
         tokenizer=tokenizer.to_json(),
         vocab_size=tokenizer.vocab_size,
         dtype=dtype,
         masked=job.fields.has_pairs,
-        characters=None if isinstance(tokenizer, ByteTokenizer) else sum(report.characters for report in ordered),
+        characters=None if isinstance(tokenizer, ByteTokenizer) else sum(report.characters for report in chunk_reports),
         settings=job.settings,
-        inputs=_build_input_records(job.partitions, [report.checksums for report in ordered]),
+        inputs=_build_input_records(job.partitions, [report.checksums for report in chunk_reports]),
         splits=splits,
-        empty_documents=sum(report.empty for report in ordered),
+        empty_documents=sum(report.empty for report in chunk_reports),
     )
     staging.publish(manifest)
     return manifest
@@ -204,44 +204,44 @@ def _build_dataset(
 def _resolve_tokenizer(
     job: _PrepareJob, staging: StagingDirectory, executor: Executor, on_bytes: Callable[[int], None]
 ) -> Tokenizer:
-    """The tokenizer that was asked for, stored where those who encode find it. Made from the input where needed."""
-    stored = staging.read_tokenizer()
-    if stored is not None:
+    """Load or build the tokenizer, and store it in the staging directory for the encode tasks."""
+    stored_json = staging.read_tokenizer()
+    if stored_json is not None:
         if job.spec.kind == "char":
-            on_bytes(sum(piece.nbytes for piece in job.partitions))
-        return tokenizer_from_json(stored)
-    built: Tokenizer
+            on_bytes(sum(partition.nbytes for partition in job.partitions))
+        return tokenizer_from_json(stored_json)
+    tokenizer: Tokenizer
     if job.file_tokenizer is not None:
-        built = job.file_tokenizer
+        tokenizer = job.file_tokenizer
     elif job.spec.kind == "byte":
-        built = ByteTokenizer()
+        tokenizer = ByteTokenizer()
     elif job.spec.kind == "char":
-        seen: set[str] = set()
-        for piece, characters in executor.run(CollectCharactersTask(job.fields), job.partitions):
-            seen.update(characters)
-            on_bytes(piece.nbytes)
-        built = CharTokenizer(seen)
+        vocabulary: set[str] = set()
+        for partition, characters in executor.run(CollectCharactersTask(job.fields), job.partitions):
+            vocabulary.update(characters)
+            on_bytes(partition.nbytes)
+        tokenizer = CharTokenizer(vocabulary)
     else:
-        built = train_tokenizer(_sample_texts(job.partitions, job.fields), int(job.spec.argument))
-    write_json_atomically(staging.tokenizer_path, built.to_json())
-    return built
+        tokenizer = train_tokenizer(_sample_texts(job.partitions, job.fields), int(job.spec.argument))
+    write_json_atomically(staging.tokenizer_path, tokenizer.to_json())
+    return tokenizer
 
 
 def _sample_texts(partitions: Sequence[InputPartition], fields: TextFields) -> Iterator[str]:
-    """At most 16 Mi characters: the beginnings of at most 64 pieces, spread evenly over the input."""
-    chosen = min(len(partitions), _SAMPLE_PARTITIONS)
-    for index in range(chosen):
-        left = _SAMPLE_CHARS // chosen
-        for text in _read_texts(partitions[index * len(partitions) // chosen], fields):
-            yield text[:left]
-            left -= len(text)
-            if left <= 0:
+    """Yield at most 16 Mi characters: the beginnings of at most 64 partitions, spread evenly over the input."""
+    num_sampled = min(len(partitions), _SAMPLE_PARTITIONS)
+    for index in range(num_sampled):
+        remaining = _SAMPLE_CHARS // num_sampled
+        for text in _read_texts(partitions[index * len(partitions) // num_sampled], fields):
+            yield text[:remaining]
+            remaining -= len(text)
+            if remaining <= 0:
                 break
 
 
 def _read_texts(partition: InputPartition, fields: TextFields) -> Iterator[str]:
-    for part in partition.ranges:
-        yield from (stretch.text for stretch in DocumentReader(part, fields).read_spans())
+    for file_range in partition.ranges:
+        yield from (span.text for span in DocumentReader(file_range, fields).read_spans())
 
 
 def _check_settings(val_fraction: float, shard_tokens: int, engine: str, workers: int | None) -> None:
@@ -257,46 +257,50 @@ def _check_settings(val_fraction: float, shard_tokens: int, engine: str, workers
 
 def _check_target(out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise DataError(f"{out}: is a file; choose another directory to write to")
+        raise DataError(f"{out}: is a file; choose another directory")
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_FILE).exists():
-        raise DataError(f"{out}: holds other files and is no dataset; choose another directory to write to")
+        raise DataError(f"{out}: contains other files and is not a dataset; choose another directory")
 
 
 def _choose_executor(engine: str, workers: int | None, address: str | None, job: _PrepareJob) -> Executor:
-    total = sum(file.nbytes for file in job.files)
+    total_bytes = sum(file.nbytes for file in job.files)
     address = address or os.environ.get("RAY_ADDRESS")
-    if engine == "ray" or (engine == "auto" and (address or total > RAY_MIN_BYTES)):
+    if engine == "ray" or (engine == "auto" and (address or total_bytes > RAY_MIN_BYTES)):
         from raytrain_hpc.data.preprocess.ray_executor import RayDataExecutor  # Ray takes a second to import
 
         return RayDataExecutor(address, workers)
     if workers is None:
-        workers = 1 if total < _SINGLE_PROCESS_MAX_BYTES.get(job.spec.kind, 8 << 20) else count_cpus()
+        workers = 1 if total_bytes < _SINGLE_PROCESS_MAX_BYTES.get(job.spec.kind, 8 << 20) else count_cpus()
     return SerialExecutor() if min(workers, len(job.partitions)) == 1 else MultiprocessExecutor(workers)
 
 
 def _find_existing_dataset(out: Path, job: _PrepareJob) -> Manifest | None:
-    """The manifest of the dataset at `out` if it is the one asked for; None if nothing is there; else DataError.
+    """Return the manifest of the dataset at `out` if it has the same inputs and settings; None if there is none.
 
-    A tokenizer made from the input is the same if the input is.
+    A tokenizer built from the input is the same if the input is. Raises DataError if the dataset differs.
     """
     if not (out / MANIFEST_FILE).exists():
         return None
     manifest = load_manifest(out)
-    same = manifest.settings == job.settings and (
+    matches = manifest.settings == job.settings and (
         job.file_tokenizer is None or manifest.tokenizer == job.file_tokenizer.to_json()
     )
-    same = same and [(i.name, i.bytes) for i in manifest.inputs] == [(f.name, f.nbytes) for f in job.files]
-    if not same or manifest.inputs != _hash_inputs(job.partitions):
-        raise DataError(f"{out}: holds a dataset of other inputs or settings; delete it or choose another directory")
+    matches = matches and [(i.name, i.bytes) for i in manifest.inputs] == [(f.name, f.nbytes) for f in job.files]
+    if not matches or manifest.inputs != _hash_inputs(job.partitions):
+        raise DataError(f"{out}: contains a dataset of other inputs or settings; delete it or choose another directory")
     verify_shards(out, manifest, limit_bytes=0)
     return manifest
 
 
 def _hash_inputs(partitions: Sequence[InputPartition]) -> tuple[InputRecord, ...]:
-    """The inputs as they are now."""
+    """Hash the current inputs."""
     with ThreadPoolExecutor(count_cpus()) as threads:
-        checksums = threads.map(compute_checksum, [part for piece in partitions for part in piece.ranges])
-        return _build_input_records(partitions, [tuple(islice(checksums, len(piece.ranges))) for piece in partitions])
+        checksums = threads.map(
+            compute_checksum, [file_range for partition in partitions for file_range in partition.ranges]
+        )
+        return _build_input_records(
+            partitions, [tuple(islice(checksums, len(partition.ranges))) for partition in partitions]
+        )
 
 
 def _build_input_records(
@@ -307,7 +311,7 @@ def _build_input_records(
 
 
 class _ProgressMeter:
-    """Adds up bytes and passes them on to a progress callback."""
+    """Counter of processed bytes that reports to a progress callback."""
 
     def __init__(self, total: int, progress: ProgressCallback | None):
         self._done, self._total, self._progress = 0, total, progress

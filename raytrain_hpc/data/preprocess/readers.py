@@ -1,4 +1,4 @@
-"""The documents in a part of the input, as stretches of text of bounded length."""
+"""Readers of text, JSONL and Parquet: the documents of a file range as text spans of bounded length."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from raytrain_hpc.data.preprocess.input_files import JSONL, TEXT, InputFile, Tex
 from raytrain_hpc.data.preprocess.partition import BLOCK_BYTES, FileRange, find_word_end, read_blocks
 from raytrain_hpc.errors import DataError
 
-SPAN_CHARS = 1 << 16  # characters; a longer text is cut where that changes no token (see pieces.py)
+SPAN_CHARS = 1 << 16  # limit; longer texts are split where no token changes (see partition.py)
 _BATCH_ROWS = 64
 
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Text of one document. `last`: the document ends with it; `counted`: its tokens count as targets."""
+    """Text of one document. `ends_document`: it is the last span; `is_target`: its tokens count as targets."""
 
     text: str
     ends_document: bool
@@ -31,9 +31,9 @@ class TextSpan:
 
 @dataclass
 class DocumentReader:
-    """Reads the documents of a part. `any_bytes`: bytes that are no UTF-8 come through as lone surrogates.
+    """Reader of the documents of a file range. `allow_invalid_utf8`: map invalid bytes to lone surrogates.
 
-    `empty` counts, once the stretches are read, the documents that had no text and were left out.
+    `num_empty`: number of skipped documents without text, valid after all spans are read.
     """
 
     file_range: FileRange
@@ -42,7 +42,7 @@ class DocumentReader:
     num_empty: int = 0
 
     def read_spans(self) -> Iterator[TextSpan]:
-        """The documents, in order. DataError naming file and place where the input is not what it should be."""
+        """Yield the text spans in order. Raises DataError naming file and position of invalid input."""
         if self.file_range.file.format == TEXT:
             return self._read_text()
         return self._split_rows(
@@ -51,25 +51,25 @@ class DocumentReader:
 
     def _read_text(self) -> Iterator[TextSpan]:
         texts = self._decode(self._read_bytes())
-        some = False
-        for text, last in _split_text(texts):
-            some = True
-            yield TextSpan(text, last and self.file_range.is_last)
-        if not some:
+        has_text = False
+        for text, is_last in _split_text(texts):
+            has_text = True
+            yield TextSpan(text, is_last and self.file_range.is_last)
+        if not has_text:
             self.num_empty += 1
 
     def _split_rows(self, rows: Iterable[list[str]]) -> Iterator[TextSpan]:
         for row in rows:
-            if not row[-1]:  # no text, or a pair without a response
+            if not row[-1]:  # empty text, or a pair without a response
                 self.num_empty += 1
                 continue
             for prompt, _ in _split_text(row[:-1]):
                 yield TextSpan(prompt, ends_document=False, is_target=False)
-            for text, last in _split_text(row[-1:]):
-                yield TextSpan(text, last)
+            for text, is_last in _split_text(row[-1:]):
+                yield TextSpan(text, is_last)
 
     def _read_bytes(self) -> Iterator[bytes]:
-        """The bytes of the part, decompressed."""
+        """Yield the decompressed bytes of the range."""
         file = self.file_range.file
         if not file.compression:
             yield from read_blocks(self.file_range)
@@ -87,7 +87,7 @@ class DocumentReader:
         check_unchanged(file)
 
     def _decode(self, blocks: Iterator[bytes]) -> Iterator[str]:
-        """UTF-8 to text; a character may lie across two blocks."""
+        """Decode UTF-8 blocks; a character may span two blocks."""
         errors = "surrogateescape" if self.allow_invalid_utf8 else "strict"
         decoder = codecs.getincrementaldecoder("utf-8")(errors)
         consumed = self.file_range.begin
@@ -98,8 +98,8 @@ class DocumentReader:
             except UnicodeDecodeError as error:
                 where = "of the decompressed text " if self.file_range.file.compression else ""
                 raise DataError(
-                    f"{self.file_range.file.path}: byte {begin + error.start} {where}is not UTF-8 ({error.reason}); convert "
-                    "the file, or use tokenizer byte"
+                    f"{self.file_range.file.path}: byte {begin + error.start} {where}is not UTF-8 ({error.reason}); "
+                    "convert the file, or use tokenizer byte"
                 ) from error
             consumed += len(block)
             if text:
@@ -118,7 +118,7 @@ class DocumentReader:
                     number, f"is not UTF-8 ({error.reason} at byte {error.start} of it)"
                 ) from error
             except (ValueError, RecursionError) as error:
-                raise self._make_line_error(number, f"is not JSON ({error}); one object a line is expected") from error
+                raise self._make_line_error(number, f"is not JSON ({error}); expected one object per line") from error
             if not isinstance(row, dict):
                 raise self._make_line_error(number, f"is {_describe_type(row)} and not an object with fields")
             try:
@@ -134,22 +134,24 @@ class DocumentReader:
             yield texts
 
     def _make_line_error(self, number: int, problem: str) -> DataError:
-        """Only now the lines before this part are counted: it takes a look at all of the file up to here."""
-        before = 0
+        """Build an error with the line number in the file. Counts lines before the range, reading the file up to it."""
+        num_lines_before = 0
         if self.file_range.begin:
             head = FileRange(self.file_range.file, 0, self.file_range.begin, is_last=False)
-            before = sum(block.count(b"\n") for block in read_blocks(head))
-        return DataError(f"{self.file_range.file.path}: line {before + number + 1} {problem}")
+            num_lines_before = sum(block.count(b"\n") for block in read_blocks(head))
+        return DataError(f"{self.file_range.file.path}: line {num_lines_before + number + 1} {problem}")
 
     def _read_parquet_rows(self) -> Iterator[list[str]]:
         file, (first, stop) = self.file_range.file, self.file_range.row_groups
         check_unchanged(file)
         try:
-            with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as opened:
-                _check_columns(file, opened.schema_arrow, self.fields)
-                row = sum(opened.metadata.row_group(i).num_rows for i in range(first))
+            with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=BLOCK_BYTES) as parquet_file:
+                _check_columns(file, parquet_file.schema_arrow, self.fields)
+                row = sum(parquet_file.metadata.row_group(i).num_rows for i in range(first))
                 names = list(self.fields.names)
-                for batch in opened.iter_batches(_BATCH_ROWS, range(first, stop), columns=names, use_threads=False):
+                for batch in parquet_file.iter_batches(
+                    _BATCH_ROWS, range(first, stop), columns=names, use_threads=False
+                ):
                     yield from _read_batch_rows(file, batch, names, row)
                     row += batch.num_rows
         except (OSError, pa.ArrowException) as error:
@@ -158,7 +160,7 @@ class DocumentReader:
 
 
 def _read_batch_rows(file: InputFile, batch: pa.RecordBatch, names: list[str], row: int) -> Iterator[list[str]]:
-    """The rows of a batch that begins at `row`."""
+    """Yield the texts of each row of a batch whose first row is `row`."""
     try:
         columns = [batch.column(name).to_pylist() for name in names]
     except UnicodeDecodeError as error:
@@ -181,7 +183,7 @@ def _check_columns(file: InputFile, schema: pa.Schema, fields: TextFields) -> No
 
 
 def _get_text(row: dict[str, Any], name: str) -> str:
-    """A field of a row; null is no text. DataError where it is missing or something else."""
+    """Return the text of a field; null is empty text. Raises DataError if it is missing or not a string."""
     if name not in row:
         raise DataError(f"has no field {name!r}; it has {', '.join(map(repr, list(row)[:10])) or 'none'}")
     value = row[name]
@@ -191,32 +193,32 @@ def _get_text(row: dict[str, Any], name: str) -> str:
 
 
 def _describe_type(value: Any) -> str:
-    names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
     return names.get(type(value), "null")
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines without their newlines; each is put together once, however many blocks it spans."""
-    begun: list[bytes] = []
+    """Split blocks into lines without newlines. Each line is joined once, even if it spans many blocks."""
+    fragments: list[bytes] = []
     for block in blocks:
-        first, *more = block.split(b"\n")
-        begun.append(first)
-        if more:
-            yield b"".join(begun)
-            yield from more[:-1]
-            begun = [more[-1]]
-    yield b"".join(begun)
+        first, *following = block.split(b"\n")
+        fragments.append(first)
+        if following:
+            yield b"".join(fragments)
+            yield from following[:-1]
+            fragments = [following[-1]]
+    yield b"".join(fragments)
 
 
 def _split_text(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """The concatenation of `texts` in stretches of at most STRETCH characters, and whether each is the last one."""
-    held = ""
+    """Split the concatenation of `texts` into spans of at most SPAN_CHARS; yield (span, is_last)."""
+    buffer = ""
     for text in texts:
-        held, begin = held + text, 0
-        while len(held) - begin > SPAN_CHARS:
-            cut = find_word_end(held, begin, begin + SPAN_CHARS)
-            yield held[begin:cut], False
-            begin = cut
-        held = held[begin:]
-    if held:
-        yield held, True
+        buffer, begin = buffer + text, 0
+        while len(buffer) - begin > SPAN_CHARS:
+            end = find_word_end(buffer, begin, begin + SPAN_CHARS)
+            yield buffer[begin:end], False
+            begin = end
+        buffer = buffer[begin:]
+    if buffer:
+        yield buffer, True

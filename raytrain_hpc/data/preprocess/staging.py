@@ -1,11 +1,11 @@
-"""The directory in which a dataset comes to be: what a killed `prepare` left there, the next one goes on with.
+"""Staging directory in which a dataset is prepared. A killed `prepare` is resumed from it.
 
-.NAME.preparing/lock          held while somebody prepares; whoever comes second waits
-.NAME.preparing/plan.json     the inputs and settings that all of this belongs to
+.NAME.preparing/lock          held during preparation; other processes wait
+.NAME.preparing/plan.json     inputs and settings of the preparation
 .NAME.preparing/tokenizer.json
-.NAME.preparing/chunks/       encoded pieces of the input (see chunks.py)
-.NAME.preparing/shards.jsonl  the shards that are complete, one a line
-.NAME.preparing/dataset/      shards, at last the manifest; then renamed to NAME
+.NAME.preparing/chunks/       encoded input partitions (see chunks.py)
+.NAME.preparing/shards.jsonl  complete shards, one per line
+.NAME.preparing/dataset/      shards, finally the manifest; then renamed to NAME
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from raytrain_hpc.data.preprocess.chunks import write_json_atomically
 
 
 class StagingDirectory:
-    """The staging directory of one target. All methods raise OSError where the disk refuses."""
+    """Staging directory of one target. Methods raise OSError if writing fails."""
 
     def __init__(self, out: Path):
-        self.out = Path(os.path.abspath(out))  # "." has no name and no parent of its own
+        self.out = Path(os.path.abspath(out))  # Path(".") has neither name nor parent
         self.path = self.out.parent / f".{self.out.name}.preparing"
         self.chunks_dir, self.dataset_dir = self.path / "chunks", self.path / "dataset"
         self.tokenizer_path = self.path / "tokenizer.json"
@@ -36,7 +36,7 @@ class StagingDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only one who prepares this target; waits for another one. The lock ends with the process."""
+        """Hold the exclusive lock on the target inside the context; wait for it first. Released if the process dies."""
         descriptor = self._acquire_lock()
         try:
             yield
@@ -48,13 +48,13 @@ class StagingDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            except FileNotFoundError:  # removed between the two lines
+            except FileNotFoundError:  # removed since mkdir
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(descriptor), os.stat(self.path / "lock")):
                     return descriptor
-            except FileNotFoundError:  # whoever held it was done, and removed the directory
+            except FileNotFoundError:  # the previous holder finished and removed the directory
                 pass
             except BaseException:
                 os.close(descriptor)
@@ -62,7 +62,7 @@ class StagingDirectory:
             os.close(descriptor)
 
     def initialize(self, plan: dict[str, Any]) -> None:
-        """Keep what is there if it belongs to this plan; else start anew."""
+        """Keep the contents if they belong to this plan; otherwise clear them."""
         plan = json.loads(json.dumps(plan))
         if self._read_json(self._plan_path) != plan:
             for path in (self._plan_path, self._shards_path, self.tokenizer_path):
@@ -74,55 +74,55 @@ class StagingDirectory:
         self.dataset_dir.mkdir(exist_ok=True)
 
     def read_tokenizer(self) -> dict[str, Any] | None:
-        """The tokenizer that was stored, as JSON values; None where none was."""
-        found: dict[str, Any] | None = self._read_json(self.tokenizer_path)
-        return found
+        """Read the stored tokenizer as JSON values; None if there is none."""
+        data: dict[str, Any] | None = self._read_json(self.tokenizer_path)
+        return data
 
     def load_finished_shards(self) -> dict[str, list[Shard]]:
-        """The complete shards of each split, in order. Files that are not among them are removed."""
+        """Load the complete shards per split, in order, and remove all other files."""
         shards: dict[str, list[Shard]] = {}
         text = self._shards_path.read_text() if self._shards_path.exists() else ""
-        whole, newline, rest = text.rpartition("\n")
-        if rest:  # a line that was not written to its end
+        complete, newline, incomplete = text.rpartition("\n")
+        if incomplete:  # the process was killed while it wrote the last line
             partial = self._shards_path.with_suffix(".partial")
-            partial.write_text(whole + newline)
+            partial.write_text(complete + newline)
             partial.replace(self._shards_path)
-        for line in whole.splitlines():
+        for line in complete.splitlines():
             split, shard = json.loads(line)
             shards.setdefault(split, []).append(Shard(**shard))
-        known = {shard.file for some in shards.values() for shard in some}
+        known = {shard.file for split_shards in shards.values() for shard in split_shards}
         for path in self.dataset_dir.iterdir():
             if path.name not in known:
                 path.unlink()
         return shards
 
     def record_shard(self, split: str, shard: Shard) -> None:
-        """Note that a shard is complete. From then on the chunks it was made of may go."""
+        """Record a complete shard durably. Its chunks may be removed afterwards."""
         with self._shards_path.open("a") as file:
             file.write(_format_shard_line(split, shard))
             file.flush()
             os.fsync(file.fileno())
 
     def publish(self, manifest: Manifest) -> None:
-        """Make the dataset appear under its name, and remove what it was made of."""
+        """Write the manifest, rename the dataset to its target, and remove the staging directory."""
         with (self.dataset_dir / MANIFEST_FILE).open("x", encoding="utf-8") as file:
             file.write(json.dumps(manifest.to_json(), indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         _sync_directory(self.dataset_dir)
-        self.dataset_dir.rename(self.out)  # fails where a directory that is not empty has come up in the meantime
+        self.dataset_dir.rename(self.out)  # fails if a non-empty directory has appeared there
         _sync_directory(self.out.parent)
         self.remove()
 
     def remove(self) -> None:
-        """Give up everything. The lock goes last: from then on another one may begin here, and nothing is touched."""
+        """Remove all contents, the lock file last: afterwards another process may start in the directory."""
         for path in (self.chunks_dir, self.dataset_dir):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.path.iterdir():
             if path.name != "lock" and not path.is_dir():
                 path.unlink(missing_ok=True)
         (self.path / "lock").unlink(missing_ok=True)
-        with suppress(OSError):  # somebody else is in it already
+        with suppress(OSError):  # another process is using it already
             self.path.rmdir()
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Byte-pair tokenizers: tiktoken rank files, Hugging Face tokenizer.json, and byte-level BPE trained on the input.
 
-Nothing is ever downloaded, and nothing but the text of the file is needed later: it is the tokenizer's identity.
+Nothing is downloaded. The text of the file identifies the tokenizer and suffices to restore it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytrain_hpc.data.tokenizer.base import Ids, Tokenizer, TokenizerSpec, toke
 from raytrain_hpc.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-# What files call the end of a document, most specific first.
+# Usual end-of-document tokens, most specific first.
 _END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<|endofdoc|>", "</s>", "<eos>", "<|eos|>")
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -44,7 +44,7 @@ _O200K = "|".join(
 
 @dataclass(frozen=True)
 class _RankFileFormat:
-    """What a rank file does not say itself: how text is split first, and the special tokens."""
+    """Properties that a rank file does not contain: the pre-tokenization pattern and the special tokens."""
 
     pattern: str
     special_tokens: dict[str, int]
@@ -57,7 +57,7 @@ def _build_llama3_special_tokens() -> dict[str, int]:
     return {f"<|{named.get(i) or f'reserved_special_token_{next(free)}'}|>": 128000 + i for i in range(256)}
 
 
-# By the number of ranks in the file.
+# By number of ranks in the file.
 _FORMATS_BY_RANK_COUNT = {
     50256: _RankFileFormat(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # gpt2, r50k_base
     50280: _RankFileFormat(_GPT2, {END_OF_TEXT: 50256}, END_OF_TEXT),  # p50k_base
@@ -78,43 +78,45 @@ _FORMATS_BY_RANK_COUNT = {
 
 
 class TiktokenTokenizer:
-    """A tiktoken rank file: lines of base64 bytes and rank. Special tokens in a text are ordinary text."""
+    """Tokenizer from a tiktoken rank file: lines of base64 bytes and rank. Special tokens encode as ordinary text."""
 
     name = "tiktoken"
 
     def __init__(self, ranks: str):
-        """`ranks`: the file's text. DataError where it is none, or tiktoken is not installed."""
+        """Parse `ranks`, the text of the file. Raises DataError if it is invalid or tiktoken is not installed."""
         try:
             import tiktoken
         except ImportError as error:
             raise _make_missing_package_error("tiktoken") from error
         self._ranks = ranks
-        parsed = _parse_ranks(ranks)
-        after = max(parsed.values()) + 1
-        family = _FORMATS_BY_RANK_COUNT.get(len(parsed)) or _RankFileFormat(_CL100K, {END_OF_TEXT: after}, END_OF_TEXT)
+        ids_by_token = _parse_ranks(ranks)
+        next_id = max(ids_by_token.values()) + 1
+        family = _FORMATS_BY_RANK_COUNT.get(len(ids_by_token)) or _RankFileFormat(
+            _CL100K, {END_OF_TEXT: next_id}, END_OF_TEXT
+        )
         self._encoding = tiktoken.Encoding(
-            "file", pat_str=family.pattern, mergeable_ranks=parsed, special_tokens=family.special_tokens
+            "file", pat_str=family.pattern, mergeable_ranks=ids_by_token, special_tokens=family.special_tokens
         )
         self.vocab_size = int(self._encoding.n_vocab)
         self.end_of_text: int | None = family.special_tokens[family.end_of_text]
-        self._is_valid_id = np.zeros(self.vocab_size, dtype=bool)  # cl100k and o200k leave gaps between special tokens
-        self._is_valid_id[[*parsed.values(), *family.special_tokens.values()]] = True
+        self._is_valid_id = np.zeros(self.vocab_size, dtype=bool)  # cl100k and o200k have gaps between special tokens
+        self._is_valid_id[[*ids_by_token.values(), *family.special_tokens.values()]] = True
 
     def encode(self, text: str) -> Ids:
-        """Token ids, int64[n]."""
+        """Encode to token ids, int64[n]."""
         return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """`encode` of each text, in this thread."""
+        """Encode each text, in this thread."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of ids[n]; ids that stand for nothing are left out. DataError for an id outside the vocabulary."""
+        """Decode ids[n]; unassigned ids are skipped. Raises DataError for an id outside the vocabulary."""
         flat = validate_ids(ids, self.vocab_size)
         return str(self._encoding.decode(flat[self._is_valid_id[flat]].tolist()))
 
     def to_json(self) -> dict[str, Any]:
-        """The tokenizer as JSON values: the text of its rank file."""
+        """Convert to JSON values, with the text of the rank file."""
         return {"name": self.name, "ranks": self._ranks}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -122,10 +124,10 @@ class TiktokenTokenizer:
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer.json. Special tokens in a text are ordinary text, and none are added but the end."""
+    """Tokenizer from a Hugging Face tokenizer.json. Special tokens encode as ordinary text; `encode` adds none."""
 
     def __init__(self, text: str, end_of_text: int | None, *, name: str = "hf"):
-        """`text`: of the file. DataError where it is none, or `tokenizers` is not installed."""
+        """Parse `text`, the text of the file. Raises DataError if it is invalid or `tokenizers` is not installed."""
         try:
             import tokenizers
         except ImportError as error:
@@ -133,7 +135,7 @@ class HfTokenizer:
         self.name, self._text, self.end_of_text = name, text, end_of_text
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises a plain one
+        except Exception as error:  # the package raises a plain Exception
             raise DataError(f"not a tokenizer.json that `tokenizers` can read ({_format_error(error)})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -142,35 +144,35 @@ class HfTokenizer:
         self.vocab_size = int(largest) + 1
 
     def encode(self, text: str) -> Ids:
-        """Token ids, int64[n]."""
+        """Encode to token ids, int64[n]."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """`encode` of each text; in this thread, unless TOKENIZERS_PARALLELISM says otherwise."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in found]
+        """Encode each text, in this thread unless TOKENIZERS_PARALLELISM enables threads."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of ids[n]. DataError for an id outside the vocabulary."""
+        """Decode ids[n] to text. Raises DataError for an id outside the vocabulary."""
         flat = validate_ids(ids, self.vocab_size)
         return str(self._tokenizer.decode(flat.tolist(), skip_special_tokens=False))
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token, None where there is none."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        """Return the id of a token, or None if it is not in the vocabulary."""
+        token_id = self._tokenizer.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     def to_json(self) -> dict[str, Any]:
-        """The tokenizer as JSON values: the text of its tokenizer.json."""
+        """Convert to JSON values, with the text of tokenizer.json."""
         return {"name": self.name, "tokenizer": self._text, "end_of_text": self.end_of_text}
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The package's own way would forget that special tokens in a text are ordinary text.
+        # The package's own pickling would lose `encode_special_tokens`.
         return tokenizer_from_json, (self.to_json(),)
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer of tiktoken:FILE or hf:PATH. DataError naming the file where it cannot be used."""
+    """Load the tokenizer of tiktoken:FILE or hf:PATH. Raises DataError naming the file if it cannot be used."""
     path = Path(spec.argument).expanduser()
     if spec.kind == "hf" and path.is_dir():
         path = path / "tokenizer.json"
@@ -189,9 +191,9 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
-    """Byte-level BPE with GPT-2's splitting, trained on `texts`; its last merges may fall short of `vocab_size`.
+    """Train byte-level BPE with GPT-2's pre-tokenization on `texts`; little text may give fewer than `vocab_size`.
 
-    A function of the texts alone. DataError where `tokenizers` is not installed.
+    Deterministic in the texts. Raises DataError if `tokenizers` is not installed.
     """
     try:
         from tokenizers import Tokenizer as Trained
@@ -199,21 +201,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
     except ImportError as error:
         raise _make_missing_package_error("tokenizers") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    trained = Trained(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
+    tokenizer = Trained(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trained.train_from_iterator(texts, trainer)
-    return HfTokenizer(trained.to_str(), trained.token_to_id(END_OF_TEXT), name="bpe")
+    tokenizer.train_from_iterator(texts, trainer)
+    return HfTokenizer(tokenizer.to_str(), tokenizer.token_to_id(END_OF_TEXT), name="bpe")
 
 
 def _find_end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
-    """What the tokenizer_config.json beside the file calls eos_token, else a usual name that the vocabulary has."""
+    """Find the end-of-text id: eos_token of tokenizer_config.json beside the file, else a usual token name."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:
@@ -221,9 +223,11 @@ def _find_end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
         except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{config} cannot be read ({_format_error(error)})") from error
         token = eos.get("content") if isinstance(eos, dict) else eos
-        if isinstance(token, str) and (found := tokenizer.token_to_id(token)) is not None:
-            return found
-    return next((found for token in _END_OF_TEXT_TOKENS if (found := tokenizer.token_to_id(token)) is not None), None)
+        if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
+            return token_id
+    return next(
+        (token_id for token in _END_OF_TEXT_TOKENS if (token_id := tokenizer.token_to_id(token)) is not None), None
+    )
 
 
 def _parse_ranks(text: str) -> dict[bytes, int]:
@@ -235,10 +239,10 @@ def _parse_ranks(text: str) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise DataError(f"line {number} of the rank file is not base64 and a number") from error
+            raise DataError(f"line {number} of the rank file is not a base64 token and a rank") from error
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        raise DataError("not a complete rank file: it lacks single bytes, or has a rank twice")
+        raise DataError("not a valid rank file: single bytes are missing, or ranks are negative or duplicate")
     return ranks
 
 

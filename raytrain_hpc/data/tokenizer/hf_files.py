@@ -1,4 +1,4 @@
-"""A tokenizer as the files that Hugging Face's libraries read."""
+"""Export of a tokenizer to the files that Hugging Face libraries read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Token
 
 
 def build_tokenizer_files(tokenizer: Tokenizer, max_positions: int) -> dict[str, str]:
-    """Their text by name: tokenizer.json and tokenizer_config.json; none for a kind that has no such form.
+    """Build the text of tokenizer.json and tokenizer_config.json, by file name; empty for kinds without such a form.
 
-    `positions`: that the model is made for. Bytes and characters become byte pairs without merges.
+    `max_positions`: context length of the model. Byte and char tokenizers become BPE without merges.
     """
-    plain = tokenizer.to_json()
+    data = tokenizer.to_json()
     if isinstance(tokenizer, ByteTokenizer):
         vocabulary = {character: byte for byte, character in enumerate(_bytes_to_unicode())}
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        text = _build_bpe_json(vocabulary, level, level)
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        text = _build_bpe_json(vocabulary, byte_level, byte_level)
     elif isinstance(tokenizer, CharTokenizer):
         text = _build_bpe_json({character: i for i, character in enumerate(tokenizer.chars)}, None, {"type": "Fuse"})
-    elif "tokenizer" in plain:
-        text = str(plain["tokenizer"])
+    elif "tokenizer" in data:
+        text = str(data["tokenizer"])
     else:
         return {}
     config: dict[str, Any] = {
@@ -47,7 +47,7 @@ def _build_bpe_json(vocab: dict[str, int], pre_tokenizer: dict[str, Any] | None,
         "vocab": vocab,
         "merges": [],
     }
-    whole: dict[str, Any] = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -58,14 +58,14 @@ def _build_bpe_json(vocab: dict[str, int], pre_tokenizer: dict[str, Any] | None,
         "decoder": decoder,
         "model": model,
     }
-    return json.dumps(whole, ensure_ascii=False)
+    return json.dumps(tokenizer, ensure_ascii=False)
 
 
 def _bytes_to_unicode() -> list[str]:
-    """The character that stands for each byte: itself where Latin-1 prints it, else the next one from 256 on.
+    """Return the character that represents each byte: itself if printable in Latin-1, else the next from 256 on.
 
-    Byte-level BPE's own table (Radford et al. 2019).
+    The table of byte-level BPE (Radford et al. 2019).
     """
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in set(shown) else chr(next(hidden)) for byte in range(256)]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    replacements = iter(range(256, 512))
+    return [chr(byte) if byte in set(printable) else chr(next(replacements)) for byte in range(256)]

@@ -17,14 +17,14 @@ def dataset(tmp_path):
     return tmp_path / "out"
 
 
-def edit(dataset, change):
+def edit_manifest(dataset, change):
     path = dataset / "manifest.json"
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
 
 
-def test_checksums_are_those_of_the_files(dataset):
+def test_manifest_has_size_and_checksum_of_every_file(dataset):
     manifest = load_manifest(dataset)
     shards = [s for split in manifest.splits.values() for s in split.shards]
     assert sorted(s.file for s in shards) == sorted(p.name for p in dataset.glob("*.arrow"))
@@ -34,7 +34,7 @@ def test_checksums_are_those_of_the_files(dataset):
     assert verify_shards(dataset, manifest) == sum(s.bytes for s in shards)
 
 
-def test_a_flipped_byte_is_found_where_checksums_are_computed(dataset):
+def test_verification_finds_a_flipped_byte_in_hashed_shards(dataset):
     manifest = load_manifest(dataset)
     path = dataset / "train-00001.arrow"
     raw = bytearray(path.read_bytes())
@@ -49,7 +49,7 @@ def test_a_flipped_byte_is_found_where_checksums_are_computed(dataset):
     assert verify_shards(dataset, manifest, limit_bytes=0) == 0
 
 
-def test_cut_and_missing_shards_are_always_found(dataset):
+def test_verification_always_finds_truncated_and_missing_shards(dataset):
     manifest = load_manifest(dataset)
     path = dataset / "val-00000.arrow"
     raw = path.read_bytes()
@@ -61,7 +61,7 @@ def test_cut_and_missing_shards_are_always_found(dataset):
         verify_shards(dataset, manifest, limit_bytes=0)
 
 
-def test_what_is_no_dataset_says_how_to_write_one(tmp_path, dataset):
+def test_loading_a_non_dataset_suggests_prepare(tmp_path, dataset):
     with pytest.raises(DataError, match="no such directory.*raytrain-hpc prepare"):
         load_manifest(tmp_path / "nowhere")
     with pytest.raises(DataError, match="not a dataset.*raytrain-hpc prepare"):
@@ -71,7 +71,7 @@ def test_what_is_no_dataset_says_how_to_write_one(tmp_path, dataset):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "\xff", '"text"', '{"version": 2}'])
-def test_an_unreadable_manifest_is_named_in_one_line(dataset, content):
+def test_damaged_manifest_is_reported_in_one_line(dataset, content):
     (dataset / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(DataError, match=r"manifest.json: damaged") as error:
         load_manifest(dataset)
@@ -81,14 +81,14 @@ def test_an_unreadable_manifest_is_named_in_one_line(dataset, content):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=1), "version=1 is not known"),
+        (lambda d: d.update(version=1), "version=1 is not supported"),
         (lambda d: d["splits"]["train"]["shards"].pop(), "do not add up"),
-        (lambda d: d["splits"]["train"]["shards"][0].update(sha256="0" * 64), "dataset_hash does not fit"),
+        (lambda d: d["splits"]["train"]["shards"][0].update(sha256="0" * 64), "dataset_hash does not match"),
         (lambda d: d["splits"]["train"]["shards"][0].update(file="../in.txt"), "outside the directory"),
-        (lambda d: d["tokenizer"].update(name="char"), "dataset_hash does not fit"),
+        (lambda d: d["tokenizer"].update(name="char"), "dataset_hash does not match"),
     ],
 )
-def test_an_edited_manifest_is_refused(dataset, change, message):
-    edit(dataset, change)
+def test_edited_manifest_is_rejected(dataset, change, message):
+    edit_manifest(dataset, change)
     with pytest.raises(DataError, match=re.escape(message)):
         load_manifest(dataset)

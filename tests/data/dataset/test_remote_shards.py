@@ -1,4 +1,4 @@
-"""Datasets in an object store, read by ranges or preloaded, from a server of its own process over HTTP."""
+"""Datasets in an object store, read by range requests or from the local cache; served over HTTP by another process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bucket(dataset: Path) -> Iterator[str]:
-    """The dataset's URI at a local object-store server."""
+    """URI of the dataset on a local object-store server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,39 +64,39 @@ def bucket(dataset: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents", "padded"])
-def test_ranged_reads_give_the_bytes_of_the_disk(dataset: Path, bucket: str, packing: str) -> None:
+def test_range_requests_give_the_same_batches_as_local_files(dataset: Path, bucket: str, packing: str) -> None:
     streams = []
     for path in (str(dataset), bucket):
         data = DataConfig(path=path, packing=packing)
-        recipe = StreamSpec(data, VOCAB_SIZE, 3, 16, 8, 4)
-        streams.append(recipe.open_stream(recipe.open_dataset()))
+        spec = StreamSpec(data, VOCAB_SIZE, 3, 16, 8, 4)
+        streams.append(spec.open_stream(spec.open_dataset()))
     for step in (0, 7, 10**6):
-        here, there = (one.read_microbatch(step, 1) for one in streams)
-        for part in ("inputs", "targets", "samples"):
-            assert np.array_equal(getattr(here, part), getattr(there, part))
-        assert (here.documents is None) == (there.documents is None)
-        assert here.documents is None or np.array_equal(here.documents, there.documents)
+        local, remote = (stream.read_microbatch(step, 1) for stream in streams)
+        for name in ("inputs", "targets", "samples"):
+            assert np.array_equal(getattr(local, name), getattr(remote, name))
+        assert (local.document_ids is None) == (remote.document_ids is None)
+        assert local.document_ids is None or np.array_equal(local.document_ids, remote.document_ids)
     assert streams[0].get_state(5) == streams[1].get_state(5)
 
 
-def test_validation_and_mixtures_with_local_sources(dataset: Path, bucket: str) -> None:
-    both = open_dataset(DataConfig(sources=[SourceConfig(str(dataset), 1), SourceConfig(bucket, 1)]), seed=1)
-    assert both.val is not None and both.val.num_tokens == 400
+def test_remote_and_local_sources_can_be_mixed(dataset: Path, bucket: str) -> None:
+    mixture = open_dataset(DataConfig(sources=[SourceConfig(str(dataset), 1), SourceConfig(bucket, 1)]), seed=1)
+    assert mixture.val is not None and mixture.val.num_tokens == 400
     starts = np.array([0, 195, 390])
-    assert np.array_equal(both.val.read(starts, 10)[0], both.val.read(starts + [200, 0, 0], 10)[0])
+    assert np.array_equal(mixture.val.read(starts, 10)[0], mixture.val.read(starts + [200, 0, 0], 10)[0])
 
 
-def test_what_is_wrong_with_a_uri_is_said(bucket: str) -> None:
+def test_invalid_uri_is_reported_without_credentials(bucket: str) -> None:
     with pytest.raises(DataError, match="not a dataset"):
         load_manifest(bucket.replace("/a?", "/nothing?"))
-    with pytest.raises(DataError, match="not a place to read from"):
+    with pytest.raises(DataError, match="not a readable location"):
         load_manifest("s4://bucket/a")
-    with pytest.raises(DataError, match="cannot be read") as told:
+    with pytest.raises(DataError, match="cannot be read") as error:
         load_manifest("s3://key:secret@bucket/a?scheme=http&endpoint_override=127.0.0.1:9&region=us-east-1")
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(error.value)
 
 
-def test_preload_from_an_object_store(bucket: str, dataset: Path, tmp_path: Path) -> None:
+def test_remote_dataset_is_copied_to_the_local_cache(bucket: str, dataset: Path, tmp_path: Path) -> None:
     data = DataConfig(path=bucket, preload=str(tmp_path))
     opened = StreamSpec(data, VOCAB_SIZE, 3, 16, 8, 4).open_dataset()
     copies = {path.name: path for path in tmp_path.glob("dataset-*/*.arrow")}
@@ -106,13 +106,13 @@ def test_preload_from_an_object_store(bucket: str, dataset: Path, tmp_path: Path
     assert opened.dataset_hash == load_manifest(dataset).dataset_hash
 
 
-def _preload(source: Path, into: Path) -> None:
+def _copy_dataset(source: Path, into: Path) -> None:
     copy_to_local_cache(source, load_manifest(source), into)
 
 
-def test_one_process_copies_and_the_others_find_it(dataset: Path, tmp_path: Path) -> None:
+def test_concurrent_processes_copy_a_dataset_once(dataset: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_preload, args=(dataset, tmp_path)) for _ in range(4)]
+    processes = [context.Process(target=_copy_dataset, args=(dataset, tmp_path)) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -126,31 +126,33 @@ def test_one_process_copies_and_the_others_find_it(dataset: Path, tmp_path: Path
     assert {path: path.stat().st_ino for path in copy.glob("*.arrow")} == before
 
 
-def test_a_copy_that_was_cut_is_made_again_and_a_changed_source_refused(tmp_path: Path) -> None:
+def test_truncated_copy_is_replaced_and_changed_source_rejected(tmp_path: Path) -> None:
     source = write_dataset(tmp_path / "source", 1, 5000)
     copy = copy_to_local_cache(source, load_manifest(source), tmp_path / "copies")
     shard = next(copy.glob("train*.arrow"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-5])
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-5])
     copy_to_local_cache(source, load_manifest(source), tmp_path / "copies")
-    assert shard.read_bytes() == whole
+    assert shard.read_bytes() == content
     original = source / shard.name
-    original.write_bytes(whole[:-50] + bytes(50))
+    original.write_bytes(content[:-50] + bytes(50))
     with pytest.raises(DataError, match="does not match its sha256"):
         copy_to_local_cache(source, load_manifest(source), tmp_path / "others")
     assert not list((tmp_path / "others").rglob("*.partial"))
 
 
-def _on_a_small_disk(source: Path, into: Path) -> None:
+def _copy_with_file_size_limit(source: Path, into: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     try:
-        _preload(source, into)
+        _copy_dataset(source, into)
     except DataError as error:
         os._exit(7 if f"data.preload={into}: cannot be written" in str(error) else 8)
 
 
-def test_no_space_is_one_clear_line(dataset: Path, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_on_a_small_disk, args=(dataset, tmp_path / "full"))
+def test_full_disk_is_reported_in_one_line(dataset: Path, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=_copy_with_file_size_limit, args=(dataset, tmp_path / "full")
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 7

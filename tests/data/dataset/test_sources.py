@@ -30,7 +30,7 @@ def stdlib(tmp_path_factory):
     return prepare_stdlib_dataset(tmp_path_factory.mktemp("cache"))
 
 
-def test_a_directory(prepared):
+def test_open_dataset_directory(prepared):
     path = prepared("a", "hello world " * 20, tokenizer="char")
     dataset = open_dataset(DataConfig(path=str(path)), seed=1)
     assert dataset.vocab_size == 8
@@ -40,11 +40,11 @@ def test_a_directory(prepared):
     assert dataset.mixture == ({"dataset_hash": dataset.dataset_hash, "weight": 1.0},)
 
 
-def test_without_a_validation_split(prepared):
+def test_dataset_without_validation_split(prepared):
     assert open_dataset(DataConfig(path=str(prepared("a", "text", val_fraction=0))), seed=1).val is None
 
 
-def test_a_mixture(prepared):
+def test_mixture_of_datasets(prepared):
     paths = [prepared("a", "a" * 100), prepared("b", "b" * 50), prepared("c", "c" * 10, val_fraction=0)]
     sources = [SourceConfig(str(path), weight) for path, weight in zip(paths, (1, 2, 3), strict=True)]
     dataset = open_dataset(DataConfig(sources=sources), seed=1)
@@ -55,7 +55,7 @@ def test_a_mixture(prepared):
     assert len({dataset.dataset_hash, swapped.dataset_hash, load_manifest(paths[0]).dataset_hash}) == 3
 
 
-def test_mixtures_need_one_tokenizer(prepared):
+def test_mixture_requires_a_common_tokenizer(prepared):
     sources = [SourceConfig(str(prepared(name, name * 100, tokenizer="char")), 1) for name in "ab"]
     with pytest.raises(DataError, match="different tokenizers"):
         open_dataset(DataConfig(sources=sources), seed=1)
@@ -63,7 +63,7 @@ def test_mixtures_need_one_tokenizer(prepared):
         open_dataset(DataConfig(sources=[sources[0], SourceConfig("synthetic", 1)]), seed=1)
 
 
-def test_damage_is_found_on_opening(prepared):
+def test_opening_verifies_checksums(prepared):
     path = prepared("a", "a" * 5000)
     raw = bytearray((path / "train-00000.arrow").read_bytes())
     raw[3000] ^= 4
@@ -86,11 +86,11 @@ def test_synthetic_tokens_are_a_uniform_function_of_position():
     assert abs(np.corrcoef(read[0, 1:], read[0, :-1])[0, 1]) < 0.02
     assert (tokens.read(np.array([0]), 100) != SyntheticTokens(100, seed=4).read(np.array([0]), 100)).mean() > 0.9
     for start in (-1, tokens.num_tokens - 4):
-        with pytest.raises(DataError, match="leaves the"):
+        with pytest.raises(DataError, match="exceeds the"):
             tokens.read(np.array([start]), 5)
 
 
-def test_the_synthetic_dataset():
+def test_synthetic_dataset():
     dataset = open_dataset(DataConfig(path="synthetic"), seed=1, vocab_size=1000)
     assert (dataset.vocab_size, dataset.tokenizer, len(dataset.train)) == (1000, None, 1)
     assert open_dataset(DataConfig(path="synthetic"), seed=1).vocab_size == 256
@@ -98,7 +98,7 @@ def test_the_synthetic_dataset():
     assert dataset.val.num_tokens < 1 << 20
 
 
-def test_the_standard_library_is_source_text_without_tests(stdlib):
+def test_stdlib_dataset_is_source_text_without_tests(stdlib):
     manifest = load_manifest(stdlib)
     names = [item.name for item in manifest.inputs]
     assert {"argparse.py", "dataclasses.py"} <= set(names)
@@ -111,14 +111,14 @@ def test_the_standard_library_is_source_text_without_tests(stdlib):
     assert sum(item.bytes for item in manifest.inputs) == total > 5_000_000
 
 
-def test_the_standard_library_is_prepared_once(stdlib):
+def test_stdlib_dataset_is_prepared_once(stdlib):
     before = (stdlib / "manifest.json").stat().st_mtime_ns
     assert prepare_stdlib_dataset(stdlib.parent) == stdlib
     assert (stdlib / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_processes_may_ask_for_the_standard_library_at_once(tmp_path):
-    program = "from raytrain_hpc.data.dataset.builtin import stdlib_dataset; print(stdlib_dataset())"
+def test_concurrent_processes_prepare_the_stdlib_dataset_once(tmp_path):
+    program = "from raytrain_hpc.data.dataset.builtin import prepare_stdlib_dataset; print(prepare_stdlib_dataset())"
     environment = {**os.environ, "RAYTRAIN_CACHE": str(tmp_path)}
     processes = [
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
@@ -129,7 +129,7 @@ def test_processes_may_ask_for_the_standard_library_at_once(tmp_path):
     assert [str(path) for path in tmp_path.iterdir()] == list(printed)
 
 
-def test_where_the_cache_lies(monkeypatch):
+def test_location_of_the_default_cache(monkeypatch):
     monkeypatch.delenv("RAYTRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert get_cache_dir() == Path("/x/raytrain_hpc")

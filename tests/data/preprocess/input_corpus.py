@@ -1,4 +1,4 @@
-"""Inputs of every kind for `prepare`, and the plain loop that says what it must make of them."""
+"""Inputs of every format for `prepare`, and a reference tokenization of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from raytrain_hpc.data.dataset.manifest import load_manifest
 from raytrain_hpc.data.dataset.token_shards import ShardFile, map_shard
 
-# With every kind of space, and some of them in a row.
+# With all kinds of whitespace, also repeated.
 WORDS = [
     "the",
     "of",
@@ -33,13 +33,13 @@ WORDS = [
 
 
 def make_document(seed: int, words: int) -> str:
-    """Words, the same for the same seed."""
+    """Make a document of random words, determined by the seed."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
 def write_rank_file(path: Path) -> Path:
-    """A tiktoken file: all bytes and a few pairs."""
+    """Write a tiktoken rank file of all bytes and a few pairs."""
     pairs = ["th", "the", " t", " the", "re", "ea", "in", "\n\n", "  ", "to", "12", "\n "]
     tokens = [bytes([byte]) for byte in range(256)] + [pair.encode() for pair in pairs]
     path.write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)))
@@ -47,7 +47,7 @@ def write_rank_file(path: Path) -> Path:
 
 
 def write_mixed(folder: Path) -> list[str]:
-    """A folder with every format; the documents in it, in order."""
+    """Write a folder with a file of every format; return its documents in order."""
     folder.mkdir()
     documents = [make_document(i, 40 + 60 * (i % 3)) for i in range(60)]
     long = make_document(99, 1500)
@@ -57,19 +57,19 @@ def write_mixed(folder: Path) -> list[str]:
     with pa.CompressedOutputStream(str(folder / "d.jsonl.zst"), "zstd") as file:
         file.write("".join(_line(text) for text in documents[20:40]).encode())
     pq.write_table(pa.table({"n": list(range(20)), "text": documents[40:]}), folder / "e.parquet", row_group_size=6)
-    (folder / "f.txt").write_text("")  # an empty document, left out
+    (folder / "f.txt").write_text("")  # an empty document, skipped
     return [long, *documents]
 
 
 def write_pairs(path: Path) -> list[tuple[str, str]]:
-    """Prompts and responses; the second response is empty."""
+    """Write prompts and responses, with an empty second response; return them."""
     pairs = [(make_document(i, 9), make_document(i + 100, 0 if i == 1 else 14)) for i in range(30)]
     path.write_text("".join(json.dumps({"prompt": p, "response": r, "id": 1}) + "\n" for p, r in pairs))
     return pairs
 
 
 def _write_lines(path: Path, documents: list[str]) -> None:
-    path.write_text("\n".join(_line(text).strip() for text in documents))  # no newline at the end, and none is needed
+    path.write_text("\n".join(_line(text).strip() for text in documents))  # without the optional newline at the end
 
 
 def _line(text: str) -> str:
@@ -77,7 +77,7 @@ def _line(text: str) -> str:
 
 
 def read_contents(directory: Path) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, document ends and mask of a dataset, its splits one after the other."""
+    """Read tokens, document ends and loss mask of a dataset, split after split."""
     manifest = load_manifest(directory)
     tokens, ends, counted = [], [], []
     for split in manifest.splits.values():
@@ -91,7 +91,7 @@ def read_contents(directory: Path) -> tuple[list[int], list[int], list[int]]:
 
 
 def tokenize_documents(documents: list[str], tokenizer) -> tuple[list[int], list[int]]:
-    """Every whole document by itself: tokens, and where documents end."""
+    """Tokenize every document as a whole; return tokens and document ends."""
     tokens: list[int] = []
     ends: list[int] = []
     for text in documents:

@@ -1,4 +1,4 @@
-"""The same bytes whoever works on the pieces, and however often they are killed."""
+"""Executors: the same bytes from every engine, also after processes were killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import raytrain_hpc.data.preprocess.chunks as chunks_module
-import raytrain_hpc.data.preprocess.partition as pieces_module
+import raytrain_hpc.data.preprocess.partition as partition_module
 from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
 from raytrain_hpc.data.preprocess.executors import MultiprocessExecutor, SerialExecutor, WorkersLostError
 from raytrain_hpc.data.preprocess.prepare import prepare
@@ -26,29 +26,29 @@ SETTINGS = {"tokenizer": "bpe:300", "val_fraction": 0.2, "shard_tokens": 700}
 
 
 @pytest.fixture
-def many_pieces(monkeypatch):
-    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 1500)
+def many_partitions(monkeypatch):
+    monkeypatch.setattr(partition_module, "PARTITION_BYTES", 1500)
 
 
-def test_the_engine_changes_no_byte(tmp_path, many_pieces, ray_cluster):
+def test_all_engines_write_the_same_bytes(tmp_path, many_partitions, ray_cluster):
     documents = write_mixed(tmp_path / "in")
     seen: list[tuple[int, int]] = []
-    made = {
+    manifests = {
         name: prepare([tmp_path / "in"], tmp_path / name, **SETTINGS, engine=engine, workers=workers)
         for name, engine, workers in [("one", "local", 1), ("pool", "local", 2)]
     }
-    made["ray"] = prepare(
+    manifests["ray"] = prepare(
         [tmp_path / "in"], tmp_path / "ray", **SETTINGS, engine="ray", workers=2, progress=lambda *now: seen.append(now)
     )
-    assert made["one"] == made["pool"] == made["ray"]
-    for name in made:
-        verify_shards(tmp_path / name, made[name])
-    tokens, ends = tokenize_documents(documents, tokenizer_from_json(made["one"].tokenizer))
+    assert manifests["one"] == manifests["pool"] == manifests["ray"]
+    for name in manifests:
+        verify_shards(tmp_path / name, manifests[name])
+    tokens, ends = tokenize_documents(documents, tokenizer_from_json(manifests["one"].tokenizer))
     stored = read_contents(tmp_path / "ray")
     assert stored[0] == tokens
-    assert stored[1] == sorted({*ends, made["one"].splits["train"].tokens})
+    assert stored[1] == sorted({*ends, manifests["one"].splits["train"].tokens})
     assert seen[-1][0] == seen[-1][1] and len(seen) > 10
-    # What is wrong with the input travels back as itself.
+    # Errors about the input are raised unchanged by every engine.
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' * 200 + '{"txt": "x"}\n')
     for engine in ("ray", "local"):
         with pytest.raises(DataError, match=r"bad.jsonl: line 201 has no field 'text'"):
@@ -56,7 +56,7 @@ def test_the_engine_changes_no_byte(tmp_path, many_pieces, ray_cluster):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "in", "one", "pool", "ray"]
 
 
-OWN_RAY = """
+LOCAL_RAY_PREPARE = """
 import sys
 from pathlib import Path
 import psutil
@@ -64,8 +64,8 @@ from raytrain_hpc.data.preprocess.prepare import prepare
 
 def look(done, total):
     if done:
-        for one in psutil.Process().children(recursive=True):
-            seen.update((Path(word).name, one.pid) for word in one.cmdline())
+        for process in psutil.Process().children(recursive=True):
+            seen.update((Path(word).name, process.pid) for word in process.cmdline())
 
 seen = set()
 settings = dict(tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
@@ -76,10 +76,10 @@ for name, pid in seen:
 """
 
 
-def test_a_ray_of_its_own_is_no_more_than_it_needs_and_is_gone_afterwards(tmp_path):
+def test_local_ray_runs_few_daemons_and_is_shut_down(tmp_path):
     write_mixed(tmp_path / "in")
     expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
-    command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
+    command = [sys.executable, "-c", LOCAL_RAY_PREPARE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (raylet,) = (line.split() for line in done.stdout.splitlines())
@@ -89,7 +89,7 @@ def test_a_ray_of_its_own_is_no_more_than_it_needs_and_is_gone_afterwards(tmp_pa
     )
 
 
-def test_an_address_where_nothing_answers(tmp_path, monkeypatch):
+def test_unreachable_address_raises(tmp_path, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ClusterError, match="address=127.0.0.1:1: nothing answers there"):
@@ -97,25 +97,25 @@ def test_an_address_where_nothing_answers(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
-SLOWLY = """
+SLOW_PREPARE = """
 import sys, time
 import raytrain_hpc.data.preprocess.chunks as chunks
-import raytrain_hpc.data.preprocess.partition as pieces
+import raytrain_hpc.data.preprocess.partition as partition
 from raytrain_hpc.data.preprocess.prepare import prepare
-pieces.PIECE_BYTES = 1500
+partition.PARTITION_BYTES = 1500
 write = chunks.write_chunk
-def slowly(*given):
+def slow_write(*arguments):
     time.sleep(0.05)
-    return write(*given)
-chunks.write_chunk = slowly
+    return write(*arguments)
+chunks.write_chunk = slow_write
 prepare([sys.argv[1] + "/in"], sys.argv[1] + "/out", tokenizer="bpe:300", val_fraction=0.2, shard_tokens=700)
 """
 
 
-def test_killed_and_gone_on_with(tmp_path, many_pieces, monkeypatch):
+def test_killed_preparation_is_resumed(tmp_path, many_partitions, monkeypatch):
     write_mixed(tmp_path / "in")
     expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
-    process = subprocess.Popen([sys.executable, "-c", SLOWLY, str(tmp_path)])
+    process = subprocess.Popen([sys.executable, "-c", SLOW_PREPARE, str(tmp_path)])
     chunks = tmp_path / ".out.preparing" / "chunks"
     while len(list(chunks.glob("*.json"))) < 3:
         assert process.poll() is None
@@ -125,42 +125,42 @@ def test_killed_and_gone_on_with(tmp_path, many_pieces, monkeypatch):
     finished = len(list(chunks.glob("*.json")))
     written = []
     write = chunks_module.write_chunk
-    monkeypatch.setattr(chunks_module, "write_chunk", lambda *given: written.append(given[1].index) or write(*given))
+    monkeypatch.setattr(chunks_module, "write_chunk", lambda *args: written.append(args[1].index) or write(*args))
     assert prepare([tmp_path / "in"], tmp_path / "out", **SETTINGS) == expected
     assert finished >= 3 and written[0] > 0
-    assert len(set(written)) == len(written) == len(pieces_of(tmp_path / "in")) - finished
+    assert len(set(written)) == len(written) == len(plan_folder(tmp_path / "in")) - finished
     assert read_contents(tmp_path / "out") == read_contents(tmp_path / "expected")
     assert not (tmp_path / ".out.preparing").exists()
 
 
-def pieces_of(folder: Path) -> list[pieces_module.InputPartition]:
+def plan_folder(folder: Path) -> list[partition_module.InputPartition]:
     from raytrain_hpc.data.preprocess.input_files import find_input_files
 
-    return pieces_module.plan_partitions(find_input_files([folder]))
+    return partition_module.plan_partitions(find_input_files([folder]))
 
 
-def test_a_worker_that_is_killed(tmp_path, many_pieces):
+def test_killed_worker_raises(tmp_path, many_partitions):
     write_mixed(tmp_path / "in")
     with pytest.raises(WorkersLostError, match="use fewer workers"):
-        list(MultiprocessExecutor(2).run(_die, pieces_of(tmp_path / "in")))
+        list(MultiprocessExecutor(2).run(_kill_self, plan_folder(tmp_path / "in")))
 
 
-def _die(piece: object) -> None:
+def _kill_self(piece: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_full_disk_leaves_what_is_finished(tmp_path, many_pieces):
+def test_preparation_resumes_after_a_full_disk(tmp_path, many_partitions):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
     if mounted.returncode:
-        pytest.skip("may not mount a small file system here")
+        pytest.skip("no permission to mount a small file system")
     try:
         write_mixed(tmp_path / "in")
         expected = prepare([tmp_path / "in"], tmp_path / "expected", **SETTINGS)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(960 << 10))
-        with pytest.raises(DataError, match="No space left on device.*the same command goes on"):
+        with pytest.raises(DataError, match="No space left on device.*repeat the same command to resume"):
             prepare([tmp_path / "in"], disk / "out", **SETTINGS)
         assert not (disk / "out").exists() and list((disk / ".out.preparing" / "chunks").glob("*.json"))
         ballast.unlink()
@@ -170,16 +170,16 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, many_pieces):
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_pieces_cover_the_files(tmp_path, many_pieces):
+def test_partitions_cover_the_files(tmp_path, many_partitions):
     write_mixed(tmp_path / "in")
-    parts = [part for piece in pieces_of(tmp_path / "in") for part in piece.ranges]
-    for before, after in zip(parts, parts[1:], strict=False):
+    ranges = [file_range for partition in plan_folder(tmp_path / "in") for file_range in partition.ranges]
+    for before, after in zip(ranges, ranges[1:], strict=False):
         assert (after.begin == before.end and not before.is_last) if after.begin else before.is_last
-    assert parts[-1].is_last and len(parts) > 20
+    assert ranges[-1].is_last and len(ranges) > 20
 
 
-def test_this_process_takes_pieces_in_order(tmp_path, many_pieces):
+def test_serial_executor_keeps_the_order(tmp_path, many_partitions):
     write_mixed(tmp_path / "in")
-    pieces = pieces_of(tmp_path / "in")
-    results = list(SerialExecutor().run(lambda piece: json.dumps(piece.index), pieces))
-    assert results == [(piece, str(piece.index)) for piece in pieces]
+    partitions = plan_folder(tmp_path / "in")
+    results = list(SerialExecutor().run(lambda partition: json.dumps(partition.index), partitions))
+    assert results == [(partition, str(partition.index)) for partition in partitions]

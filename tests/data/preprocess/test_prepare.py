@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import raytrain_hpc.data.preprocess.chunks as chunks_module
-import raytrain_hpc.data.preprocess.partition as pieces_module
+import raytrain_hpc.data.preprocess.partition as partition_module
 from raytrain_hpc.data.dataset.inspect import describe, format_summary
 from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
 from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray
@@ -18,8 +18,8 @@ from raytrain_hpc.errors import DataError
 TEXT = "Ein Fluß, 中文 und 😀.\r\nNeue Zeile\n" * 40
 
 
-def tokens_of(directory):
-    """All tokens of a dataset, split by split."""
+def read_tokens(directory):
+    """Read all tokens of a dataset by split."""
     manifest = load_manifest(directory)
     arrays = {name: TokenArray.open(directory, manifest, name) for name in manifest.splits}
     return {name: array.read(np.array([0]), array.num_tokens)[0] for name, array in arrays.items()}
@@ -32,33 +32,33 @@ def text_file(tmp_path):
     return path
 
 
-def test_tinyshakespeare_gives_nanogpts_counts(tmp_path):
-    found = [p / "shared/data/tinyshakespeare.txt" for p in Path(__file__).resolve().parents]
-    text = next((p for p in found if p.is_file()), None)
+def test_tinyshakespeare_has_the_token_counts_of_nanogpt(tmp_path):
+    candidates = [p / "shared/data/tinyshakespeare.txt" for p in Path(__file__).resolve().parents]
+    text = next((p for p in candidates if p.is_file()), None)
     if text is None:
-        pytest.skip("shared/data/tinyshakespeare.txt is in no folder above; the same logic is tested on generated text")
+        pytest.skip("shared/data/tinyshakespeare.txt not found; generated text tests the same logic")
     manifest = prepare([text], tmp_path / "out", tokenizer="char")
     assert (
         format_summary(manifest) == "1,115,394 characters, vocabulary 65, 1,003,854 train and 111,540 validation tokens"
     )
     data = text.read_text()
     chars = sorted(set(data))
-    assert tokens_of(tmp_path / "out")["val"].tolist() == [chars.index(c) for c in data[int(len(data) * 0.9) :]]
+    assert read_tokens(tmp_path / "out")["val"].tolist() == [chars.index(c) for c in data[int(len(data) * 0.9) :]]
 
 
-def test_characters_split_as_nanogpt_does(tmp_path, text_file):
+def test_char_tokens_are_split_as_in_nanogpt(tmp_path, text_file):
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char")
     chars = sorted(set(TEXT))
     ids = [chars.index(c) for c in TEXT]
     cut = int(len(ids) * 0.9)
-    stored = tokens_of(tmp_path / "out")
+    stored = read_tokens(tmp_path / "out")
     assert stored["train"].tolist() == ids[:cut]
     assert stored["val"].tolist() == ids[cut:]
     assert (manifest.characters, manifest.vocab_size) == (len(TEXT), len(chars))
     assert load_manifest(tmp_path / "out") == manifest
 
 
-def test_the_split_point_is_exact():
+def test_split_sizes_are_exact():
     for total in [*range(20, 3000), 1_115_394, 10**12]:
         assert compute_split_sizes(total, 0.1)["train"] == int(total * 0.9) == total * 9 // 10
         assert compute_split_sizes(total, 0.9)["train"] == total // 10
@@ -66,32 +66,34 @@ def test_the_split_point_is_exact():
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 1 << 20])
-def test_characters_may_lie_across_blocks(tmp_path, text_file, monkeypatch, block):
-    monkeypatch.setattr(pieces_module, "BLOCK_BYTES", block)
+def test_characters_may_span_blocks(tmp_path, text_file, monkeypatch, block):
+    monkeypatch.setattr(partition_module, "BLOCK_BYTES", block)
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=100)
-    decoded = tokenizer_from_json(manifest.tokenizer).decode(np.concatenate(list(tokens_of(tmp_path / "out").values())))
+    decoded = tokenizer_from_json(manifest.tokenizer).decode(
+        np.concatenate(list(read_tokens(tmp_path / "out").values()))
+    )
     assert decoded == TEXT
 
 
-def test_bytes_are_taken_as_they_are(tmp_path):
+def test_byte_tokenizer_keeps_arbitrary_bytes(tmp_path):
     raw = bytes(range(256)) * 3
     (tmp_path / "raw.bin").write_bytes(raw)
     manifest = prepare([tmp_path / "raw.bin"], tmp_path / "out", val_fraction=0.25)
     assert format_summary(manifest) == "768 bytes, vocabulary 256, 576 train and 192 validation tokens"
-    assert bytes(np.concatenate(list(tokens_of(tmp_path / "out").values())).tolist()) == raw
+    assert bytes(np.concatenate(list(read_tokens(tmp_path / "out").values())).tolist()) == raw
 
 
-def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path):
+def test_folder_is_read_in_order_of_relative_paths(tmp_path):
     for name, text in [("b.txt", "2"), ("a/z.txt", "1"), ("a.txt", "0"), ("c/empty.txt", ""), ("c/d.txt", "33")]:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
     manifest = prepare([tmp_path / "in"], tmp_path / "out", val_fraction=0)
-    assert bytes(tokens_of(tmp_path / "out")["train"].tolist()) == b"01233"
+    assert bytes(read_tokens(tmp_path / "out")["train"].tolist()) == b"01233"
     assert [i.name for i in manifest.inputs] == ["a.txt", "a/z.txt", "b.txt", "c/d.txt", "c/empty.txt"]
     assert list(manifest.splits) == ["train"]
 
 
-def test_progress_ends_at_its_total(tmp_path, text_file):
+def test_progress_ends_at_the_total(tmp_path, text_file):
     seen = []
     prepare([text_file], tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
     size = text_file.stat().st_size
@@ -99,7 +101,7 @@ def test_progress_ends_at_its_total(tmp_path, text_file):
     assert seen == sorted(seen)
 
 
-def test_the_hash_depends_on_content_alone(tmp_path, text_file):
+def test_dataset_hash_depends_on_content_only(tmp_path, text_file):
     (tmp_path / "copy.txt").write_bytes(text_file.read_bytes())
     first = prepare([text_file], tmp_path / "a").dataset_hash
     assert prepare([tmp_path / "copy.txt"], tmp_path / "b").dataset_hash == first
@@ -108,7 +110,7 @@ def test_the_hash_depends_on_content_alone(tmp_path, text_file):
     assert prepare([tmp_path / "copy.txt"], tmp_path / "d").dataset_hash != first
 
 
-def test_the_same_dataset_is_reused_and_another_is_never_overwritten(tmp_path, text_file, monkeypatch):
+def test_same_dataset_is_reused_and_a_different_one_never_overwritten(tmp_path, text_file, monkeypatch):
     first = prepare([text_file], tmp_path / "out")
     with monkeypatch.context() as patched:
         patched.setattr(ShardWriter, "append", None)  # writing again would fail
@@ -123,9 +125,9 @@ def test_the_same_dataset_is_reused_and_another_is_never_overwritten(tmp_path, t
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_what_was_interrupted_is_gone_on_with(tmp_path, text_file, monkeypatch, interruption):
-    """Wherever the shards are left, the next call makes the same dataset of what is there, and leaves nothing else."""
-    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 400)
+def test_interrupted_preparation_is_resumed(tmp_path, text_file, monkeypatch, interruption):
+    """Check that after any interruption, the next call completes the same dataset and leaves no other files."""
+    monkeypatch.setattr(partition_module, "PARTITION_BYTES", 400)
     expected = prepare([text_file], tmp_path / "expected", shard_tokens=150).dataset_hash
     append = ShardWriter.append
     for allowed in range(7):
@@ -140,7 +142,7 @@ def test_what_was_interrupted_is_gone_on_with(tmp_path, text_file, monkeypatch, 
         with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, DataError)) as stopped:
             patched.setattr(ShardWriter, "append", fail_later)
             prepare([text_file], tmp_path / "out", shard_tokens=150)
-        assert stopped.type is KeyboardInterrupt or "the same command goes on" in str(stopped.value)
+        assert stopped.type is KeyboardInterrupt or "repeat the same command to resume" in str(stopped.value)
         assert not (tmp_path / "out").exists()
         with monkeypatch.context() as patched:
             patched.setattr(chunks_module, "write_chunk", None)  # encoding again would fail
@@ -150,7 +152,7 @@ def test_what_was_interrupted_is_gone_on_with(tmp_path, text_file, monkeypatch, 
         shutil.rmtree(tmp_path / "out")
 
 
-def test_leftovers_of_other_settings_are_not_used(tmp_path, text_file, monkeypatch):
+def test_leftovers_of_other_settings_are_discarded(tmp_path, text_file, monkeypatch):
     expected = prepare([text_file], tmp_path / "expected", tokenizer="char").dataset_hash
     with monkeypatch.context() as patched, pytest.raises(TypeError):
         patched.setattr(ShardWriter, "append", None)
@@ -159,7 +161,7 @@ def test_leftovers_of_other_settings_are_not_used(tmp_path, text_file, monkeypat
     assert prepare([text_file], tmp_path / "out", tokenizer="char").dataset_hash == expected
 
 
-def test_several_at_once_agree(tmp_path, text_file):
+def test_concurrent_preparations_agree(tmp_path, text_file):
     results = []
     threads = [
         threading.Thread(target=lambda: results.append(prepare([text_file], tmp_path / "out"))) for _ in range(4)
@@ -173,8 +175,8 @@ def test_several_at_once_agree(tmp_path, text_file):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
-def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(pieces_module, "PARTITION_BYTES", 400)
+def test_input_that_changes_during_preparation_raises(tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(partition_module, "PARTITION_BYTES", 400)
 
     def grow(done, total):
         text_file.write_bytes(TEXT.encode() + b"more")
@@ -186,8 +188,8 @@ def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, text_file, monkeyp
 
 @pytest.mark.parametrize("prefix", [0, 3, 4, 61])
 @pytest.mark.parametrize("bad", [b"\xff", b"\xe4\xb8", b"\xe4\xb8x"])
-def test_text_that_is_not_utf8_names_the_byte(tmp_path, monkeypatch, prefix, bad):
-    monkeypatch.setattr(pieces_module, "BLOCK_BYTES", 4)
+def test_invalid_utf8_is_reported_with_its_byte_offset(tmp_path, monkeypatch, prefix, bad):
+    monkeypatch.setattr(partition_module, "BLOCK_BYTES", 4)
     raw = b"a" * prefix + bad
     (tmp_path / "latin.txt").write_bytes(raw)
     with pytest.raises(UnicodeDecodeError) as expected:
@@ -197,7 +199,7 @@ def test_text_that_is_not_utf8_names_the_byte(tmp_path, monkeypatch, prefix, bad
     assert "\n" not in str(error.value)
 
 
-def test_inputs_and_settings_that_cannot_be_used(tmp_path, text_file):
+def test_invalid_inputs_and_settings_raise(tmp_path, text_file):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
     out = tmp_path / "out"
@@ -211,7 +213,7 @@ def test_inputs_and_settings_that_cannot_be_used(tmp_path, text_file):
         ([text_file], {"val_fraction": 0.0001}, "left for val"),
         ([text_file], {"val_fraction": 0.9999}, "left for train"),
         ([text_file], {"shard_tokens": 0}, "shard_tokens=0"),
-        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': known are byte, char, tiktoken:FILE"),
+        ([text_file], {"tokenizer": "bpe"}, "tokenizer='bpe': unknown; known are byte, char, tiktoken:FILE"),
     ]
     for inputs, settings, message in cases:
         with pytest.raises(DataError, match=message):
@@ -222,27 +224,27 @@ def test_inputs_and_settings_that_cannot_be_used(tmp_path, text_file):
     assert not out.exists()
 
 
-def test_targets_that_cannot_be_used(tmp_path, text_file):
+def test_invalid_targets_raise(tmp_path, text_file):
     with pytest.raises(DataError, match="text.txt: is a file"):
         prepare([text_file], text_file)
-    (tmp_path / "mine").mkdir()
-    prepare([text_file], tmp_path / "mine")  # an empty directory may be filled
+    (tmp_path / "empty").mkdir()
+    prepare([text_file], tmp_path / "empty")  # an empty directory may be filled
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
-    with pytest.raises(DataError, match="holds other files"):
+    with pytest.raises(DataError, match="contains other files"):
         prepare([text_file], tmp_path / "other")
     with pytest.raises(DataError, match="cannot be written"):
         prepare([text_file], text_file / "below")
 
 
-def test_the_current_directory_may_be_filled(tmp_path, text_file, monkeypatch):
+def test_current_directory_can_be_the_target(tmp_path, text_file, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     prepare([text_file], ".")
     verify_shards(tmp_path / "here", load_manifest(tmp_path / "here"))
 
 
-def test_description(tmp_path, text_file):
+def test_describe_dataset(tmp_path, text_file):
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char", shard_tokens=500)
     text = describe(tmp_path / "out")
     assert format_summary(manifest) in text

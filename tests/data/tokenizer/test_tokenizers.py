@@ -18,7 +18,7 @@ from tests.data.preprocess.input_corpus import write_rank_file
 TEXT = "naïve 中文 😀\r\n\ttail"
 
 
-def test_bytes_are_utf8():
+def test_byte_tokenizer_encodes_utf8():
     ids = ByteTokenizer().encode(TEXT)
     assert ids.dtype == np.int64
     assert bytes(ids.tolist()) == TEXT.encode()
@@ -26,11 +26,11 @@ def test_bytes_are_utf8():
     assert ByteTokenizer().decode([0xFF, 65]) == "\ufffdA"
 
 
-def test_bytes_of_an_undecodable_command_line_come_through():
+def test_byte_tokenizer_restores_surrogate_escaped_bytes():
     assert ByteTokenizer().encode(b"a\xff".decode("utf-8", "surrogateescape")).tolist() == [97, 255]
 
 
-def test_characters_are_numbered_in_sorted_order():
+def test_char_ids_follow_sorted_order():
     chars = sorted(set(TEXT))
     tokenizer = CharTokenizer(collect_characters([TEXT[:5], TEXT[5:]]))
     assert tokenizer.vocab_size == len(chars)
@@ -40,26 +40,26 @@ def test_characters_are_numbered_in_sorted_order():
 
 
 @pytest.mark.parametrize("unknown", ["z", "\U0010ffff", "\x00"])
-def test_an_unknown_character_is_named(unknown):
+def test_unknown_character_is_reported_with_its_position(unknown):
     with pytest.raises(DataError, match=r"position 1"):
         CharTokenizer("abc").encode("a" + unknown)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("hello 😀")])
 def test_json_round_trip(tokenizer):
-    again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
-    assert again.name == tokenizer.name
-    assert again.vocab_size == tokenizer.vocab_size
-    assert again.encode("hello").tolist() == tokenizer.encode("hello").tolist()
+    restored = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+    assert restored.name == tokenizer.name
+    assert restored.vocab_size == tokenizer.vocab_size
+    assert restored.encode("hello").tolist() == tokenizer.encode("hello").tolist()
 
 
-def test_ids_outside_the_vocabulary_are_refused():
+def test_ids_outside_the_vocabulary_raise():
     for ids in ([3], [-1]):
         with pytest.raises(DataError, match="outside the vocabulary of 3"):
             CharTokenizer("abc").decode(ids)
 
 
-def test_what_cannot_be_built_names_what_can():
+def test_unknown_tokenizer_error_lists_the_known_ones():
     with pytest.raises(DataError, match="byte, char"):
         parse_tokenizer_spec("word")
     with pytest.raises(DataError, match="byte, char"):
@@ -68,8 +68,8 @@ def test_what_cannot_be_built_names_what_can():
         CharTokenizer(collect_characters([]))
 
 
-def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
-    """Pickled to workers, stored as JSON, and unmoved by special tokens in a text."""
+def test_bpe_tokenizers_survive_pickle_and_json(tmp_path):
+    """Special tokens in the text are encoded as ordinary text."""
     text = "the reader's naïve 中文字 <|endoftext|> 😀\n\n  tail"
     trained = train_tokenizer([text] * 3, 280)
     ranked = load_tokenizer(parse_tokenizer_spec(f"tiktoken:{write_rank_file(tmp_path / 'ranks')}"))
@@ -79,13 +79,13 @@ def test_byte_pairs_of_a_file_are_data_like_any_other(tmp_path):
         assert tokenizer.decode(ids) == text
         assert tokenizer.end_of_text not in ids.tolist()
         stored = json.loads(json.dumps(tokenizer.to_json()))
-        for again in (pickle.loads(pickle.dumps(tokenizer)), tokenizer_from_json(stored)):
-            assert again.encode(text).tolist() == ids.tolist()
-            assert (again.vocab_size, again.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+        for restored in (pickle.loads(pickle.dumps(tokenizer)), tokenizer_from_json(stored)):
+            assert restored.encode(text).tolist() == ids.tolist()
+            assert (restored.vocab_size, restored.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
     assert (ranked.vocab_size, ranked.end_of_text) == (269, 268)
 
 
-def test_the_end_of_text_is_what_the_configuration_beside_the_file_says(tmp_path):
+def test_end_of_text_comes_from_tokenizer_config(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(["abc"], 257).to_json()["tokenizer"])
     assert load_tokenizer(parse_tokenizer_spec(f"hf:{tmp_path}")).end_of_text == 0
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
