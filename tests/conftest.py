@@ -1,7 +1,7 @@
-"""What tests share: warm worker processes, one Ray cluster for the whole session, and the machine.
+"""Shared fixtures (warm worker processes, one Ray cluster per session) and the distribution of tests over processes.
 
-With `pytest -n 2` (pytest-xdist) all that starts Ray or looks at the clock stays in one process, one after the other,
-and comes first; the rest runs beside it, by files, on whatever the CPUs have left.
+With `pytest -n 2` (pytest-xdist), one process runs all tests that start Ray or measure time, one after another. The
+other process runs the remaining tests, file by file, at a lower CPU priority.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 
 from tests.warm_pool import WarmPool
 
-OBJECT_STORE_BYTES = 256 << 20  # bytes: small enough for a test to fill
-SERIAL_TESTS = {  # files of tests that start Ray or look at the clock
+OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
+SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "cli/test_wrong_inputs",
     "data/loader/test_exactly_once",
     "data/preprocess/test_executors",
@@ -39,20 +39,20 @@ SERIAL_TESTS = {  # files of tests that start Ray or look at the clock
 }
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # by default workers wait for everything else on the machine
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives workers the lowest priority
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WarmPool]:
-    """Ranks on gloo without Ray."""
-    made = WarmPool()
-    yield made
-    made.close()
+    """A pool of ranks on gloo, without Ray."""
+    warm_pool = WarmPool()
+    yield warm_pool
+    warm_pool.close()
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray for every test that needs one; runs inside find it and leave it running."""
+    """A local Ray cluster for all tests that need one; runs connect to it and leave it running."""
     import ray
 
     ray.init(
@@ -67,7 +67,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not _is_serial(item.nodeid))  # the longest way first
+    items.sort(key=lambda item: not _is_serial(item.nodeid))  # the longest first
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "alone" if _is_serial(nodeid) else nodeid.split("::")[0]
+            return "serial" if _is_serial(nodeid) else nodeid.split("::")[0]
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
@@ -85,7 +85,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ or _is_serial(item.nodeid):
         return
-    assert "ray_cluster" not in getattr(item, "fixturenames", ()), "a file that starts Ray belongs among ALONE"
+    assert "ray_cluster" not in getattr(item, "fixturenames", ()), (
+        "a file that starts Ray must be listed in SERIAL_TESTS"
+    )
     if os.nice(0) == 0:
         os.nice(10)
 

@@ -1,4 +1,4 @@
-"""Warm worker processes for tests: real ranks on gloo, with no Ray between the test and the loop."""
+"""Warm worker processes for tests: real ranks on gloo, without Ray between the test and the trainer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
+
+if TYPE_CHECKING:
+    from raytrain_hpc.distributed.rendezvous import Rendezvous
+    from raytrain_hpc.driver.run_setup import PreparedRun
+    from raytrain_hpc.planner.layout import Batching
+    from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 TIMEOUT_S = 120
 PRELOADED_MODULES = [
@@ -27,10 +33,10 @@ PRELOADED_MODULES = [
 
 
 def make_forkserver_context() -> ForkServerContext:
-    """Where processes begin with all of torch that ranks use: a server imports it once.
+    """Return a context whose processes start with torch and the modules of a rank already imported.
 
-    Not forked from here, where tests may have left threads. The server has those of OpenBLAS and jemalloc, which are
-    made for that.
+    They are forked from a server process, which imports the modules once, and not from this process, in which tests may
+    have left threads. The server has threads of OpenBLAS and jemalloc only, which support forking.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
@@ -38,14 +44,14 @@ def make_forkserver_context() -> ForkServerContext:
 
 
 class RankFailedError(Exception):
-    """A rank raised; the message is its traceback."""
+    """A rank raised an exception; the message is its traceback."""
 
 
 class WarmPool:
-    """Processes, forked as needed, that run one generation after another."""
+    """A pool of worker processes that run one generation after another; created on demand and kept warm."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s`: how long ranks may take to answer."""
+        """Create an empty pool. `timeout_s`: limit for the answers of all ranks to one call."""
         self._timeout_s = timeout_s
         self._context = make_forkserver_context()
         self._processes: list[tuple[Any, Connection]] = []
@@ -53,32 +59,39 @@ class WarmPool:
         self._generation = 0
 
     def train(self, config: Config, *, custom: Any = None, resume_step: int | None = None, steps_to: int | None = None):
-        """Run `config` on cluster.workers ranks. Returns each rank's records; publishes the checkpoints they write."""
+        """Train `config` on cluster.workers ranks and publish the checkpoints. Return the records of each rank.
+
+        `custom`: a CustomModel or Script. `resume_step`: the checkpoint to start from. `steps_to`: the last step;
+        default: train.steps.
+        """
         from raytrain_hpc.driver.run_setup import prepare_run
 
-        world = int(config.cluster.workers)
-        self._ensure_size(world)
+        world_size = int(config.cluster.workers)
+        self._ensure_size(world_size)
         self._generation += 1
         prepared = prepare_run(config, custom, lambda line: None)
-        prepared.directory.path.mkdir(parents=True, exist_ok=True)  # the lease does, of a driver
-        spec = _make_worker_spec(prepared, world, self._generation, resume_step, steps_to)
-        records = self._call_on_ranks(_train, world, spec)
+        prepared.directory.path.mkdir(parents=True, exist_ok=True)  # in a driver, the lease creates it
+        spec = _make_worker_spec(prepared, world_size, self._generation, resume_step, steps_to)
+        records = self._call_on_ranks(_train, world_size, spec)
         self._publish(prepared, spec.batching, records)
         return records
 
     def inspect_trainers(self, function: Callable[..., Any], config: Config, *, build: bool = True) -> list[Any]:
-        """Build the trainer of `config` on cluster.workers ranks. Returns what `function(trainer)` gave on each.
+        """Build the trainer of `config` on cluster.workers ranks and call `function(trainer)`. Return the results.
 
-        Without `build`, what `function(rank, meeting, spec)` gave.
+        With `build=False`, no trainer is built and `function(rank, rendezvous, spec)` is called.
         """
         from raytrain_hpc.driver.run_setup import prepare_run
 
-        world = int(config.cluster.workers)
-        spec = _make_worker_spec(prepare_run(config, None, lambda line: None), world, self._generation + 1, None, None)
-        return self.call(_inspect_trainer, world, spec, function) if build else self.call(function, world, spec)
+        world_size = int(config.cluster.workers)
+        prepared = prepare_run(config, None, lambda line: None)
+        spec = _make_worker_spec(prepared, world_size, self._generation + 1, None, None)
+        if build:
+            return self.call(_inspect_trainer, world_size, spec, function)
+        return self.call(function, world_size, spec)
 
     def call(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-        """Run `function(rank, meeting, *arguments)` on ranks 0..world-1. Returns what each returned."""
+        """Call `function(rank, rendezvous, *arguments)` on ranks 0..world_size-1. Return the results by rank."""
         self._ensure_size(world_size)
         self._generation += 1
         return self._call_on_ranks(function, world_size, *arguments)
@@ -86,38 +99,43 @@ class WarmPool:
     def _call_on_ranks(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         from raytrain_hpc.distributed.rendezvous import Rendezvous
 
-        meeting = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
-        return self._run_jobs([partial(function, rank, meeting, *arguments) for rank in range(world_size)])
+        rendezvous = Rendezvous("127.0.0.1", self._store.port, self._generation, 60.0)
+        return self._run_jobs([partial(function, rank, rendezvous, *arguments) for rank in range(world_size)])
 
     def close(self) -> None:
+        """Kill all processes."""
         for process, connection in self._processes:
             connection.close()
             process.kill()
             process.join()
         self._processes = []
 
-    def _publish(self, prepared: Any, batching: Any, records: list[list[dict[str, Any]]]) -> None:
+    def _publish(self, prepared: PreparedRun, batching: Batching, records: list[list[dict[str, Any]]]) -> None:
+        """Publish the checkpoints whose shards the ranks have reported."""
         from raytrain_hpc.checkpoint.manifest import ShardReport
 
         shards: dict[int, list[ShardReport]] = {}
-        for record in (record for of_rank in records for record in of_rank if record["type"] == "shard"):
+        for record in (record for rank_records in records for record in rank_records if record["type"] == "shard"):
             shards.setdefault(record["step"], []).append(ShardReport.from_json(record["shard"]))
+        make_metadata = prepared.make_checkpoint_metadata(batching)
         for step, reports in shards.items():
-            prepared.store.publish(step, self._generation, reports, prepared.meta(batching)(step), lambda: None)
+            prepared.store.publish(step, self._generation, reports, make_metadata(step), lambda: None)
 
     def _ensure_size(self, world_size: int) -> None:
+        """Start processes until there are at least `world_size`."""
         from torch.distributed import TCPStore
 
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._processes) < world_size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            own_end, worker_end = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(worker_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._processes.append((process, ours))
+            worker_end.close()
+            self._processes.append((process, own_end))
 
     def _run_jobs(self, jobs: list[Any]) -> list[list[dict[str, Any]]]:
+        """Run one job per process and return the results. Raises RankFailedError if any failed or timed out."""
         for (_, connection), job in zip(self._processes, jobs, strict=False):
             connection.send(job)
         answers = []
@@ -128,20 +146,21 @@ class WarmPool:
             answers.append(connection.recv())
         failures = [answer for answer in answers if isinstance(answer, str)]
         if failures:
-            self.close()  # the survivors may be left inside a broken group
+            self.close()  # the other ranks may be left inside a broken group
             raise RankFailedError("\n".join(failures))
         return answers
 
 
 def _serve(connection: Connection) -> None:
+    """Run jobs in a worker process until the pool closes the connection."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon may have no children
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon process cannot have children
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
     from raytrain_hpc.distributed.process_groups import destroy_process_groups
 
-    torch.set_num_threads(1)  # it has been imported where OMP_NUM_THREADS was another
+    torch.set_num_threads(1)  # the server imported torch with another OMP_NUM_THREADS
     gc.freeze()
     while True:
         try:
@@ -157,32 +176,32 @@ def _serve(connection: Connection) -> None:
 
 
 def make_worker_spec(config: Config, world_size: int, *, steps_to: int) -> Any:
-    """What the driver would hand to the ranks of a first generation that trains to `steps_to`."""
+    """Return the worker spec of a first generation that trains to `steps_to`, as the driver builds it."""
     from raytrain_hpc.driver.run_setup import prepare_run
 
     return _make_worker_spec(prepare_run(config, None, lambda line: None), world_size, 1, None, steps_to)
 
 
 def _make_worker_spec(
-    prepared: Any, world_size: int, generation: int, resume_step: int | None, steps_to: int | None
-) -> Any:
+    prepared: PreparedRun, world_size: int, generation: int, resume_step: int | None, steps_to: int | None
+) -> WorkerSpec:
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
-    layout, batching = prepared.layout(world_size)
+    layout, batching = prepared.resolve_layout(world_size)
     return WorkerSpec(
         config=prepared.config,
         layout=layout,
         batching=batching,
-        model_spec=prepared.shape,
+        model_spec=prepared.model_spec,
         custom=prepared.custom,
         generation=generation,
         resume_step=resume_step,
         end_step=prepared.config.train.steps if steps_to is None else steps_to,
-        init_checkpoint=prepared.initial,
+        init_checkpoint=prepared.init_checkpoint,
     )
 
 
-def _inspect_trainer(rank: int, rendezvous: Any, spec: Any, function: Callable[..., Any]) -> Any:
+def _inspect_trainer(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, function: Callable[..., Any]) -> Any:
     import torch
 
     from raytrain_hpc.runtime.control_channel import ControlChannel
@@ -191,7 +210,7 @@ def _inspect_trainer(rank: int, rendezvous: Any, spec: Any, function: Callable[.
     return function(build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel()))
 
 
-def _train(rank: int, rendezvous: Any, spec: Any) -> list[dict[str, Any]]:
+def _train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec) -> list[dict[str, Any]]:
     import torch
 
     from raytrain_hpc.runtime.control_channel import ControlChannel
@@ -199,7 +218,7 @@ def _train(rank: int, rendezvous: Any, spec: Any) -> list[dict[str, Any]]:
 
     control = ControlChannel()
     trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, control)
-    trainer.run(spec.first, spec.steps_to)
+    trainer.run(spec.start_step, spec.end_step)
     return control.drain()
 
 
@@ -222,13 +241,13 @@ SMALL_OVERRIDES = [
 
 
 def make_small_config(directory: Path | str | None = None, *overrides: str) -> Config:
-    """A config small enough for tests: a tiny decoder on synthetic tokens, one thread, no extras."""
+    """Return a config small enough for tests: a tiny decoder on synthetic tokens, without TensorBoard and samples."""
     directory = directory or tempfile.mkdtemp(prefix="run-")
     return load_config(None, [f"run.dir={directory}", *SMALL_OVERRIDES, *overrides])
 
 
 def get_step_metrics(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics of the steps among a rank's records."""
+    """Return the metrics of all steps in a rank's records."""
     return [record["metrics"] for record in records if record["type"] == "step"]
 
 

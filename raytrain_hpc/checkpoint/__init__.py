@@ -1,1 +1,1 @@
-"""Checkpoints on disk: verified, atomically published, loadable on any layout."""
+"""Checkpoints on disk: verified, published atomically, loadable in any layout."""

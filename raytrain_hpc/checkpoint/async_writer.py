@@ -1,4 +1,4 @@
-"""A rank's side of a checkpoint: copy the state aside, go on training, write behind it."""
+"""Asynchronous checkpoint writing: a rank copies its state to host memory, and a thread writes the file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raytrain_hpc.state.sharded_state import StateShard
 
 
 class AsyncCheckpointWriter:
-    """Writes what one rank holds, one checkpoint at a time.
+    """Writer of one rank's checkpoint shards in a background thread, one checkpoint at a time.
 
-    `report` is called once for every save, from the writing thread, with {"step": N, "shard": a ShardReport as JSON} or
-    {"step": N, "error": text}. A disk that refuses is such an error: an alarm, and the writer goes on. Anything else
-    that goes wrong is reported too, and raised from the next `save` or `finish`.
+    `on_report` is called once per save, from the writing thread, with {"step": N, "shard": a ShardReport as JSON} or
+    {"step": N, "error": text}. An OSError is reported only, and the writer stays usable. Any other exception is
+    reported and also raised by the next `save` or `finish`.
     """
 
     def __init__(self, on_report: Callable[[dict[str, Any]], None]) -> None:
@@ -28,16 +28,16 @@ class AsyncCheckpointWriter:
         self._buffer = HostBuffer()
 
     def save(self, shards: Sequence[StateShard], path: Path, step: int, *, wait: bool) -> float:
-        """Write these slices to `path`. Returns the seconds the caller was held up.
+        """Start writing `shards` to `path`. Return the seconds for which the caller was blocked.
 
-        What is written is what the tensors hold now; they may change once `copied` has returned. A write that is still
-        going on is waited for first; with `wait` this one is too.
+        The content is that of the tensors at the time of the call. They must not change before `wait_for_staging` has
+        returned. A write in progress is waited for first; with `wait`, this one is too.
         """
         start = time.monotonic()
         self.finish()
         copies = self._buffer.copy(shards).shards
-        # A daemon: an interpreter that wants to exit must not hang on a file server that does not answer. A file that
-        # is cut short by that was not reported, and so is never published.
+        # A daemon thread, so that a file server that does not respond cannot block the exit of the interpreter. A file
+        # cut short by the exit has not been reported and is therefore never published.
         self._thread = threading.Thread(
             target=self._write, args=(copies, path, step), name="checkpoint-writer", daemon=True
         )
@@ -47,31 +47,38 @@ class AsyncCheckpointWriter:
         return time.monotonic() - start
 
     def wait_for_staging(self) -> None:
-        """Wait until the tensors that are saved have been copied: those on a GPU are behind the next step."""
+        """Wait until the tensors being saved are copied to host memory. Call before the state changes.
+
+        Copies from a GPU overlap with its computation.
+        """
         self._buffer.synchronize()
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Wait for the write that is going on, at most `timeout` seconds. Returns whether none is going on any more."""
+        """Wait at most `timeout` seconds for the write in progress. Return whether none is in progress any more.
+
+        Raises the exception, other than OSError, of an earlier write.
+        """
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 return False
             self._thread = None
-        unexpected, self._error = self._error, None
-        if unexpected is not None:
-            raise unexpected
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return True
 
     def _write(self, copies: Sequence[StateShard], path: Path, step: int) -> None:
+        """Write one file and report it. Runs in the writing thread."""
         try:
             self._buffer.synchronize()
-            outcome: dict[str, Any] = {"step": step, "shard": write_shard(path, copies).to_json()}
+            report: dict[str, Any] = {"step": step, "shard": write_shard(path, copies).to_json()}
         except OSError as error:
-            outcome = {"step": step, "error": f"{path} cannot be written: {error.strerror or error}"}
+            report = {"step": step, "error": f"{path} cannot be written: {error.strerror or error}"}
         except Exception as error:
             self._error = error
-            outcome = {"step": step, "error": f"{path} cannot be written: {error!r}"}
+            report = {"step": step, "error": f"{path} cannot be written: {error!r}"}
         try:
-            self._on_report(outcome)
+            self._on_report(report)
         except Exception as error:
             self._error = error

@@ -1,4 +1,4 @@
-"""Who may write into a run directory: one driver at a time, by a lease file that every publish is checked against."""
+"""The lease on a run directory: one driver at a time may publish into it. Checked before every publish."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ LEASE_FILE = "lease.json"
 
 @dataclass(frozen=True)
 class _LeaseRecord:
-    """The content of the lease file. `started` is the process's start in clock ticks since boot; `renewed` is unix."""
+    """The content of the lease file.
+
+    `started`: start time of the process, in clock ticks since boot. `renewed`: Unix time in seconds.
+    """
 
     generation: int
     owner: str
@@ -33,53 +36,56 @@ class _LeaseRecord:
     released: bool
 
     def is_same_lease(self, other: _LeaseRecord) -> bool:
-        """Whether this is `other`, or what is left of it from a generation before that could not be written down."""
-        apart = replace(self, renewed=0.0, generation=0) != replace(other, renewed=0.0, generation=0)
-        return not apart and self.generation <= other.generation
+        """Return whether this is the record of `other`'s lease, of the same or an earlier generation.
+
+        The file has an earlier generation if storage failed when the current one began.
+        """
+        differs = replace(self, renewed=0.0, generation=0) != replace(other, renewed=0.0, generation=0)
+        return not differs and self.generation <= other.generation
 
 
 class Lease:
-    """A driver's right to publish into `directory`, under a generation number that only ever grows.
+    """A driver's exclusive right to publish into `directory`, with a generation number that only increases.
 
-    Any thread may use it: what is renewed behind a run is not to write down the generation that has just ended.
+    Thread-safe: renewing in the background cannot overwrite a new generation with the previous one.
     """
 
     def __init__(self, directory: Path, record: _LeaseRecord) -> None:
         self.directory = directory
         self._record = record
-        self._lock = threading.RLock()  # over the file and `_holder` together
+        self._lock = threading.RLock()  # protects the file and `_record` together
 
     @classmethod
     def acquire(cls, directory: Path, owner: str, *, stale_after_s: float = 15.0) -> Lease:
-        """Take the directory, which is created if need be, for this process under the name `owner`.
+        """Acquire the lease on `directory` for this process, under the name `owner`. Creates the directory.
 
-        A lease that was released, or whose process on this host is gone, is taken over at once; one of another host
-        when it was not renewed for `stale_after` seconds. Raises RunDirectoryError where another driver is at work,
-        and where the file cannot be read or written.
+        A lease that was released, or whose process on this host has exited, is taken over at once. A lease of another
+        host is taken over if it has not been renewed for `stale_after_s` seconds. Raises RunDirectoryError if another
+        driver is running, or if the file cannot be read or written.
         """
         directory = Path(directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with _lock_directory(directory):
-                before = _read_previous(directory, stale_after_s)
-                generation = 1 if before is None else before.generation + 1
+                previous = _read_previous(directory, stale_after_s)
+                generation = 1 if previous is None else previous.generation + 1
                 host, pid = socket.gethostname(), os.getpid()
-                holder = _LeaseRecord(
+                record = _LeaseRecord(
                     generation, owner, host, pid, _get_start_time(pid) or 0, time.time(), released=False
                 )
-                _write(directory, holder)
+                _write(directory, record)
         except OSError as error:
             raise RunDirectoryError(f"{directory / LEASE_FILE} cannot be written: {error.strerror}") from error
-        return cls(directory, holder)
+        return cls(directory, record)
 
     @staticmethod
     def check_available(directory: Path, *, stale_after_s: float = 15.0) -> None:
-        """Raises as `acquire` where another driver is at work; changes nothing."""
+        """Raise RunDirectoryError if another driver is running in `directory`, as `acquire` does; change nothing."""
         _read_previous(Path(directory), stale_after_s)
 
     @property
     def generation(self) -> int:
-        """The number under which this driver's ranks work now."""
+        """Number of the current generation of ranks."""
         return self._record.generation
 
     @property
@@ -88,51 +94,61 @@ class Lease:
         return self._record.owner
 
     def check(self) -> None:
-        """Raises LeaseLost where the file names another owner or a later generation, or is gone, and RunDirectoryError
-        where that cannot be known: the whole directory is gone, or cannot be read."""
+        """Verify that this driver still holds the lease. Call right before publishing.
+
+        Raises LeaseLostError if the file is gone or names another owner or a later generation. Raises RunDirectoryError
+        if that is unknown because the directory is gone or cannot be read.
+        """
         with self._lock:
-            found, held = _read(self.directory), self._record
-        if found is None and not self.directory.is_dir():
+            stored, own = _read(self.directory), self._record
+        if stored is None and not self.directory.is_dir():
             raise RunDirectoryError(f"{self.directory} is gone")
-        if found is None:
+        if stored is None:
             raise LeaseLostError(f"{self.directory / LEASE_FILE} is gone; this driver stops publishing")
-        if not found.is_same_lease(held):
+        if not stored.is_same_lease(own):
             raise LeaseLostError(
-                f"{self.directory} was taken over by {found.owner} ({found.host}, pid {found.pid}, generation "
-                f"{found.generation}); this driver, {held.owner} of generation {held.generation}, stops publishing"
+                f"{self.directory} was taken over by {stored.owner} ({stored.host}, pid {stored.pid}, generation "
+                f"{stored.generation}); this driver, {own.owner} of generation {own.generation}, stops publishing"
             )
 
     def renew(self) -> None:
-        """Show drivers on other hosts that this one lives. Raises LeaseLost, and RunDirectoryError on a full disk."""
+        """Renew the lease, so that drivers on other hosts see that this one is alive.
+
+        Raises LeaseLostError as `check` does, and RunDirectoryError if the file cannot be written.
+        """
         with self._lock:
             self._update(replace(self._record, renewed=time.time()))
 
     def next_generation(self) -> int:
-        """Start a new generation in the same driver; ranks of the former one are fenced. Raises LeaseLost.
+        """Start the next generation of ranks; ranks of the previous one can no longer publish. Return its number.
 
-        A storage that refuses is no reason not to: nothing is published before it can be read again.
+        A storage failure does not prevent it: nothing is published before the file can be read again. Raises
+        LeaseLostError.
         """
         with self._lock:
-            following = replace(self._record, generation=self.generation + 1, renewed=time.time())
+            record = replace(self._record, generation=self.generation + 1, renewed=time.time())
             try:
-                self._update(following)
+                self._update(record)
             except LeaseLostError:
                 raise
             except RunDirectoryError:
-                self._record = following
-            return following.generation
+                self._record = record
+            return record.generation
 
     def release(self) -> None:
-        """Let go. The generation number stays in the file, so that the next driver counts on. Raises as `renew`."""
+        """Release the lease. The generation number stays in the file for the next driver. Raises as `renew` does."""
         with self._lock:
             self._update(replace(self._record, released=True))
 
     @contextlib.contextmanager
     def renew_in_background(self, on_lost: Callable[[], None], *, interval_s: float = 5.0) -> Iterator[None]:
-        """Renew behind what runs inside; `on_lost` is called once where another driver has taken over."""
+        """Renew the lease every `interval_s` seconds while the `with` block runs.
+
+        If another driver takes over, `on_lost` is called once, from the renewing thread, and renewing stops.
+        """
         done = threading.Event()
 
-        def keep() -> None:
+        def renew_until_done() -> None:
             while not done.wait(interval_s):
                 try:
                     self.renew()
@@ -140,9 +156,9 @@ class Lease:
                     on_lost()
                     return
                 except RunDirectoryError:
-                    continue  # a full disk: the next publish raises the alarm, and drivers on this host see the pid
+                    continue  # storage failed: the next publish reports it, and drivers on this host check the pid
 
-        thread = threading.Thread(target=keep, name="lease", daemon=True)
+        thread = threading.Thread(target=renew_until_done, name="lease", daemon=True)
         thread.start()
         try:
             yield
@@ -151,6 +167,7 @@ class Lease:
             thread.join()
 
     def _update(self, record: _LeaseRecord) -> None:
+        """Check that the lease is still held, then write `record` in its place."""
         try:
             with _lock_directory(self.directory):
                 self.check()
@@ -161,13 +178,13 @@ class Lease:
 
 
 def check_writable(directory: Path) -> None:
-    """Prove that a file in the directory, which need not exist yet, can be written, synced and deleted.
+    """Verify that a file in `directory` can be written, synced and deleted. The directory need not exist yet.
 
-    Leaves nothing behind, no directory either. Raises RunDirectoryError with the system's reason where it cannot.
+    Leaves no file or directory behind. Raises RunDirectoryError with the system's reason.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        made = [path for path in (directory, *directory.parents) if not path.exists()]
+        created = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
             file.write(b"x" * 4096)
@@ -175,17 +192,20 @@ def check_writable(directory: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise RunDirectoryError(
-            f"run.dir {directory} cannot be written: {error.strerror}; choose another run.dir or free it"
+            f"run.dir={directory}: cannot be written: {error.strerror}; choose another run.dir or free it"
         ) from error
     finally:
-        for path in made:
-            with contextlib.suppress(OSError):  # it was not made, or somebody else uses it already
+        for path in created:
+            with contextlib.suppress(OSError):  # it was not created, or another process uses it already
                 path.rmdir()
 
 
 @contextlib.contextmanager
 def _lock_directory(directory: Path) -> Iterator[None]:
-    """One reader-then-writer at a time. A file system without locks is used without: only the race stays open."""
+    """Hold an exclusive file lock while the lease file is read and written.
+
+    On a file system without locks no lock is taken: two drivers that start at the same instant may then both proceed.
+    """
     with (directory / f".{LEASE_FILE}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -196,18 +216,21 @@ def _lock_directory(directory: Path) -> Iterator[None]:
 
 
 def _read_previous(directory: Path, stale_after_s: float) -> _LeaseRecord | None:
-    """The last holder, who is gone; None where there was none. Raises RunDirectoryError where it is at work."""
-    before = _read(directory)
-    if before is not None and _is_alive(before, stale_after_s):
+    """Return the record of the last driver, which has exited; None if there was none.
+
+    Raises RunDirectoryError if that driver is still running.
+    """
+    previous = _read(directory)
+    if previous is not None and _is_alive(previous, stale_after_s):
         raise RunDirectoryError(
-            f"run.dir {directory}: another driver ({before.host}, pid {before.pid}) is running in it; stop it or "
+            f"run.dir={directory}: another driver ({previous.host}, pid {previous.pid}) is running in it; stop it or "
             "choose another run.dir"
         )
-    return before
+    return previous
 
 
 def _read(directory: Path) -> _LeaseRecord | None:
-    """The lease file; None where there is none. Raises RunDirectoryError where it is not a lease."""
+    """Return the content of the lease file; None if there is none. Raises RunDirectoryError if it is unreadable."""
     path = directory / LEASE_FILE
     try:
         return _LeaseRecord(**json.loads(path.read_bytes()))
@@ -216,11 +239,11 @@ def _read(directory: Path) -> _LeaseRecord | None:
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
-        raise RunDirectoryError(f"{path} is no lease; delete it if no driver is running: {error}") from error
+        raise RunDirectoryError(f"{path} is not a lease: {error}; delete it if no driver is running") from error
 
 
 def _write(directory: Path, record: _LeaseRecord) -> None:
-    """Replace the lease file in one step, so that no reader ever sees half of it."""
+    """Replace the lease file atomically, so that a reader never sees a partial one."""
     temporary = directory / f".{LEASE_FILE}.{record.pid}"
     try:
         with temporary.open("w") as file:
@@ -235,6 +258,7 @@ def _write(directory: Path, record: _LeaseRecord) -> None:
 
 
 def _is_alive(record: _LeaseRecord, stale_after_s: float) -> bool:
+    """Return whether the holder counts as running: by its process on this host, by its last renewal on another."""
     if record.released:
         return False
     if record.host == socket.gethostname():
@@ -243,22 +267,22 @@ def _is_alive(record: _LeaseRecord, stale_after_s: float) -> bool:
 
 
 def _get_start_time(pid: int) -> int | None:
-    """When a process of this host started, in clock ticks since boot; None where it is gone or a zombie.
+    """Return the start time of a process on this host, in clock ticks since boot; None if it has exited or is a zombie.
 
-    With the pid it names a process for good: pids come back, start times do not.
+    Pids are reused; pid and start time together identify a process.
     """
     stat = Path(f"/proc/{pid}/stat")
     try:
         status = stat.read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None if stat.parent.parent.is_dir() else _get_start_time_without_proc(pid)
-    # The second field, the name, may itself hold blanks and brackets: count from its last bracket.
+    # The second field, the process name, may contain blanks and brackets: split after its last bracket.
     fields = status.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _get_start_time_without_proc(pid: int) -> int | None:
-    """Systems without /proc tell only whether the pid is in use: 0 stands for any start."""
+    """Return 0, for an unknown start time, if the pid is in use, else None. For systems without /proc."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

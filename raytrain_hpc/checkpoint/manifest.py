@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: `manifest.json`, and the report of each rank that it is put together from.
+"""The manifest of a checkpoint, `manifest.json`, and the shard reports of the ranks from which it is built.
 
-A checkpoint is a directory of safetensors files under one manifest: plain numbers and plain JSON, so that loading runs
-no code. The manifest is the last file written; a directory without a valid one is no checkpoint.
+A checkpoint is a directory of safetensors files and one manifest. All of it is plain numbers and plain JSON, so loading
+runs no code. The manifest is written last: a directory without a valid manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "raytrain-hpc-1"
-LORA_META_KEY = "adapters"  # in `meta`, of a model with low-rank adapters: their rank and alpha
+LORA_META_KEY = "adapters"  # key in `meta` of a model with LoRA adapters: their rank and alpha
 
 
 def get_shard_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the shard file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -40,7 +40,10 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """A file that a rank has written and synced. `bytes` is its length, `sha256` the hex digest of its content."""
+    """A shard file that a rank has written and synced. `bytes` is its length, `sha256` the hex digest of its content.
+
+    A rank sends its report to the driver, which publishes the checkpoint once all ranks have reported.
+    """
 
     file: str
     bytes: int
@@ -48,12 +51,12 @@ class ShardReport:
     entries: tuple[ShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers."""
+        """Convert to dicts, lists, strings and numbers."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardReport:
-        """The inverse of `to_json`."""
+        """Build a report from the output of `to_json`."""
         entries = (
             ShardEntry(**{**entry, **{key: tuple(entry[key]) for key in ("shape", "offsets", "sizes")}})
             for entry in data["entries"]
@@ -63,7 +66,7 @@ class ShardReport:
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file must be: its length in bytes and the hex SHA-256 of its content."""
+    """The expected length in bytes and hex SHA-256 of a file."""
 
     bytes: int
     sha256: str
@@ -71,7 +74,7 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class ShardLocation:
-    """Where one box lies: `key` in `file`."""
+    """The location of one box in a checkpoint: tensor `key` in `file`."""
 
     file: str
     key: str
@@ -80,9 +83,9 @@ class ShardLocation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint, by its manifest.
+    """A published checkpoint, as described by its manifest.
 
-    `parts[name]` is numbered as the boxes of `index[name]`. `meta` is the JSON given when it was published.
+    `locations[name]` has the order of `index[name].boxes`. `meta` is the JSON given when it was published.
     """
 
     path: Path
@@ -95,9 +98,9 @@ class Checkpoint:
 
 
 def build_index(reports: Sequence[ShardReport]) -> StateIndex:
-    """What these files hold together; boxes in the order of the reports.
+    """Build the index of all boxes in these files, in the order of the reports.
 
-    Raises CheckpointError where two entries disagree on a tensor's shape or dtype.
+    Raises CheckpointError if two entries disagree on a tensor's shape or dtype.
     """
     first: dict[str, ShardEntry] = {}
     boxes: dict[str, list[Box]] = {}
@@ -105,8 +108,8 @@ def build_index(reports: Sequence[ShardReport]) -> StateIndex:
         for entry in report.entries:
             known = first.setdefault(entry.name, entry)
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                one, other = (f"{e.dtype} {list(e.shape)}" for e in (known, entry))
-                raise CheckpointError(f"{report.file} holds {entry.name} as {other}, another rank as {one}")
+                expected, actual = (f"{e.dtype} {list(e.shape)}" for e in (known, entry))
+                raise CheckpointError(f"{report.file} holds {entry.name} as {actual}, another rank as {expected}")
             boxes.setdefault(entry.name, []).append(Box(entry.offsets, entry.sizes))
     return StateIndex(TensorSlices(name, e.shape, e.dtype, tuple(boxes[name])) for name, e in first.items())
 
@@ -114,13 +117,13 @@ def build_index(reports: Sequence[ShardReport]) -> StateIndex:
 def build_manifest(
     step: int, generation: int, reports: Sequence[ShardReport], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The manifest, as JSON, of a checkpoint that consists of these files. Raises TypeError where `meta` is no JSON."""
+    """Build the manifest, as JSON, of a checkpoint of these shard files. Raises TypeError if `meta` is not JSON."""
     index: dict[str, dict[str, Any]] = {}
     for report in reports:
         for entry in report.entries:
             tensor = index.setdefault(entry.name, {"shape": entry.shape, "dtype": entry.dtype, "parts": []})
-            part = {"file": report.file, "key": entry.key, "offsets": entry.offsets, "sizes": entry.sizes}
-            tensor["parts"].append(part)
+            location = {"file": report.file, "key": entry.key, "offsets": entry.offsets, "sizes": entry.sizes}
+            tensor["parts"].append(location)
     manifest = {
         "format": FORMAT,
         "step": step,
@@ -129,21 +132,21 @@ def build_manifest(
         "index": index,
         "meta": meta,
     }
-    # Through JSON once, so that the checksum is that of what a reader will see (keys as strings, tuples as lists).
+    # Convert to JSON and back, so that the checksum covers what a reader parses: string keys, lists for tuples.
     manifest = json.loads(json.dumps(manifest))
     return {**manifest, "checksum": _checksum(manifest)}
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of everything in the manifest but the checksum itself, so that a flipped bit is seen here too."""
+    """Compute the SHA-256 of the manifest without its checksum, to detect a damaged manifest."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """The checkpoint in directory `path`, by its manifest alone; the files it names are not touched.
+    """Read the manifest of the checkpoint in directory `path`. The shard files are not opened.
 
-    Raises CheckpointDamaged where the manifest is missing, is no JSON, or does not add up.
+    Raises CheckpointCorruptedError if the manifest is missing, is not JSON, or is inconsistent.
     """
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_bytes())
@@ -164,23 +167,30 @@ def read_manifest(path: Path) -> Checkpoint:
 
 
 def _parse_checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    """Convert a manifest to a Checkpoint. Raises ValueError, KeyError, TypeError or AttributeError if malformed."""
     files = {name: FileChecksum(int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the directory")
-    parts: dict[str, tuple[ShardLocation, ...]] = {}
+    locations: dict[str, tuple[ShardLocation, ...]] = {}
     tensors = []
     for name, entry in manifest["index"].items():
-        parts[name] = tuple(
+        locations[name] = tuple(
             ShardLocation(
                 part["file"], part["key"], Box(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"])))
             )
             for part in entry["parts"]
         )
-        if unlisted := {part.file for part in parts[name]} - files.keys():
+        if unlisted := {location.file for location in locations[name]} - files.keys():
             raise ValueError(f"{name} lies in {min(unlisted)}, which is not listed")
-        boxes = tuple(part.box for part in parts[name])
+        boxes = tuple(location.box for location in locations[name])
         tensors.append(TensorSlices(name, tuple(map(int, entry["shape"])), entry["dtype"], boxes))
     return Checkpoint(
-        path, int(manifest["step"]), int(manifest["generation"]), files, StateIndex(tensors), parts, manifest["meta"]
+        path,
+        int(manifest["step"]),
+        int(manifest["generation"]),
+        files,
+        StateIndex(tensors),
+        locations,
+        manifest["meta"],
     )

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint with their low-rank adapters added to them, where it has any."""
+"""Reading a checkpoint with its LoRA adapters merged into the weights, if it has any."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateSh
 
 
 def read_merged_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
-    """As `shard.read_pieces`; then every weight W that adapters A and B belong to is W + (alpha / rank) B A."""
+    """Fill `destination` in place as `shard_io.read_state` does, with LoRA adapters merged into the weights.
+
+    A weight W with adapters A and B becomes W + (alpha / rank) B A.
+    """
     read_state(checkpoint, destination)
-    said = checkpoint.meta.get(LORA_META_KEY) or {}
-    for held in destination if said else ():
-        layer = held.name.removesuffix(".weight")
+    lora = checkpoint.meta.get(LORA_META_KEY) or {}
+    for shard in destination if lora else ():
+        layer = shard.name.removesuffix(".weight")
         names = [f"{layer}.lora_{matrix}.default.weight" for matrix in "AB"]
         if names[0] not in checkpoint.index:
             continue
         a, b = (_read_tensor(checkpoint, name) for name in names)
-        rows, columns = held.box.to_slices(Box.from_shape(held.shape))
-        held.tensor.add_(b[rows] @ a[:, columns], alpha=said["alpha"] / said["rank"])
+        rows, columns = shard.box.to_slices(Box.from_shape(shard.shape))
+        shard.tensor.add_(b[rows] @ a[:, columns], alpha=lora["alpha"] / lora["rank"])
 
 
 def _read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    there = checkpoint.index[name]
-    tensor = torch.empty(there.shape, dtype=TORCH_DTYPES[there.dtype])
+    """Read one tensor of the checkpoint, unsharded."""
+    slices = checkpoint.index[name]
+    tensor = torch.empty(slices.shape, dtype=TORCH_DTYPES[slices.dtype])
     read_state(checkpoint, ShardedState([StateShard.from_tensor(name, tensor)]))
     return tensor

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: none but the one being written need be in memory."""
+"""Streaming writer of safetensors files: only the tensor being written needs to be in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the file: its name in it, its dtype (a key of ITEM_BYTES) and its shape."""
+    """A tensor of the file: its key, its dtype (a key of ITEM_BYTES) and its shape."""
 
     key: str
     dtype: str
@@ -41,29 +41,30 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def write_tensors(
     path: Path, entries: Sequence[TensorEntry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write these tensors, in this order, as one safetensors file, synced: (bytes, hex SHA-256).
+    """Write `tensors`, in the order of `entries`, as one synced safetensors file. Return (bytes, hex SHA-256).
 
-    `tensors` may make each one as it is asked for. Those on the CPU go to the file without a copy; the checksum is
-    taken on the way. The directory must exist. Raises OSError where the disk refuses, after removing the partial file,
-    and ValueError where one name is given twice.
+    `tensors` may be a generator that creates each tensor on demand. CPU tensors are written without a copy, and the
+    checksum is computed while writing. The directory must exist. Raises OSError if writing fails, after removing the
+    partial file, and ValueError if a key occurs twice.
     """
     try:
         return _write(path, _build_header(entries, metadata), map(_view_bytes, tensors))
     except OSError:
-        # On a full disk the partial file is what stands in the way of everybody else.
+        # On a full disk, the partial file takes space that others need.
         with contextlib.suppress(OSError):
             path.unlink()
         raise
 
 
 def _write(path: Path, header: bytes, blocks: Iterable[memoryview]) -> tuple[int, str]:
+    """Write header and data blocks, and sync. Return (bytes, hex SHA-256)."""
     checksum = hashlib.sha256(header)
     with path.open("wb") as file:
         file.write(header)
@@ -78,21 +79,21 @@ def _write(path: Path, header: bytes, blocks: Iterable[memoryview]) -> tuple[int
 
 
 def _build_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None) -> bytes:
-    """The safetensors header: its length as 8 bytes, little-endian, then JSON padded to a multiple of 8."""
+    """Build the safetensors header: its length as 8 bytes, little-endian, then JSON padded to a multiple of 8."""
     table: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
         if entry.key in table:
             raise ValueError(f"{entry.key} is given twice")
         start, end = end, end + entry.nbytes
-        kind = _SAFETENSORS_DTYPES[entry.dtype]
-        table[entry.key] = {"dtype": kind, "shape": entry.shape, "data_offsets": (start, end)}
+        dtype = _SAFETENSORS_DTYPES[entry.dtype]
+        table[entry.key] = {"dtype": dtype, "shape": entry.shape, "data_offsets": (start, end)}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    """The raw little-endian, row-major bytes; a view wherever the tensor is contiguous on the CPU."""
+    """Return the little-endian, row-major bytes of a tensor, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Tensors to and from the safetensors files of a checkpoint: one file a rank, each slice named by its place."""
+"""Reading and writing the shard files of a checkpoint: one safetensors file per rank, each slice keyed by its box."""
 
 from __future__ import annotations
 
@@ -16,59 +16,62 @@ from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_nam
 
 
 def write_shard(path: Path, shards: Iterable[StateShard]) -> ShardReport:
-    """Write these slices as one safetensors file, synced, and say what was written.
+    """Write `shards` as one synced safetensors file and return the report for the driver.
 
-    The directory must exist: it is made, and taken away, by the driver alone. Empty slices are left out. Raises OSError
-    where the disk refuses, after removing the partial file, and ValueError where one box is given twice.
+    Empty shards are skipped. The directory must exist; only the driver creates and removes it. Raises OSError if
+    writing fails, after removing the partial file, and ValueError if a box occurs twice.
     """
-    held = [one for one in shards if one.box.numel]
-    entries = [TensorSlices(one.name, one.shape, one.dtype, (one.box,)) for one in held]
-    return write_slices(path, entries, (one.tensor for one in held))
+    non_empty = [shard for shard in shards if shard.box.numel]
+    slices = [TensorSlices(shard.name, shard.shape, shard.dtype, (shard.box,)) for shard in non_empty]
+    return write_slices(path, slices, (shard.tensor for shard in non_empty))
 
 
 def write_slices(path: Path, slices: Sequence[TensorSlices], tensors: Iterable[Tensor]) -> ShardReport:
-    """The same of slices of one box each, whose tensors may be made as they are asked for."""
+    """Write slices of one box each, as `write_shard` does; `tensors` may be a generator that creates them on demand."""
     entries = tuple(
-        ShardEntry(one.name, one.shape, one.dtype, box.offsets, box.sizes, f"{one.name}{box}")
-        for one in slices
-        for box in one.boxes
+        ShardEntry(tensor.name, tensor.shape, tensor.dtype, box.offsets, box.sizes, f"{tensor.name}{box}")
+        for tensor in slices
+        for box in tensor.boxes
     )
-    size, checksum = write_tensors(path, [TensorEntry(one.key, one.dtype, one.sizes) for one in entries], tensors)
-    return ShardReport(path.name, size, checksum, entries)
+    nbytes, checksum = write_tensors(
+        path, [TensorEntry(entry.key, entry.dtype, entry.sizes) for entry in entries], tensors
+    )
+    return ShardReport(path.name, nbytes, checksum, entries)
 
 
 def read_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
-    """Fill every slice of `destination` in place from a checkpoint that was written on any layout.
+    """Fill every shard of `destination` in place from a checkpoint that was written in any layout.
 
-    Files are memory-mapped: only the rows needed are read. Tensors that only the checkpoint holds are left out; whether
-    there should be any is for the caller to ask, with `state.index.compare`. Raises CheckpointError, before any tensor
-    is changed, naming the first tensor that is missing, has another shape or dtype or is not covered; and
-    CheckpointDamaged where a file does not hold what the manifest says.
+    Files are memory-mapped, so only the required rows are read. Tensors that only the checkpoint holds are ignored; to
+    detect them, call `shard_index.find_difference`. Raises CheckpointError, before any tensor is changed, naming the
+    first tensor that is missing, has another shape or dtype, or is not covered. Raises CheckpointCorruptedError if a
+    file does not match the manifest.
     """
     wanted = destination.to_index()
     source = checkpoint.index.select(wanted)
     if difference := find_difference(source, wanted):
-        raise CheckpointError(f"{checkpoint.path} does not fit this run: {difference} there")
+        raise CheckpointError(f"{checkpoint.path} does not fit this run: {difference} in the checkpoint")
     for name, region in find_missing([source], wanted):
         raise CheckpointError(f"{checkpoint.path} does not hold {name}{region}")
     by_file: dict[str, list[tuple[ShardLocation, RegionCopy]]] = {}
-    for piece in plan_copies(source, wanted):
-        part = checkpoint.locations[piece.name][piece.source_box]
-        by_file.setdefault(part.file, []).append((part, piece))
-    for file, pieces in by_file.items():
-        _read_file(checkpoint.path / file, pieces, destination)
+    for copy in plan_copies(source, wanted):
+        location = checkpoint.locations[copy.name][copy.source_box]
+        by_file.setdefault(location.file, []).append((location, copy))
+    for file, copies in by_file.items():
+        _read_file(checkpoint.path / file, copies, destination)
 
 
-def _read_file(path: Path, pieces: Iterable[tuple[ShardLocation, RegionCopy]], destination: ShardedState) -> None:
+def _read_file(path: Path, copies: Iterable[tuple[ShardLocation, RegionCopy]], destination: ShardedState) -> None:
+    """Copy the planned regions from one shard file. Raises CheckpointCorruptedError."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for part, piece in pieces:
-                # A view of the mapped file: slicing it touches the pages of the slice alone.
-                stored = file.get_tensor(part.key)
-                target = destination.get_shard(piece.name, piece.destination_box)
-                if tuple(stored.shape) != part.box.sizes or dtype_name(stored.dtype) != target.dtype:
-                    found = f"{dtype_name(stored.dtype)} {list(stored.shape)}"
-                    raise CheckpointCorruptedError(f"{path}: {part.key} is {found}, not what the manifest says")
-                target.tensor[piece.destination_slices].copy_(stored[piece.source_slices])
+            for location, copy in copies:
+                # A view of the mapped file: slicing it reads the pages of the slice only.
+                stored = file.get_tensor(location.key)
+                target = destination.get_shard(copy.name, copy.destination_box)
+                if tuple(stored.shape) != location.box.sizes or dtype_name(stored.dtype) != target.dtype:
+                    actual = f"{dtype_name(stored.dtype)} {list(stored.shape)}"
+                    raise CheckpointCorruptedError(f"{path}: {location.key} is {actual}, not as listed in the manifest")
+                target.tensor[copy.destination_slices].copy_(stored[copy.source_slices])
     except (SafetensorError, OSError) as error:
         raise CheckpointCorruptedError(f"{path}: cannot be read: {error}") from error

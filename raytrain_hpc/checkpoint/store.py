@@ -1,11 +1,11 @@
-"""The checkpoints of a run on disk: published atomically by one driver, verified, and pruned.
+"""The checkpoints of a run on disk: written by ranks, published atomically by one driver, verified, and pruned.
 
-    ROOT/step-00000100/manifest.json            what the directory must hold, with a checksum a file
-    ROOT/step-00000100/rank-00000.safetensors   what one rank wrote
+    ROOT/step-00000100/manifest.json            expected files, each with a checksum
+    ROOT/step-00000100/rank-00000.safetensors   shard file of one rank
     ROOT/.staging-step-00000200-g3/             being written by the ranks of generation 3
 
-Ranks only ever write into a staging directory. The driver publishes it, by one rename, once every rank has reported.
-A rank that was given up on can therefore never change a published checkpoint.
+Ranks write into a staging directory only. The driver publishes it by one rename after every rank has reported. A rank
+of an aborted generation can therefore never change a published checkpoint.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ _HASH_THREADS = 4
 
 
 class CheckpointStore:
-    """The checkpoints under `root`, which is created with the first one. One driver at a time may change it."""
+    """The checkpoints under `root`, which is created with the first one. Only one driver at a time may change it."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
     def get_path(self, step: int) -> Path:
-        """Where the checkpoint of this step is or would be."""
+        """Return the directory of the checkpoint of `step`, whether or not it exists."""
         return self.root / f"step-{step:08d}"
 
     def create_staging(self, step: int, generation: int) -> Path:
-        """The directory that the ranks of this generation write into, made by whichever comes first.
+        """Create the directory into which the ranks of this generation write, unless another rank has. Return it.
 
-        Generation numbers only grow, so that no two generations share one. Raises CheckpointError where it cannot be
-        made. The directory around `root` is not: where that is gone, so is what is mounted there.
+        Generation numbers only increase, so no two generations share a directory. The parent of `root` is not created:
+        if it is gone, its file system is not mounted. Raises CheckpointError if the directory cannot be created.
         """
         path = self._get_staging_path(step, generation)
         try:
             self.root.mkdir(exist_ok=True)
             path.mkdir(exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
         return path
 
     def discard(self, step: int, generation: int) -> None:
-        """Give up an unfinished checkpoint: a rank could not write its part."""
+        """Delete the staging directory of an unfinished checkpoint. Call if a rank could not write its shard."""
         shutil.rmtree(self._get_staging_path(step, generation), ignore_errors=True)
 
     def _get_staging_path(self, step: int, generation: int) -> Path:
@@ -76,12 +76,13 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         pre_publish: Callable[[], None],
     ) -> Path:
-        """Turn the staging directory into the checkpoint of `step`, replacing an earlier one, and return its path.
+        """Rename the staging directory to the checkpoint of `step`, replacing an earlier one. Return its path.
 
-        `reports` are those of all ranks of the generation. `guard` is called right before the rename and must raise
-        where this driver may not publish any more. Either the complete checkpoint is there afterwards, or none of it;
-        when publishing fails the staging directory is removed. Raises what `guard` raises, and CheckpointError where
-        the reports do not add up to whole tensors, a file is not as reported, or the disk refuses.
+        Call in the driver with the reports of all ranks of the generation. `pre_publish` is called right before the
+        rename and must raise if this driver may no longer publish. Afterwards the checkpoint either exists completely
+        or not at all; on failure the staging directory is removed. Raises the exception of `pre_publish`. Raises
+        CheckpointError if the reports do not cover whole tensors, if a file does not match its report, or if storage
+        fails.
         """
         staging = self._get_staging_path(step, generation)
         published = False
@@ -100,7 +101,7 @@ class CheckpointStore:
     def _finalize(
         self, staging: Path, step: int, generation: int, reports: Sequence[ShardReport], meta: Mapping[str, Any]
     ) -> None:
-        """Check what the ranks wrote against their reports, and add the manifest."""
+        """Check the shard files against their reports and write the manifest. Raises CheckpointError or OSError."""
         manifest = build_manifest(step, generation, reports, meta)
         if gap := _find_gap(build_index(reports)):
             raise CheckpointError(f"step {step} cannot be published: no rank has written {gap}")
@@ -114,43 +115,47 @@ class CheckpointStore:
         _sync_directory(staging)
 
     def _rename(self, staging: Path, final: Path) -> None:
-        """Rename over whatever is there. An earlier directory steps aside first; `discard_staging` mends a crash."""
-        aside = final.with_name(f".replaced-{final.name}")
-        replaces = final.exists()
-        if replaces:
-            shutil.rmtree(aside, ignore_errors=True)
-            final.rename(aside)
+        """Rename `staging` to `final`, replacing an earlier directory.
+
+        The earlier one is moved to a hidden name first. After a crash between the two renames, `remove_leftovers` moves
+        it back.
+        """
+        replaced = final.with_name(f".replaced-{final.name}")
+        exists = final.exists()
+        if exists:
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         try:
             staging.rename(final)
         except OSError:
-            if replaces:
-                aside.rename(final)
+            if exists:
+                replaced.rename(final)
             raise
         _sync_directory(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def list_steps(self) -> list[int]:
-        """Steps with a manifest, ascending. Nothing is verified."""
+        """Return the steps of all checkpoints with a manifest, ascending. Nothing is verified."""
         return [step for step, path in self._list_directories() if (path / MANIFEST_FILE).is_file()]
 
     def _list_directories(self) -> list[tuple[int, Path]]:
-        """Every `step-*` directory, with a manifest or without, by ascending step."""
+        """Return (step, path) of all `step-*` directories, with or without a manifest, by ascending step."""
         if not self.root.is_dir():
             return []
-        found = ((_STEP_PATTERN.fullmatch(path.name), path) for path in self.root.iterdir())
-        return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+        matches = ((_STEP_PATTERN.fullmatch(path.name), path) for path in self.root.iterdir())
+        return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
     def verify(self, step: int) -> Checkpoint:
-        """Read every byte of the checkpoint of `step` and hold it against the manifest.
+        """Read every byte of the checkpoint of `step` and compare the checksums with the manifest.
 
-        Raises CheckpointDamaged naming the file and what is wrong with it.
+        Raises CheckpointCorruptedError naming the file and the problem.
         """
         return _verify(self.get_path(step))
 
     def find_newest_valid(self, on_corrupted: Callable[[Path, str], None]) -> Checkpoint | None:
-        """The newest checkpoint that verifies; None where there is none.
+        """Return the newest checkpoint that passes verification; None if there is none. Call before resuming a run.
 
-        Each newer directory that does not is passed to `on_damaged` with the reason, newest first.
+        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first.
         """
         for _, path in reversed(self._list_directories()):
             try:
@@ -160,21 +165,21 @@ class CheckpointStore:
         return None
 
     def prune(self, keep: int) -> list[Path]:
-        """Delete all but the newest `keep` checkpoints, and what is older than those. `keep=0` deletes nothing.
+        """Delete checkpoints older than the newest `keep` ones, and return the deleted paths. `keep=0` deletes nothing.
 
-        Only checkpoints with a readable manifest and files of the right size count as kept, so the last one that
-        could be loaded is never deleted. Returns what was deleted; raises CheckpointError where deleting fails.
+        Only checkpoints with a readable manifest and files of the expected size count towards `keep`, so the last
+        loadable one is never deleted. Raises CheckpointError if deleting fails.
         """
         directories = self._list_directories()
-        good = [step for step, path in directories if _has_expected_files(path)]
-        if keep <= 0 or not good:
+        loadable_steps = [step for step, path in directories if _has_expected_files(path)]
+        if keep <= 0 or not loadable_steps:
             return []
-        oldest_kept = good[-keep:][0]
+        oldest_kept = loadable_steps[-keep:][0]
         deleted = []
         for step, path in directories:
             if step >= oldest_kept:
                 break
-            # Out of sight first: a deletion that is cut short must not look like a damaged checkpoint.
+            # Hidden first: an interrupted deletion must not look like a corrupted checkpoint.
             hidden = path.with_name(f".pruned-{path.name}")
             try:
                 path.rename(hidden)
@@ -185,33 +190,34 @@ class CheckpointStore:
         return deleted
 
     def remove_leftovers(self) -> None:
-        """Clear what a driver that died has left: unfinished checkpoints and unfinished deletions.
+        """Remove unfinished checkpoints and deletions of a driver that died.
 
-        For the driver that holds the run, before its first checkpoint. A checkpoint that had stepped aside for a new
-        one which never came is put back. Raises CheckpointError where the disk refuses.
+        Call in the driver that holds the lease, before its first checkpoint. If a crash interrupted the replacement of
+        a checkpoint, the earlier one is restored. Raises CheckpointError if storage fails.
         """
         if not self.root.is_dir():
             return
         for path in list(self.root.iterdir()):
-            aside = _REPLACED_PATTERN.fullmatch(path.name)
+            replaced = _REPLACED_PATTERN.fullmatch(path.name)
             try:
-                if aside and not (self.root / aside[1]).exists():
-                    path.rename(self.root / aside[1])
+                if replaced and not (self.root / replaced[1]).exists():
+                    path.rename(self.root / replaced[1])
                 elif path.name.startswith((".staging-step-", ".replaced-step-", ".pruned-step-")):
                     shutil.rmtree(path)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be cleared: {error.strerror}") from error
+                raise CheckpointError(f"{path} cannot be removed: {error.strerror}") from error
 
 
 def _find_gap(index: StateIndex) -> str | None:
-    """The first region of a tensor that nobody holds."""
-    whole = StateIndex(TensorSlices(t.name, t.shape, t.dtype, (Box.from_shape(t.shape),)) for t in index.values())
-    for name, region in find_missing([index], whole):
+    """Return the first region of a tensor that no box covers, as text; None if all tensors are complete."""
+    complete = StateIndex(TensorSlices(t.name, t.shape, t.dtype, (Box.from_shape(t.shape),)) for t in index.values())
+    for name, region in find_missing([index], complete):
         return f"{name}{region}"
     return None
 
 
 def _verify(path: Path) -> Checkpoint:
+    """Read a checkpoint and verify every file. Raises CheckpointCorruptedError."""
     checkpoint = read_manifest(path)
     if path.name != f"step-{checkpoint.step:08d}":
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is that of step {checkpoint.step}")
@@ -224,19 +230,21 @@ def _verify(path: Path) -> Checkpoint:
 
 
 def _find_file_problem(path: Path, expected: FileChecksum) -> str | None:
+    """Describe how a file differs from the manifest in size or checksum; None if it matches. Reads the whole file."""
     if problem := _find_size_problem(path, expected.bytes):
         return problem
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    if found != expected.sha256:
-        return f"{path}: checksum is {found[:12]}..., the manifest says {expected.sha256[:12]}..."
+    if sha256 != expected.sha256:
+        return f"{path}: checksum is {sha256[:12]}..., the manifest says {expected.sha256[:12]}..."
     return None
 
 
 def _find_size_problem(path: Path, expected: int) -> str | None:
+    """Describe why a file does not have the expected size in bytes; None if it does."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -245,7 +253,7 @@ def _find_size_problem(path: Path, expected: int) -> str | None:
 
 
 def _has_expected_files(path: Path) -> bool:
-    """Whether the manifest reads and every file has its size: cheap, where `verify` reads every byte."""
+    """Return whether the manifest is readable and every file has its size. Cheap: reads no shard file."""
     try:
         checkpoint = read_manifest(path)
     except CheckpointCorruptedError:
@@ -254,6 +262,7 @@ def _has_expected_files(path: Path) -> bool:
 
 
 def _sync_directory(path: Path) -> None:
+    """Sync a directory, so that renames in it survive a crash of the host."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Breaks this rank's collectives from another thread, where a peer is neither there nor seen to be gone.
+"""Aborting this rank's collectives from another thread, when a peer neither takes part nor is seen to have exited.
 
-gloo waits for a peer that is stopped, or beyond a cut network, until its timeout, and has no call to end that; NCCL
-waits for any peer that is gone. A process's end closes its connections, and so does this, one after another.
+gloo waits for a stopped or unreachable peer until its timeout and has no function to abort; NCCL waits for any lost
+peer. The end of a process closes its connections, which frees its peers one after another. Aborting does the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Endpoint = tuple[str, int]  # address and port
 
 
 class Connection(NamedTuple):
-    """A TCP connection of this process. `name`: of the socket, which no other has while it is open."""
+    """A TCP connection of this process. `name`: the kernel's name of the socket, unique while it is open."""
 
     descriptor: int
     name: str
@@ -29,16 +29,16 @@ class Connection(NamedTuple):
 
 
 class CollectiveAbort:
-    """What there is to break in one generation."""
+    """A callable that aborts all collectives of this rank in one generation. `is_aborted`: whether it has done so."""
 
     def __init__(self, sockets: Mapping[int, str]):
-        """`sockets`: those to other ranks, descriptor -> name."""
+        """Arm the abort. `sockets`: the sockets to other ranks, descriptor -> name, from `find_peer_sockets`."""
         self._lock = threading.Lock()
         self._is_disarmed, self.is_aborted = False, False
         self._sockets = sockets
 
     def __call__(self) -> None:
-        """Have what waits in a collective of this rank go on with an error. Any thread's; nothing once it is over."""
+        """Abort: collectives in progress on this rank raise an error. Callable from any thread; no-op if disarmed."""
         with self._lock:
             if self._is_disarmed:
                 return
@@ -48,7 +48,7 @@ class CollectiveAbort:
             _abort_nccl()
 
     def disarm(self) -> None:
-        """The groups are being given up: their descriptors may become other files."""
+        """Disable the abort. Call before the groups are destroyed: their descriptors may then become other files."""
         with self._lock:
             self._is_disarmed = True
 
@@ -56,31 +56,42 @@ class CollectiveAbort:
 def find_peer_sockets(
     own_connections: Sequence[Connection], endpoints: Sequence[Collection[Endpoint]], rank: int
 ) -> dict[int, str]:
-    """Of all connections that a process has, those of its groups: whose other end is one of another rank's `ends`.
+    """Return the sockets to other ranks among all connections of this process, descriptor -> name.
 
-    Descriptor -> name.
+    `endpoints`: the local endpoints of each rank, by rank. A socket belongs to a process group if its remote endpoint
+    is a local one of another rank; connections to the store or to Ray are left out.
     """
-    others = {end for other, theirs in enumerate(endpoints) if other != rank for end in theirs}
-    return {one.descriptor: one.name for one in own_connections if one.remote_endpoint in others}
+    peer_endpoints = {endpoint for peer_rank, peer in enumerate(endpoints) if peer_rank != rank for endpoint in peer}
+    return {
+        connection.descriptor: connection.name
+        for connection in own_connections
+        if connection.remote_endpoint in peer_endpoints
+    }
 
 
 def list_connections() -> list[Connection]:
-    """Every TCP connection of this process."""
-    found = []
+    """Return all TCP connections of this process."""
+    connections = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         name = _read_socket_name(descriptor)
         if not name.startswith("socket:"):
             continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or gone
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                found.append(
-                    Connection(descriptor, name, _to_endpoint(one.getsockname()), _to_endpoint(one.getpeername()))
+        # OSError: not connected, or closed meanwhile.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                connections.append(
+                    Connection(
+                        descriptor,
+                        name,
+                        _to_endpoint(duplicate.getsockname()),
+                        _to_endpoint(duplicate.getpeername()),
+                    )
                 )
-    return found
+    return connections
 
 
 def _to_endpoint(address: Any) -> Endpoint:
-    """An end of a connection, the same from both sides: IPv4 may be dressed as IPv6."""
+    """Return (address, port), with an IPv4-mapped IPv6 address as IPv4, so that both sides write it alike."""
     return address[0].removeprefix("::ffff:"), address[1]
 
 
@@ -92,21 +103,22 @@ def _read_socket_name(descriptor: int) -> str:
 
 
 def _shut_down(descriptor: int, name: str) -> None:
-    with contextlib.suppress(OSError):  # closed, or never connected any more
-        own = os.dup(descriptor)
-        with socket.socket(fileno=own) as connection:
-            if _read_socket_name(own) == name:
+    """Shut down a connection, unless its descriptor has been closed and reused since."""
+    with contextlib.suppress(OSError):  # closed or no longer connected
+        duplicate = os.dup(descriptor)
+        with socket.socket(fileno=duplicate) as connection:
+            if _read_socket_name(duplicate) == name:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _abort_nccl() -> None:
-    """Of all groups at once: their kernels end, with tensors that nobody may read."""
+    """Abort all NCCL groups. Their kernels end and leave undefined tensors behind."""
     if not dist.is_initialized():
         return
     groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if backend == "nccl"]
     if groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
-        backend._group_start()  # one by one they can wait for each other (pytorch issue 119797)
+        backend._group_start()  # one group at a time can deadlock (pytorch issue 119797)
         for group in groups:
             group.abort()
         backend._group_end()

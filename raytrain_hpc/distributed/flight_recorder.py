@@ -1,4 +1,4 @@
-"""The collectives that this process was last in, out of torch's flight recorder."""
+"""The last collectives of this process, from PyTorch's flight recorder. Input of `elastic.fault_attribution`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _BUFFER_SIZE = 512  # calls that the recorder keeps; a step of a deep model unde
 
 
 def enable_flight_recorder() -> None:
-    """Must come before torch is imported."""
+    """Enable recording in this process. Call before torch is imported."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_BUFFER_SIZE))
 
 
 def read_calls(since_ns: int) -> list[CollectiveCall]:
-    """Collectives and transfers entered since a moment (time.time_ns), oldest first."""
-    import torch._C._distributed_c10d as c10d  # no public call tells
+    """Return the collectives entered since `since_ns` (as `time.time_ns`), oldest first; no point-to-point calls."""
+    import torch._C._distributed_c10d as c10d  # there is no public function for this
 
-    dumped: str = c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
-    entries: list[dict[str, Any]] = json.loads(dumped).get("entries", [])
+    trace: str = c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+    entries: list[dict[str, Any]] = json.loads(trace).get("entries", [])
     return [
         CollectiveCall(
             group=entry["process_group"][0],
@@ -35,7 +35,8 @@ def read_calls(since_ns: int) -> list[CollectiveCall]:
 
 
 def _format_operation(entry: dict[str, Any]) -> str:
+    """Return the operation with its input sizes, which must be equal on all ranks."""
     name: str = entry["profiling_name"].rpartition(":")[2]
-    if name.startswith("all_to_all"):  # ranks may give each other more or less
+    if name.startswith("all_to_all"):  # its sizes may differ between ranks
         return name
     return f"{name}{entry['input_sizes']}".replace(" ", "")

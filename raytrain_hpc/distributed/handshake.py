@@ -1,4 +1,7 @@
-"""What the ranks of a generation tell each other when it begins, all at once: each exchange costs milliseconds."""
+"""The exchange of information between the ranks of a generation at its start.
+
+One all-gather carries everything, because each one costs milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from raytrain_hpc.state.shard_index import StateIndex
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """By rank: what each is to hold, what each has to offer of it, and where others find the snapshots that it shares.
-    `sockets`: this rank's to the others, by their descriptors."""
+    """Information about all ranks of a generation. The lists are by rank.
+
+    `destination_indexes`: the state that each rank needs. `source_indexes`: the state that it has in memory. `handles`:
+    the shared memory of its snapshots. `peer_sockets`: this rank's own sockets to other ranks, descriptor -> name.
+    """
 
     destination_indexes: list[StateIndex]
     source_indexes: list[StateIndex]
@@ -29,18 +35,21 @@ class PeerInfo:
 def exchange_peer_info(
     destination: StateIndex, source: StateIndex, context: ParallelContext, handles: Sequence[SharedMemoryHandle] = ()
 ) -> PeerInfo:
-    """Collective, when all groups have been made."""
+    """Exchange indexes, handles and socket addresses with all ranks. Collective.
+
+    Call once per generation, after all process groups have been created: sockets of later groups are not seen.
+    """
     if context.world_group is None:
         return PeerInfo([destination], [source], [handles], {})
-    mine: list[Connection] = [] if context.device.type == "cuda" else list_connections()
-    words = (
+    own_connections: list[Connection] = [] if context.device.type == "cuda" else list_connections()
+    message = (
         json.dumps(destination.to_json()),
         json.dumps(source.to_json()),
         handles,
-        [one.local_endpoint for one in mine],
+        [connection.local_endpoint for connection in own_connections],
     )
-    heard = [words] * context.layout.world_size
-    dist.all_gather_object(heard, words)
-    holdings, offers, openings, ends = zip(*heard, strict=True)
-    sockets = find_peer_sockets(mine, ends, context.rank)
-    return PeerInfo(parse_indexes(list(holdings)), parse_indexes(list(offers)), list(openings), sockets)
+    messages = [message] * context.layout.world_size
+    dist.all_gather_object(messages, message)
+    destinations, sources, handle_lists, endpoints = zip(*messages, strict=True)
+    peer_sockets = find_peer_sockets(own_connections, endpoints, context.rank)
+    return PeerInfo(parse_indexes(list(destinations)), parse_indexes(list(sources)), list(handle_lists), peer_sockets)

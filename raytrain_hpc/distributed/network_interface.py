@@ -1,4 +1,4 @@
-"""Which network interface carries an address."""
+"""Lookup of the network interface that has an address."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import fcntl
 import socket
 import struct
 
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
 
 
 def find_interface(address: str) -> str | None:
-    """Name of the interface that has this IPv4 address, None where there is none."""
+    """Return the name of the interface with this IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

@@ -1,4 +1,4 @@
-"""Process groups and mesh of one generation. Nothing bound to them outlives it."""
+"""Process groups and device mesh of one generation. They do not outlive it."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from raytrain_hpc.planner.layout import Layout
 
 
 class GenerationAbortedError(Exception):
-    """Not this rank's fault: another one is gone."""
+    """The generation was aborted because another rank was lost."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where one rank stands: its number, its device, and its groups.
+    """The rank, device, coordinates and process groups of one rank in one generation.
 
-    `mesh` has the axes tp, pp, copies and dp_shard, as far as they have more than one rank; "copies" are the ranks that
-    hold the same part of the state. `axes` are those that a model is cut along: tp, ep, and cp's ring and ulysses; and
-    "tied", the first and the last stage of a pipeline, where they are on two ranks.
+    `mesh`: dimensions tp, pp, copies and dp_shard, as far as they are larger than 1; "copies" are the ranks that hold
+    the same part of the state. `axes`: those along which a model is sharded: tp, ep, ulysses and ring (the two parts of
+    cp), as far as they are larger than 1, and "tied", the first and the last pipeline stage if they are on two ranks.
     """
 
     rank: int
     layout: Layout
     device: torch.device
-    mesh: DeviceMesh | None = None  # None: one rank alone
+    mesh: DeviceMesh | None = None  # None: a single rank
     axes: dict[str, Axis] = field(default_factory=dict)
-    stage_groups: StageGroups | None = None  # to the other stages of the pipeline
-    expert_mesh: ExpertMesh | None = None  # where experts are shared out
-    batch_group: dist.ProcessGroup | None = None  # the ranks that see a step's batch together, with the same weights
-    state_group: dist.ProcessGroup | None = None  # the ranks that hold one whole state together
+    stage_groups: StageGroups | None = None  # to the other pipeline stages; None without pipeline parallelism
+    expert_mesh: ExpertMesh | None = None  # None without expert parallelism
+    batch_group: dist.ProcessGroup | None = None  # the ranks that process one global batch with the same weights
+    state_group: dist.ProcessGroup | None = None  # the ranks that together hold one whole state
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
-        """All ranks, None where there is one."""
+        """The group of all ranks; None for a single rank."""
         return None if self.mesh is None else dist.group.WORLD
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold what this one holds, None where there is no other."""
+        """The ranks that hold the same part of the state; None if there is no other."""
         return None if self.mesh is None or self.layout.num_state_replicas == 1 else self.mesh["copies"].get_group()
 
     @property
@@ -60,18 +60,18 @@ class ParallelContext:
 
     @property
     def should_count_loss(self) -> bool:
-        """Whether the loss that this rank computes counts: tensor-parallel peers compute the same one."""
+        """Whether to include this rank's loss in sums over ranks: tensor-parallel peers compute the same loss."""
         return self.coordinates["tp"] == 0
 
     @property
     def should_count_tokens(self) -> bool:
-        """Whether this rank's tokens count: tensor- and context-parallel peers read the same microbatch."""
+        """Whether to count this rank's tokens: tensor- and context-parallel peers read the same microbatch."""
         return self.should_count_loss and self.coordinates["cp"] == 0
 
     def get_state_ranks(self) -> list[int]:
-        """The ranks that hold one whole state together, this one among them."""
-        mine = self.layout.get_state_replica(self.rank)
-        return [rank for rank in range(self.layout.world_size) if self.layout.get_state_replica(rank) == mine]
+        """Return the ranks that together hold one whole state, this rank among them."""
+        own_replica = self.layout.get_state_replica(self.rank)
+        return [rank for rank in range(self.layout.world_size) if self.layout.get_state_replica(rank) == own_replica]
 
 
 def init_process_groups(
@@ -83,129 +83,152 @@ def init_process_groups(
     tied_weights: bool = False,
     balance_experts: bool = False,
 ) -> ParallelContext:
-    """Form the groups of this generation. One rank alone, or no meeting place, forms none.
+    """Create all process groups of a generation. Collective; call on every rank at the start of the generation.
 
-    `tied`: the first and the last stage of a pipeline each hold a copy of one table. `balanced`: ranks count together
-    what their experts had to do.
+    Creates none for a single rank or without a rendezvous. `tied_weights`: the first and the last pipeline stage share
+    a tied embedding table. `balance_experts`: ranks sum the loads of their experts, which needs `batch_group`. Raises
+    GenerationAbortedError if a rank is lost meanwhile or does not arrive within the timeout.
     """
     if rendezvous is None or layout.world_size == 1:
         return ParallelContext(rank, layout, device)
     timeout = timedelta(seconds=rendezvous.timeout_s)
     store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
-    prefixed = PrefixStore(f"generation-{rendezvous.generation}", store)
-    _wait_for_all_ranks(prefixed, layout.world_size, rendezvous.timeout_s)
+    prefixed_store = PrefixStore(f"generation-{rendezvous.generation}", store)
+    _wait_for_all_ranks(prefixed_store, layout.world_size, rendezvous.timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=layout.world_size, timeout=timeout)
+    dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=layout.world_size, timeout=timeout)
     return build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)
 
 
 def build_parallel_context(
     rank: int, layout: Layout, device: torch.device, *, tied_weights: bool, balance_experts: bool
 ) -> ParallelContext:
-    """The groups of a rank in the process group of all; as in `join`. Every rank makes the same ones in one order."""
+    """Create the subgroups of a rank within the existing default group. Arguments as in `init_process_groups`.
+
+    Collective: every rank creates the same groups in the same order.
+    """
     mesh = _build_mesh(layout, device)
-    axes, links = _build_axes(rank, layout, mesh), _build_stage_groups(rank, layout)
+    axes, stage_groups = _build_axes(rank, layout, mesh), _build_stage_groups(rank, layout)
     if tied_weights:
         axes |= _build_tied_axis(rank, layout)
-    batch = _new_subgroup(layout, lambda other: _pp_tp_ranks(layout, other)) if balance_experts else None
-    experts = None if layout.ep == 1 else _build_expert_mesh(rank, layout, device)
-    return ParallelContext(rank, layout, device, mesh, axes, links, experts, batch, _build_state_group(layout, mesh))
+    batch_group = _new_subgroup(layout, lambda member: _pp_tp_ranks(layout, member)) if balance_experts else None
+    expert_mesh = None if layout.ep == 1 else _build_expert_mesh(rank, layout, device)
+    return ParallelContext(
+        rank,
+        layout,
+        device,
+        mesh,
+        axes,
+        stage_groups,
+        expert_mesh,
+        batch_group,
+        _build_state_group(layout, mesh),
+    )
 
 
 def _wait_for_all_ranks(store: PrefixStore, world_size: int, timeout_s: float) -> None:
-    """Come together before groups are formed: there, who waits for a rank that has just died waits for the timeout.
+    """Wait until all ranks have arrived, before groups are created.
 
-    They count themselves, and each asks once, however many they are. Raises GenerationFallen where the driver says that
-    a rank has died.
+    Without it, ranks that create groups with a rank that has just died would wait for the full timeout. Each rank
+    increments a counter, and the last one sets the decision, so the cost per rank is constant. Raises
+    GenerationAbortedError if the driver reports a lost rank first, or after the timeout.
     """
     if store.add("here", 1) == world_size:
         store.set(DECISION_KEY, FORMED)
     try:
         store.wait([DECISION_KEY], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
-        raise GenerationAbortedError(f"not all ranks of this generation came within {timeout_s:g} s") from error
+        raise GenerationAbortedError(f"not all ranks of this generation arrived within {timeout_s:g} s") from error
     if store.get(DECISION_KEY).decode() != FORMED:
-        raise GenerationAbortedError("a rank of this generation was lost before it had formed its groups")
+        raise GenerationAbortedError("a rank of this generation was lost before its process groups were created")
 
 
 def _build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Axes of one rank need no group: leaving them out makes a plain data-parallel mesh cost no group of its own."""
+    """Build the device mesh without axes of size 1, so that plain data parallelism creates no group of its own."""
     ranks = torch.arange(layout.world_size).view(layout.axis_sizes)
     sizes = {"tp": layout.tp, "pp": layout.pp, "copies": layout.num_state_replicas, "dp_shard": layout.dp_shard}
-    kept = {name: size for name, size in sizes.items() if size > 1}
-    grid = ranks.permute(4, 0, 1, 3, 2).reshape(*kept.values())
-    return DeviceMesh(device.type, grid, mesh_dim_names=tuple(kept))
+    mesh_sizes = {name: size for name, size in sizes.items() if size > 1}
+    grid = ranks.permute(4, 0, 1, 3, 2).reshape(*mesh_sizes.values())
+    return DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh_sizes))
 
 
 def _build_axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
+    """Build the axes ep, tp, ulysses and ring, as far as they are larger than 1. Collective."""
     axes = {}
-    at = layout.get_coordinates(rank)
+    coordinates = layout.get_coordinates(rank)
     if layout.ep > 1:
-        group = _new_subgroup(layout, lambda other: _ep_group_key(layout, other))
+        group = _new_subgroup(layout, lambda member: _ep_group_key(layout, member))
         axes["ep"] = Axis("ep", group, layout.get_expert_coordinates(rank)["ep"], layout.ep)
     if layout.tp > 1:
-        axes["tp"] = Axis("tp", mesh["tp"].get_group(), at["tp"], layout.tp)
-    exchanging, ring = layout.ulysses, layout.cp // layout.ulysses
-    if exchanging > 1:  # neighbouring ranks: this is all to all; the ring goes further
-        group = _new_subgroup(layout, lambda other: _cp_group_key(layout, other, lambda cp: cp // exchanging))
-        axes["ulysses"] = Axis("ulysses", group, at["cp"] % exchanging, exchanging)
+        axes["tp"] = Axis("tp", mesh["tp"].get_group(), coordinates["tp"], layout.tp)
+    ulysses, ring = layout.ulysses, layout.cp // layout.ulysses
+    if ulysses > 1:  # adjacent ranks for the all-to-all; the ring spans larger distances
+        group = _new_subgroup(layout, lambda member: _cp_group_key(layout, member, lambda cp: cp // ulysses))
+        axes["ulysses"] = Axis("ulysses", group, coordinates["cp"] % ulysses, ulysses)
     if ring > 1:
-        group = _new_subgroup(layout, lambda other: _cp_group_key(layout, other, lambda cp: cp % exchanging))
-        axes["ring"] = Axis("ring", group, at["cp"] // exchanging, ring)
+        group = _new_subgroup(layout, lambda member: _cp_group_key(layout, member, lambda cp: cp % ulysses))
+        axes["ring"] = Axis("ring", group, coordinates["cp"] // ulysses, ring)
     return axes
 
 
 def _ep_group_key(layout: Layout, rank: int) -> Hashable:
-    at = layout.get_expert_coordinates(rank)
-    return (_pp_tp_ranks(layout, rank), at["dp_shard"], at["copies"])
+    """Return a key that is equal for the ranks among which one set of all experts is distributed."""
+    coordinates = layout.get_expert_coordinates(rank)
+    return (_pp_tp_ranks(layout, rank), coordinates["dp_shard"], coordinates["copies"])
 
 
 def _pp_tp_ranks(layout: Layout, rank: int) -> Hashable:
-    at = layout.get_coordinates(rank)
-    return at["pp"], at["tp"]
+    """Return the pp and tp coordinates of a rank."""
+    coordinates = layout.get_coordinates(rank)
+    return coordinates["pp"], coordinates["tp"]
 
 
 def _build_expert_mesh(rank: int, layout: Layout, device: torch.device) -> ExpertMesh:
-    def beside(*axes: str) -> Callable[[int], Hashable]:
-        def key(other: int) -> Hashable:
-            at = layout.get_expert_coordinates(other)
-            return (_pp_tp_ranks(layout, other), *(at[axis] for axis in axes))
+    """Build the groups of ranks with the same experts: their replicas, and the mesh that shards them. Collective."""
+
+    def group_key(*axes: str) -> Callable[[int], Hashable]:
+        """Return a function that maps a rank to its pp and tp coordinates and these expert coordinates."""
+
+        def key(member: int) -> Hashable:
+            coordinates = layout.get_expert_coordinates(member)
+            return (_pp_tp_ranks(layout, member), *(coordinates[axis] for axis in axes))
 
         return key
 
     sizes = layout.expert_axis_sizes
-    copies = _new_subgroup(layout, beside("ep", "dp_shard")) if sizes["copies"] > 1 else None
+    replica_group = _new_subgroup(layout, group_key("ep", "dp_shard")) if sizes["copies"] > 1 else None
     if sizes["dp_shard"] == 1:
-        return ExpertMesh(copies)
-    groups = [] if copies is None else [copies]
-    groups.append(_new_subgroup(layout, beside("ep", "copies")))
-    mine = beside("ep")(rank)
-    ranks = [other for other in range(layout.world_size) if beside("ep")(other) == mine]
+        return ExpertMesh(replica_group)
+    groups = [] if replica_group is None else [replica_group]
+    groups.append(_new_subgroup(layout, group_key("ep", "copies")))
+    own_key = group_key("ep")(rank)
+    ranks = [member for member in range(layout.world_size) if group_key("ep")(member) == own_key]
     ranks.sort(
-        key=lambda other: (
-            layout.get_expert_coordinates(other)["copies"],
-            layout.get_expert_coordinates(other)["dp_shard"],
+        key=lambda member: (
+            layout.get_expert_coordinates(member)["copies"],
+            layout.get_expert_coordinates(member)["dp_shard"],
         )
     )
-    if copies is None:
+    if replica_group is None:
         return ExpertMesh(None, DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=("dp_shard",)))
     grid = torch.tensor(ranks).view(sizes["copies"], sizes["dp_shard"])
     names = ("copies", "dp_shard")
-    return ExpertMesh(copies, DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=names))
+    return ExpertMesh(replica_group, DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=names))
 
 
 def _build_tied_axis(rank: int, layout: Layout) -> dict[str, Axis]:
-    """The axis of the first and the last stage, on their two ranks."""
+    """Build the axis of the first and the last pipeline stage; empty if both are on one rank. Collective."""
     ends = sorted(
         {layout.pipeline.get_rank_of_stage(0), layout.pipeline.get_rank_of_stage(layout.pipeline.num_stages - 1)}
     )
     if len(ends) == 1:
         return {}
-    group, at = _new_stage_group(layout, ends), _pp_rank(layout, rank)
-    return {"tied": Axis("tied", group, ends.index(at), 2)} if at in ends else {}
+    group, pp_rank = _new_stage_group(layout, ends), _pp_rank(layout, rank)
+    return {"tied": Axis("tied", group, ends.index(pp_rank), 2)} if pp_rank in ends else {}
 
 
 def _build_stage_groups(rank: int, layout: Layout) -> StageGroups | None:
+    """Build this rank's groups to other pipeline ranks, one per pair and direction. Collective."""
     if layout.pp == 1:
         return None
     groups = {}
@@ -213,8 +236,8 @@ def _build_stage_groups(rank: int, layout: Layout) -> StageGroups | None:
         group = _new_stage_group(layout, edge)
         if _pp_rank(layout, rank) in edge:
             groups[edge] = group
-    at = layout.get_coordinates(rank)
-    return StageGroups(groups, [layout.get_rank({**at, "pp": pp}) for pp in range(layout.pp)])
+    coordinates = layout.get_coordinates(rank)
+    return StageGroups(groups, [layout.get_rank({**coordinates, "pp": pp}) for pp in range(layout.pp)])
 
 
 def _pp_rank(layout: Layout, rank: int) -> int:
@@ -222,52 +245,60 @@ def _pp_rank(layout: Layout, rank: int) -> int:
 
 
 def _new_stage_group(layout: Layout, pp_ranks: Collection[int]) -> dist.ProcessGroup:
-    """The group of the ranks of one pipeline that stand here; on other ranks it is of no use."""
+    """Create the group of these pipeline ranks, within each pipeline. Collective; unusable on other pipeline ranks."""
 
-    def pipeline(rank: int) -> Hashable:
-        at = layout.get_coordinates(rank)
-        return tuple(at.values())[1:] if at["pp"] in pp_ranks else None
+    def pipeline_key(rank: int) -> Hashable:
+        """Return the coordinates other than pp, or None for a rank outside `pp_ranks`."""
+        coordinates = layout.get_coordinates(rank)
+        return tuple(coordinates.values())[1:] if coordinates["pp"] in pp_ranks else None
 
-    return _new_subgroup(layout, pipeline)
+    return _new_subgroup(layout, pipeline_key)
 
 
 def _cp_group_key(layout: Layout, rank: int, subgroup: Callable[[int], int]) -> Hashable:
-    at = layout.get_coordinates(rank)
-    cp = subgroup(at.pop("cp"))
-    return (*at.values(), cp)
+    """Return a key that is equal for ranks that differ in cp only and have the same `subgroup(cp)`."""
+    coordinates = layout.get_coordinates(rank)
+    cp = subgroup(coordinates.pop("cp"))
+    return (*coordinates.values(), cp)
 
 
 def _build_state_group(layout: Layout, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that together hold one whole state; None if each rank holds all of it."""
     sizes = (("tp", layout.tp), ("pp", layout.pp), ("dp_shard", layout.dp_shard))
-    sharing = [name for name, size in sizes if size > 1]
-    if not sharing and layout.ep == 1:
+    sharded_axes = [name for name, size in sizes if size > 1]
+    if not sharded_axes and layout.ep == 1:
         return None
     if layout.num_state_replicas == 1 or layout.ep > 1:
         return dist.group.WORLD
-    return mesh[sharing[0]].get_group() if len(sharing) == 1 else _new_subgroup(layout, layout.get_state_replica)
+    return (
+        mesh[sharded_axes[0]].get_group() if len(sharded_axes) == 1 else _new_subgroup(layout, layout.get_state_replica)
+    )
 
 
 def _new_subgroup(layout: Layout, key: Callable[[int], Hashable]) -> dist.ProcessGroup:
-    """This rank's group of those that share a key, if not None. Every rank of the world makes all, in one order."""
+    """Create one group per distinct key, except None, and return this rank's.
+
+    Collective over all ranks: every rank must create all groups in the same order.
+    """
     members: dict[Hashable, list[int]] = {}
     for rank in range(layout.world_size):
         members.setdefault(key(rank), []).append(rank)
-    groups = [ranks for shared, ranks in members.items() if shared is not None]
-    mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
-    return mine
+    groups = [ranks for group_key, ranks in members.items() if group_key is not None]
+    own_group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
+    return own_group
 
 
 def new_host_group() -> dist.ProcessGroup:
-    """A group of all ranks that moves what is in host memory, beside all others. Collective."""
+    """Create a gloo group of all ranks for tensors in host memory, independent of the other groups. Collective."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 
 
 def destroy_process_groups() -> None:
-    """Give up the groups of this generation, and with them whoever waits for this rank in one.
+    """Destroy all groups of this generation. Call at its end, also after an error: it frees peers that wait here.
 
-    gloo closes a group's connections when nothing refers to it any more, and not before: the model has to be gone,
-    whose circles of references (FSDP's) only the collector finds.
+    gloo closes a group's connections only when the last reference to the group is gone. The model must therefore have
+    been released; the garbage collector removes its reference cycles (FSDP creates some).
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -276,10 +307,10 @@ def destroy_process_groups() -> None:
 
 
 def _clear_dtensor_caches() -> None:
-    """Have DTensor, if it is in use, forget the results of operations, which it keeps by the ranks in a mesh.
+    """Clear DTensor's caches of operation results, if DTensor is in use. They are keyed by the ranks of a mesh.
 
-    They hold the groups of that mesh. And the mesh of a later generation can have the same ranks where this process is
-    another one of them: a parameter would come with the old mesh, and with another rank's place in it.
+    The cached results hold references to the mesh's groups. In addition, a later mesh of the same ranks, in which this
+    process has another rank, would get parameters with the old mesh and the old rank.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None:
@@ -288,6 +319,6 @@ def _clear_dtensor_caches() -> None:
 
 
 def set_network_interface(name: str) -> None:
-    """Make gloo and NCCL talk over one network interface. Must come before the first group."""
+    """Make gloo and NCCL use one network interface. Call before the first group is created."""
     for backend in ("GLOO", "NCCL"):
         os.environ[f"{backend}_SOCKET_IFNAME"] = name

@@ -1,16 +1,16 @@
-"""Where the ranks of a generation meet, as plain data that the driver has, too."""
+"""The rendezvous of a generation's ranks, as plain data that the driver shares."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECISION_KEY = "decided"  # key that says which of the two a generation is: all are there, or it will not be formed
+DECISION_KEY = "decided"  # key in the store, set once per generation, to FORMED or ABORTED
 FORMED, ABORTED = "formed", "fallen"
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A store that lives with the driver, and a generation's prefix of its own in it."""
+    """The address of the driver's TCPStore. `generation` selects a key prefix, so generations do not share keys."""
 
     host: str
     port: int

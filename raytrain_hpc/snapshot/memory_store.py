@@ -1,7 +1,7 @@
-"""The last committed states of ranks, in memory: what a run goes on from when a rank is lost.
+"""In-memory snapshots of the last committed steps, from which a run recovers when a rank is lost.
 
-Two steps of each, because at a fault ranks can stand one step apart: some have stepped, others were still waiting for
-the last sum.
+Two steps are kept per rank, because ranks can be one step apart when a fault occurs: some have applied the update,
+others were still waiting in the last all-reduce.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ _NO_STEP = -1
 
 
 class SnapshotSlot:
-    """Room for a state. `mark`: eight bytes that say which one is whole in it, as far as others are to see them."""
+    """Memory for the snapshot of one step.
+
+    `step_word`: eight bytes with the step of the complete snapshot in this slot. In shared memory, other processes read
+    the step there. `pending_step`: the step that is being copied into the slot.
+    """
 
     def __init__(self, buffer: HostBuffer | None = None, step_word: memoryview | None = None) -> None:
         self.buffer = HostBuffer() if buffer is None else buffer
         self._step_word = memoryview(bytearray(8)).cast("q") if step_word is None else step_word
         self.step = None
-        self.pending_step: int | None = None  # the step that is on its way into it
+        self.pending_step: int | None = None
         self.state = ShardedState()
 
     @property
     def step(self) -> int | None:
-        """None: nothing whole is in it."""
+        """The step of the complete snapshot; None if there is none."""
         return decode_step(self._step_word[0])
 
     @step.setter
@@ -37,44 +41,44 @@ class SnapshotSlot:
 
 
 def decode_step(word: int) -> int | None:
-    """What a mark says."""
+    """Decode the value of a step word; None if no snapshot is complete."""
     return None if word == _NO_STEP else word
 
 
 class RankSnapshots(Protocol):
-    """The states of one rank after the last two steps."""
+    """Read access to the snapshots of one rank after its last two steps."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that are held whole, ascending."""
+        """The steps with a complete snapshot, ascending."""
 
     def get_state(self, step: int) -> ShardedState:
-        """The state of `step`; nothing where it is not held."""
+        """Return the state after `step`; empty if there is no complete snapshot of it."""
 
 
 class SnapshotRing:
-    """Those that this process has room for. `slots`: where, unless in memory of its own."""
+    """The two slots for the last two snapshots of one rank. `slots`: existing ones; default: ordinary host memory."""
 
     def __init__(self, slots: tuple[SnapshotSlot, SnapshotSlot] | None = None) -> None:
         self._slots = (SnapshotSlot(), SnapshotSlot()) if slots is None else slots
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that are held whole, ascending."""
+        """The steps with a complete snapshot, ascending."""
         return tuple(sorted(slot.step for slot in self._slots if slot.step is not None))
 
     def get_state(self, step: int) -> ShardedState:
-        """The state of `step`; nothing where it is not held."""
+        """Return the state after `step`; empty if there is no complete snapshot of it."""
         return next((slot.state for slot in self._slots if slot.step == step), ShardedState())
 
     def evict_oldest(self) -> SnapshotSlot:
-        """The slot of the older step, which is not held any more; whoever fills it says then which step it has."""
-        slot = min(self._slots, key=lambda one: _NO_STEP if one.step is None else one.step)
-        slot.step = slot.pending_step = None  # while it is neither
+        """Invalidate the older snapshot and return its slot. The caller fills the slot, then sets its step."""
+        slot = min(self._slots, key=lambda slot: _NO_STEP if slot.step is None else slot.step)
+        slot.step = slot.pending_step = None  # invalid while it is being overwritten
         return slot
 
     def synchronize(self) -> None:
-        """Wait for what is on its way; then it is held."""
+        """Wait for the copies in progress and mark their snapshots as complete."""
         for slot in self._slots:
             if slot.pending_step is not None:
                 slot.buffer.synchronize()
@@ -82,10 +86,11 @@ class SnapshotRing:
 
 
 class SnapshotStore:
-    """What a process holds of steps: its own states, and other ranks' states for them, as copies or opened.
+    """All snapshots in this process: those of its own rank and the replicas of other ranks' snapshots.
 
-    Outlives the groups and the model of a generation; a new generation goes on from it. `generation`: in which it was
-    taken, whose ranks the copies go by.
+    A replica is a copy that was received (`reserve_replica`) or shared memory of another process (`reset`). The store
+    outlives the process groups and the model of a generation; the next generation recovers from it. `generation`: the
+    generation whose ranks took the snapshots and number the replicas.
     """
 
     def __init__(self) -> None:
@@ -98,19 +103,20 @@ class SnapshotStore:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps of which the own state is held whole, ascending."""
-        agreed = () if self._verified.step is None else (self._verified.step,)
-        return tuple(sorted({*self._own_snapshots.steps, *agreed}))
+        """The steps with a complete snapshot of this rank, ascending, the verified one included."""
+        verified_steps = () if self._verified.step is None else (self._verified.step,)
+        return tuple(sorted({*self._own_snapshots.steps, *verified_steps}))
 
     @property
     def replica_steps(self) -> dict[int, tuple[int, ...]]:
-        """The steps that are held whole of other ranks, by their rank in the generation that took them."""
-        return {rank: kept.steps for rank, kept in (*self._replicas.items(), *self._attached.items())}
+        """The steps with a complete replica, by rank in the generation that took them."""
+        return {rank: snapshots.steps for rank, snapshots in (*self._replicas.items(), *self._attached.items())}
 
     def take(self, step: int, state: ShardedState) -> SnapshotSlot:
-        """Keep the state after `step` committed steps instead of the older one.
+        """Take a snapshot of the state after `step` committed steps. It replaces the older of the two snapshots.
 
-        From a GPU it comes behind the next step: before the state changes, `arrive` must have been called.
+        Returns the slot, for replication. Copies from a GPU are asynchronous: call `synchronize` before the state
+        changes.
         """
         slot = self._own_snapshots.evict_oldest()
         slot.state = slot.buffer.copy(state)
@@ -120,25 +126,34 @@ class SnapshotStore:
         return slot
 
     def synchronize(self) -> None:
-        """Wait for copies of the own state that are on their way; then they are held."""
+        """Wait for this rank's snapshots in progress; afterwards they are complete."""
         self._own_snapshots.synchronize()
 
     def reserve_replica(self, rank: int, index: StateIndex) -> SnapshotSlot:
-        """Room for a state of another rank, instead of the older one of it."""
+        """Return a slot for a replica of another rank's snapshot, in place of the older one.
+
+        The caller receives the data into the slot's buffer and then sets its step. `index` is that of the rank's state.
+        """
         slot = self._replicas.setdefault(rank, SnapshotRing()).evict_oldest()
         slot.state = slot.buffer.reserve(index)
         return slot
 
     def publish_live(self, step: int, state: ShardedState) -> None:
-        """The live state is that of `step`, and stays as it is until it is withdrawn: no copy is needed."""
+        """Register the live state as that after `step`, so that recovery needs no snapshot of it.
+
+        Call after a committed step. The state must not change before `revoke_live`.
+        """
         self._live = step, state
 
     def revoke_live(self) -> None:
-        """The live state is about to change, or to go."""
+        """Unregister the live state. Call before it changes, or if it is lost."""
         self._live = None
 
     def copy_live(self) -> None:
-        """Copy what is lent, whose memory is about to go."""
+        """Take a snapshot of the live state, if one is registered, and unregister it.
+
+        Call when a generation ends, before the memory of the model is released.
+        """
         self.synchronize()
         if self._live is not None and self._live[0] not in self.steps:
             self.take(*self._live)
@@ -146,31 +161,31 @@ class SnapshotStore:
         self._live = None
 
     def keep_verified(self, step: int, state: ShardedState) -> None:
-        """Keep the state of `step` until another one is agreed on: all replicas of it are equal."""
+        """Copy the state after `step` and keep it until the next call. Call after a replica check has passed."""
         self._verified.step = None
         self._verified.state = self._verified.buffer.copy(state)
         self._verified.buffer.synchronize()
         self._verified.step = step
 
     def discard_unverified(self) -> None:
-        """Replicas differ: of all that is held, only what was agreed on is to be gone on from."""
+        """Discard all snapshots and replicas but the verified one. Call when replicas differ."""
         self._own_snapshots, self._replicas, self._attached, self._live = SnapshotRing(), {}, {}, None
 
     def get_state(self, step: int) -> ShardedState:
-        """All that is held of `step`, of this rank and of others."""
-        agreed = self._verified.state if self._verified.step == step else ShardedState()
-        others = [kept.get_state(step) for kept in (*self._replicas.values(), *self._attached.values())]
+        """Return all shards in memory of the state after `step`: this rank's snapshot and the replicas."""
+        verified = self._verified.state if self._verified.step == step else ShardedState()
+        replicas = [snapshots.get_state(step) for snapshots in (*self._replicas.values(), *self._attached.values())]
         return ShardedState(
-            held for holding in (self._own_snapshots.get_state(step) or agreed, *others) for held in holding
+            shard for state in (self._own_snapshots.get_state(step) or verified, *replicas) for shard in state
         )
 
     def reset(
         self, generation: int, own: SnapshotRing | None = None, attached: Mapping[int, RankSnapshots] | None = None
     ) -> None:
-        """Forget everything and free the memory: what this generation holds is cut otherwise.
+        """Discard everything, release the memory, and start a generation, whose state is sharded differently.
 
-        `own`: where its own states go, unless in memory of its own. `opened`: by rank, what others keep and this
-        process sees.
+        Call after the new generation has loaded its state. `own`: slots for this rank's snapshots, such as shared
+        memory; default: ordinary host memory. `attached`: by rank, other processes' snapshots in shared memory.
         """
         self.generation = generation
         self.discard_unverified()

@@ -1,1 +1,1 @@
-"""What a rank holds of the training state, as plain data, and the random bits that belong to it."""
+"""Training state as plain data, independent of the parallel layout, and random bits with the same property."""

@@ -1,4 +1,4 @@
-"""The slice that a rank holds of a DTensor."""
+"""The slice of a DTensor that this rank stores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from raytrain_hpc.state.shard_index import Box
 
 
 def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
-    """(global shape, box held by this rank, local tensor) of a DTensor: `state.holding.slice_of` for that case.
+    """Return (global shape, box stored by this rank, local tensor) of a DTensor.
 
-    Raises ValueError, beside what `slice_of` raises, where the local tensor is not what the mesh says it is.
+    Called by `sharded_state.get_local_slice` for DTensors. The local tensor is detached and shares memory. Raises
+    TypeError if `tensor` is not a DTensor. Raises ValueError for a partial sum, for a rank outside the mesh, for rows
+    that are not adjacent, and if the local tensor does not have the shape that the mesh implies.
     """
     if not isinstance(tensor, DTensor):
-        raise TypeError(f"{type(tensor).__name__} is no DTensor")
+        raise TypeError(f"expected a DTensor, got {type(tensor).__name__}")
     shape = tuple(tensor.shape)
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
@@ -30,18 +32,25 @@ def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     local = tensor.to_local().detach()
     if tuple(local.shape) != tuple(sizes):
-        raise ValueError(f"tensor of shape {list(shape)} has {list(local.shape)} here, and {list(sizes)} by its mesh")
+        raise ValueError(
+            f"tensor of shape {list(shape)}: the local tensor has shape {list(local.shape)}, the mesh implies "
+            f"{list(sizes)}"
+        )
     return shape, Box(tuple(offsets), tuple(sizes)), local
 
 
 def _check_contiguous_rows(mesh_shape: Sequence[int], placements: Sequence[object]) -> None:
-    """FSDP over TP on one dimension is a strided shard that the later plain shards make contiguous again."""
+    """Raise ValueError if a rank's rows are not contiguous in the global tensor.
+
+    FSDP over TP on one dimension is a strided shard. Its rows are contiguous if the later plain shards of that
+    dimension multiply to its split factor.
+    """
     for position, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)
-        later = [
+        later_sizes = [
             size
-            for size, other in zip(mesh_shape[position + 1 :], placements[position + 1 :], strict=True)
-            if isinstance(other, Shard) and other.dim == getattr(placement, "dim", None)
+            for size, later in zip(mesh_shape[position + 1 :], placements[position + 1 :], strict=True)
+            if isinstance(later, Shard) and later.dim == getattr(placement, "dim", None)
         ]
-        if factor != 1 and factor != math.prod(later):
+        if factor != 1 and factor != math.prod(later_sizes):
             raise ValueError(f"placements {tuple(placements)} leave a rank with rows that are not adjacent")

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, at a moment between two steps."""
+"""Copies of a training state in host memory, made asynchronously between two steps."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import torch
 from raytrain_hpc.state.shard_index import ITEM_BYTES, Box, StateIndex, TensorSlices
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateShard
 
-_ALIGNMENT = 64  # bytes: where any dtype may begin
+_ALIGNMENT = 64  # bytes: a multiple of every dtype's alignment
 
 
 def compute_block_bytes(index: StateIndex) -> int:
-    """Bytes of a block with room for what this index says."""
+    """Return the size in bytes of a block that holds all slices of `index`, each padded to the alignment."""
     return sum(_compute_padded_bytes(tensor, box) for tensor, box in _iter_slices(index))
 
 
 def view_shards(block: torch.Tensor, index: StateIndex) -> ShardedState:
-    """The slices of an index in a block of bytes, one after the other: the same in every process."""
-    held, begin = [], 0
+    """Return the slices of `index` as views of a uint8 `block`, one after another.
+
+    The layout of the block depends on `index` alone, so every process reads a block in the same way.
+    """
+    shards, start = [], 0
     for tensor, box in _iter_slices(index):
-        part = block[begin : begin + box.numel * ITEM_BYTES[tensor.dtype]]
-        view = part.view(TORCH_DTYPES[tensor.dtype]).view(box.sizes)
-        held.append(StateShard(tensor.name, tensor.shape, tensor.dtype, box, view))
-        begin += _compute_padded_bytes(tensor, box)
-    return ShardedState(held)
+        data = block[start : start + box.numel * ITEM_BYTES[tensor.dtype]]
+        view = data.view(TORCH_DTYPES[tensor.dtype]).view(box.sizes)
+        shards.append(StateShard(tensor.name, tensor.shape, tensor.dtype, box, view))
+        start += _compute_padded_bytes(tensor, box)
+    return ShardedState(shards)
 
 
 def _iter_slices(index: StateIndex) -> Iterator[tuple[TensorSlices, Box]]:
@@ -38,10 +41,11 @@ def _compute_padded_bytes(tensor: TensorSlices, box: Box) -> int:
 
 
 class HostBuffer:
-    """One block of memory, which stays allocated from copy to copy; page-locked where the data is on a GPU.
+    """One block of host memory that is reused from copy to copy; page-locked if the data comes from a GPU.
 
-    `allocate`: makes a block of so many bytes, elsewhere than in this process's own memory. `block`: all of it as
-    bytes. Two ranks with room for the same index have blocks of the same form.
+    `allocate`: returns a uint8 tensor of the given number of bytes, for example in shared memory; default: ordinary
+    host memory. `block`: the whole buffer as bytes. Two ranks that reserve the same index have blocks of the same
+    layout, so a block can be sent as raw bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -52,7 +56,10 @@ class HostBuffer:
         self._pending: tuple[ShardedState, torch.cuda.Event] | None = None
 
     def reserve(self, index: StateIndex, *, pinned: bool = False) -> ShardedState:
-        """Memory for what this index says, holding anything. For the same index it is the same memory."""
+        """Return memory for the slices of `index`, with undefined content.
+
+        The block is reallocated only if `index` differs from that of the last call.
+        """
         if index != self._index:
             size = compute_block_bytes(index)
             self.block = (
@@ -65,46 +72,44 @@ class HostBuffer:
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no copy is in progress."""
         return self._pending is None
 
     def copy(self, shards: Iterable[StateShard]) -> ShardedState:
-        """Copies of these slices, until the next call overwrites them.
+        """Copy `shards` into the buffer and return the copies. The next call overwrites them.
 
-        From a GPU they come by themselves, behind what it computes: until `arrive` has returned they may hold anything,
-        and the originals must stay as they are.
+        Copies from a GPU are asynchronous and overlap with its computation. Until `synchronize` has returned, the
+        content of the copies is undefined and the originals must not change.
         """
         self.synchronize()
         originals = shards if isinstance(shards, ShardedState) else ShardedState(shards)
         index = originals.to_index()
         pairs = [
             (originals.get_shard(name, number), number)
-            for name, one in index.items()
-            for number in range(len(one.boxes))
+            for name, tensor in index.items()
+            for number in range(len(tensor.boxes))
         ]
-        device = next((one.tensor.device for one, _ in pairs if one.tensor.is_cuda), None)
-        room = self.reserve(index, pinned=device is not None)
+        device = next((shard.tensor.device for shard, _ in pairs if shard.tensor.is_cuda), None)
+        copies = self.reserve(index, pinned=device is not None)
         with self._use_copy_stream(device):
             for original, number in pairs:
-                room.get_shard(original.name, number).tensor.copy_(
+                copies.get_shard(original.name, number).tensor.copy_(
                     original.tensor, non_blocking=original.tensor.is_cuda
                 )
         if self._copy_stream is not None:
-            self._pending = (
-                originals,
-                self._copy_stream.record_event(),
-            )  # holding them: their memory must not be given away
-        return room
+            # Keep the originals referenced: their memory must not be reused before the copies are done.
+            self._pending = originals, self._copy_stream.record_event()
+        return copies
 
     def synchronize(self) -> None:
-        """Wait for what is under way; from any thread."""
-        coming = self._pending
-        if coming is not None:
-            coming[1].synchronize()
+        """Wait for the copies in progress. Callable from any thread."""
+        pending = self._pending
+        if pending is not None:
+            pending[1].synchronize()
             self._pending = None
 
     def _use_copy_stream(self, device: torch.device | None) -> AbstractContextManager[object]:
-        """A stream of its own, which begins with what the device has been given so far."""
+        """Return a context in which work runs on the copy stream, after the work queued on `device` so far."""
         if device is None:
             return nullcontext()
         if self._copy_stream is None:

@@ -1,7 +1,8 @@
-"""State that moves between ranks: whoever holds a region gives it to whoever needs it. No disk, no first rank.
+"""Resharding between ranks: each rank gets the regions it needs from the ranks that hold them, without a file.
 
-Shrinking, growing, replacing a rank and changing the layout are all this: what a rank has of a step is offered, what it
-needs is the holding of its new place, and both are known to everybody as plain data.
+Shrinking, growing, replacing a rank and changing the layout are all one operation. Each rank offers the state it has of
+a step (the source) and needs the state of its new layout (the destination). All ranks know all indexes as plain data,
+so all of them plan the same transfers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from raytrain_hpc.errors import StateLostError
 from raytrain_hpc.state.shard_index import ITEM_BYTES, RegionCopy, StateIndex, plan_copies_from_ranks
 from raytrain_hpc.state.sharded_state import ShardedState
 
-ROUND_BYTES = 256 << 20  # that all ranks together move in one exchange: bounds the copies that are made for it
+ROUND_BYTES = 256 << 20  # bytes that all ranks together move per exchange; bounds the temporary buffers
 
 
 @dataclass(frozen=True)
 class _Transfer:
+    """One region that moves from a rank to another or stays on its rank."""
+
     source_rank: int
     destination_rank: int
     copy: RegionCopy
@@ -35,39 +38,45 @@ def reshard_state(
     device: torch.device,
     indexes: tuple[Sequence[StateIndex], Sequence[StateIndex]] | None = None,
 ) -> int:
-    """Fill `holding` in place from what the ranks of the group offer; what a rank offers itself costs no transfer.
+    """Fill `destination` in place from the `source` states of all ranks in `group`, of any layout.
 
-    Collective. `device` is where the group communicates. `known`: what all of them offer and hold, where they have told
-    each other. Returns the bytes that this rank received from others. Raises StateLost, on every rank, where a region
-    that any of them needs is offered by none.
+    Collective. Call at the start of a generation to restore state from memory. Regions that a rank holds itself are
+    copied without communication.
+
+    `group`: None if this rank is alone. `device`: the device on which the group communicates. `indexes`: the source
+    and destination indexes of all ranks, by rank; gathered if omitted. Returns the bytes received from other ranks.
+    Raises StateLostError on every rank if any rank needs a region that no rank holds.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    offers, wanted = indexes or (
+    sources, destinations = indexes or (
         _gather_indexes(source.to_index(), group),
         _gather_indexes(destination.to_index(), group),
     )
-    transfers = _plan_transfers(offers, wanted)
-    received = 0
-    for some in _split_into_rounds(transfers):
-        for one in some:
-            if one.source_rank == one.destination_rank == rank:
-                target = destination.get_shard(one.copy.name, one.copy.destination_box).tensor[
-                    one.copy.destination_slices
+    transfers = _plan_transfers(sources, destinations)
+    received_bytes = 0
+    for round_transfers in _split_into_rounds(transfers):
+        for transfer in round_transfers:
+            if transfer.source_rank == transfer.destination_rank == rank:
+                target = destination.get_shard(transfer.copy.name, transfer.copy.destination_box).tensor[
+                    transfer.copy.destination_slices
                 ]
-                target.copy_(source.get_shard(one.copy.name, one.copy.source_box).tensor[one.copy.source_slices])
-        moving = [one for one in some if one.source_rank != one.destination_rank]
-        if moving and group is not None:
-            received += _exchange(moving, destination, source, rank, group, device)
-    return received
+                target.copy_(
+                    source.get_shard(transfer.copy.name, transfer.copy.source_box).tensor[transfer.copy.source_slices]
+                )
+        remote = [transfer for transfer in round_transfers if transfer.source_rank != transfer.destination_rank]
+        if remote and group is not None:
+            received_bytes += _exchange(remote, destination, source, rank, group, device)
+    return received_bytes
 
 
 def parse_indexes(texts: Sequence[str]) -> list[StateIndex]:
-    """Indexes as JSON texts. Replicas hold the same: what is equal is read once."""
-    read = {text: StateIndex.from_json(json.loads(text)) for text in set(texts)}
-    return [read[text] for text in texts]
+    """Parse indexes from JSON texts. Equal texts, as replicas send them, are parsed once."""
+    parsed = {text: StateIndex.from_json(json.loads(text)) for text in set(texts)}
+    return [parsed[text] for text in texts]
 
 
 def _gather_indexes(index: StateIndex, group: dist.ProcessGroup | None) -> list[StateIndex]:
+    """Return the indexes of all ranks of the group, by rank. Collective."""
     if group is None:
         return [index]
     gathered = [""] * dist.get_world_size(group)
@@ -76,31 +85,35 @@ def _gather_indexes(index: StateIndex, group: dist.ProcessGroup | None) -> list[
 
 
 def _plan_transfers(sources: Sequence[StateIndex], destinations: Sequence[StateIndex]) -> list[_Transfer]:
-    """What goes where, in an order that is the same on every rank."""
+    """Plan the transfers that fill all destinations, in an order that is the same on every rank.
+
+    Raises StateLostError if a region of a destination is in no source.
+    """
     transfers = []
-    for destination, index in enumerate(destinations):
-        pieces, lost = plan_copies_from_ranks(sources, index, destination)
-        if lost:
-            name, box = lost[0]
-            raise StateLostError(f"{name}{box}: no rank that is left holds it ({len(lost)} such regions)")
-        for source, piece in pieces:
-            size = piece.region.numel * ITEM_BYTES[index[piece.name].dtype]
-            transfers.append(_Transfer(source, destination, piece, size))
-    return sorted(transfers, key=lambda one: one.copy.name)
+    for destination_rank, index in enumerate(destinations):
+        copies, lost_regions = plan_copies_from_ranks(sources, index, destination_rank)
+        if lost_regions:
+            name, box = lost_regions[0]
+            raise StateLostError(f"{name}{box}: no surviving rank holds this region ({len(lost_regions)} such regions)")
+        for source_rank, copy in copies:
+            nbytes = copy.region.numel * ITEM_BYTES[index[copy.name].dtype]
+            transfers.append(_Transfer(source_rank, destination_rank, copy, nbytes))
+    return sorted(transfers, key=lambda transfer: transfer.copy.name)
 
 
 def _split_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
-    some: list[_Transfer] = []
-    size = 0
-    for one in transfers:
-        moved = one.nbytes if one.source_rank != one.destination_rank else 0
-        if some and size + moved > ROUND_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(one)
-        size += moved
-    if some:
-        yield some
+    """Split transfers into rounds that move at most ROUND_BYTES between ranks; a larger one gets its own round."""
+    round_transfers: list[_Transfer] = []
+    round_bytes = 0
+    for transfer in transfers:
+        moved_bytes = transfer.nbytes if transfer.source_rank != transfer.destination_rank else 0
+        if round_transfers and round_bytes + moved_bytes > ROUND_BYTES:
+            yield round_transfers
+            round_transfers, round_bytes = [], 0
+        round_transfers.append(transfer)
+        round_bytes += moved_bytes
+    if round_transfers:
+        yield round_transfers
 
 
 def _exchange(
@@ -111,30 +124,38 @@ def _exchange(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> int:
-    """One exchange of bytes. What two ranks send each other lies in the order of the transfers on both sides."""
-    world = dist.get_world_size(group)
-    outgoing: list[list[_Transfer]] = [[] for _ in range(world)]
-    incoming: list[list[_Transfer]] = [[] for _ in range(world)]
-    for one in transfers:
-        if one.source_rank == rank:
-            outgoing[one.destination_rank].append(one)
-        if one.destination_rank == rank:
-            incoming[one.source_rank].append(one)
+    """Exchange the bytes of one round by one all-to-all. Return the bytes received.
+
+    Sender and receiver order the regions between them as in `transfers`, so no headers are sent.
+    """
+    world_size = dist.get_world_size(group)
+    outgoing: list[list[_Transfer]] = [[] for _ in range(world_size)]
+    incoming: list[list[_Transfer]] = [[] for _ in range(world_size)]
+    for transfer in transfers:
+        if transfer.source_rank == rank:
+            outgoing[transfer.destination_rank].append(transfer)
+        if transfer.destination_rank == rank:
+            incoming[transfer.source_rank].append(transfer)
     sent = [
-        source.get_shard(one.copy.name, one.copy.source_box).tensor[one.copy.source_slices]
-        for some in outgoing
-        for one in some
+        source.get_shard(transfer.copy.name, transfer.copy.source_box).tensor[transfer.copy.source_slices]
+        for peer_transfers in outgoing
+        for transfer in peer_transfers
     ]
     empty = torch.empty(0, dtype=torch.uint8, device=device)
-    out = torch.cat([empty, *(part.to(device).contiguous().view(-1).view(torch.uint8) for part in sent)])
-    sizes_in, sizes_out = ([sum(one.nbytes for one in some) for some in side] for side in (incoming, outgoing))
-    received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, out, sizes_in, sizes_out, group=group)
-    begin = 0
-    for one in (one for some in incoming for one in some):
-        target = destination.get_shard(one.copy.name, one.copy.destination_box).tensor[one.copy.destination_slices]
-        # A copy puts the bytes where every dtype may begin.
-        part = received[begin : begin + one.nbytes].clone().view(target.dtype).view(target.shape)
-        target.copy_(part)
-        begin += one.nbytes
-    return int(received.numel())
+    send_buffer = torch.cat([empty, *(region.to(device).contiguous().view(-1).view(torch.uint8) for region in sent)])
+    receive_sizes, send_sizes = (
+        [sum(transfer.nbytes for transfer in peer_transfers) for peer_transfers in direction]
+        for direction in (incoming, outgoing)
+    )
+    receive_buffer = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(receive_buffer, send_buffer, receive_sizes, send_sizes, group=group)
+    start = 0
+    for transfer in (transfer for peer_transfers in incoming for transfer in peer_transfers):
+        target = destination.get_shard(transfer.copy.name, transfer.copy.destination_box).tensor[
+            transfer.copy.destination_slices
+        ]
+        # The clone aligns the bytes for every dtype.
+        region = receive_buffer[start : start + transfer.nbytes].clone().view(target.dtype).view(target.shape)
+        target.copy_(region)
+        start += transfer.nbytes
+    return int(receive_buffer.numel())

@@ -1,8 +1,9 @@
-"""Who holds which part of which tensor, as plain data: the layout-neutral identity of a training state.
+"""An index of which part of which tensor is held, as plain data that identifies a training state in any layout.
 
-A tensor is known by its canonical name ("model.layers.0.attn.qkv.weight", "optimizer.exp_avg.<parameter>"), its global
-shape and its dtype. What a rank, a checkpoint file or a snapshot holds of it is a set of boxes in global coordinates.
-Checkpoint, snapshot, reshard and replica check are all functions of two such indexes. Standard library only.
+A tensor is identified by its canonical name ("model.layers.0.attn.qkv.weight", "optimizer.exp_avg.<parameter>"), its
+global shape and its dtype. The slices that a rank, a checkpoint file or a snapshot holds are boxes in global
+coordinates. Checkpoints, snapshots, resharding and the replica check are all functions of two such indexes. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of an element, for every dtype a state may hold."""
+"""Bytes per element, for every dtype that a state may have."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """An n-dimensional region: `offsets` and `sizes` in elements, one a dimension. A scalar is `Box((), ())`."""
+    """An n-dimensional region: `offsets` and `sizes` in elements, one per dimension. A scalar is `Box((), ())`.
+
+    Raises ValueError if the two differ in length or hold a negative number.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,50 +46,50 @@ class Box:
 
     @classmethod
     def from_shape(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape."""
+        """Build the box that covers a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Elements inside; 1 for a scalar."""
+        """Number of elements; 1 for a scalar."""
         return math.prod(self.sizes)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last coordinate in each dimension."""
+        """One past the last coordinate, per dimension."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies within a tensor of this shape."""
+        """Return whether the box lies within a tensor of this shape."""
         return len(shape) == len(self.sizes) and all(end <= size for end, size in zip(self.ends, shape, strict=True))
 
     def intersection(self, other: Box) -> Box:
-        """The region that both cover; `numel` is 0 where there is none."""
+        """Return the region in both boxes; its `numel` is 0 if they are disjoint."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(max(0, end - start) for start, end in zip(starts, map(min, self.ends, other.ends), strict=True))
         return Box(starts, sizes)
 
     def difference(self, other: Box) -> list[Box]:
-        """What is left of this box where `other` is cut out: disjoint boxes, at most two a dimension."""
+        """Return the region of this box outside `other`, as disjoint boxes: at most two per dimension, none empty."""
         common = self.intersection(other)
         if not common.numel:
             return [self] if self.numel else []
-        left = []
+        boxes = []
         core = self
         for dim, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
-            left += [core._narrow(dim, core.offsets[dim], start), core._narrow(dim, end, core.ends[dim])]
+            boxes += [core._narrow(dim, core.offsets[dim], start), core._narrow(dim, end, core.ends[dim])]
             core = core._narrow(dim, start, end)
-        return [box for box in left if box.numel]
+        return [box for box in boxes if box.numel]
 
     def _narrow(self, dim: int, start: int, end: int) -> Box:
-        """This box with dimension `dim` narrowed to the coordinates [start, end)."""
+        """Return this box with dimension `dim` narrowed to the coordinates [start, end)."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim], sizes[dim] = start, end - start
         return Box(tuple(offsets), tuple(sizes))
 
     def to_slices(self, outer: Box) -> tuple[slice, ...]:
-        """This region as slices of the local tensor that holds `outer`."""
-        starts = [mine - base for mine, base in zip(self.offsets, outer.offsets, strict=True)]
+        """Return slices that select this box from the local tensor that holds `outer`."""
+        starts = [start - base for start, base in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     def __str__(self) -> str:
@@ -95,7 +99,10 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlices:
-    """The boxes held of one tensor. `shape` is the global shape, `dtype` a key of ITEM_BYTES."""
+    """The boxes held of one tensor. `shape` is the global shape, `dtype` a key of ITEM_BYTES.
+
+    Raises ValueError for an unknown dtype and for a box outside the shape.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -104,16 +111,16 @@ class TensorSlices:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"{self.name}: dtype {self.dtype!r} is none of {', '.join(ITEM_BYTES)}")
+            raise ValueError(f"{self.name}: dtype {self.dtype!r} is not supported; use one of {', '.join(ITEM_BYTES)}")
         for box in self.boxes:
             if not box.is_inside(self.shape):
-                raise ValueError(f"{self.name}: box {box} does not lie in shape {self.shape}")
+                raise ValueError(f"{self.name}: box {box} is outside shape {self.shape}")
 
 
 class StateIndex(Mapping[str, TensorSlices]):
-    """Canonical name -> what is held of that tensor, in the order given. Immutable.
+    """An immutable mapping from canonical name to the slices held of that tensor, in the order given.
 
-    Raises ValueError where a name occurs twice.
+    Raises ValueError if a name occurs twice.
     """
 
     def __init__(self, tensors: Iterable[TensorSlices] = ()) -> None:
@@ -136,11 +143,11 @@ class StateIndex(Mapping[str, TensorSlices]):
         return f"StateIndex({list(self._tensors.values())!r})"
 
     def select(self, names: Iterable[str]) -> StateIndex:
-        """The part of this index with these names; names it does not hold are left out."""
+        """Return the index of these names only; names that are not in this index are skipped."""
         return StateIndex(self[name] for name in names if name in self)
 
     def to_json(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers: {name: {shape, dtype, boxes: [[offsets, sizes], ...]}}."""
+        """Convert to dicts, lists, strings and numbers: {name: {shape, dtype, boxes: [[offsets, sizes], ...]}}."""
         return {
             tensor.name: {
                 "shape": list(tensor.shape),
@@ -152,7 +159,7 @@ class StateIndex(Mapping[str, TensorSlices]):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StateIndex:
-        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError where `data` is no index."""
+        """Build an index from the output of `to_json`. Raises ValueError, KeyError or TypeError if malformed."""
         return cls(
             TensorSlices(
                 name,
@@ -166,7 +173,11 @@ class StateIndex(Mapping[str, TensorSlices]):
 
 @dataclass(frozen=True, slots=True)
 class RegionCopy:
-    """One region to move. `source` and `destination` are box numbers in the two indexes' entries for `name`."""
+    """One region to copy from a source state to a destination state.
+
+    `source_box` and `destination_box` are box numbers: positions in `boxes` of the entry for `name` in the source and
+    destination index. The slices select the region in the local tensors of these boxes.
+    """
 
     name: str
     source_box: int
@@ -177,9 +188,9 @@ class RegionCopy:
 
 
 def merge_indexes(indexes: Iterable[StateIndex]) -> StateIndex:
-    """All that these indexes hold together, each distinct box once, empty boxes left out.
+    """Return the union of these indexes: each distinct box once, without empty boxes.
 
-    Raises ValueError naming the first tensor on whose shape or dtype two of them disagree.
+    Raises ValueError naming the first tensor whose shape or dtype differs between two indexes.
     """
     first: dict[str, TensorSlices] = {}
     boxes: dict[str, dict[Box, None]] = {}
@@ -188,61 +199,70 @@ def merge_indexes(indexes: Iterable[StateIndex]) -> StateIndex:
             known = first.setdefault(tensor.name, tensor)
             if difference := _find_tensor_difference(known, tensor):
                 raise ValueError(difference)
-            held = (box for box in tensor.boxes if box.numel)
-            boxes.setdefault(tensor.name, {}).update(dict.fromkeys(held))
+            non_empty = (box for box in tensor.boxes if box.numel)
+            boxes.setdefault(tensor.name, {}).update(dict.fromkeys(non_empty))
     return StateIndex(TensorSlices(name, t.shape, t.dtype, tuple(boxes[name])) for name, t in first.items())
 
 
 def plan_copies(source: StateIndex, destination: StateIndex) -> list[RegionCopy]:
-    """The pieces that fill `destination` from `source`, each element of the destination at most once.
+    """Plan the copies that fill `destination` from one `source`, each element at most once.
 
-    Where source boxes overlap (replicas) the first one serves. Names that only one side holds give no piece.
+    Of overlapping source boxes (replicas) the first one is used. Regions and names that the source does not hold are
+    skipped; use `find_missing` to detect them.
     """
-    pieces = []
+    copies = []
     for tensor in destination.values():
         source_boxes = source[tensor.name].boxes if tensor.name in source else ()
-        for number, box in enumerate(tensor.boxes):
-            found, _ = _cover(box, source_boxes)
-            pieces += [
+        for destination_number, box in enumerate(tensor.boxes):
+            covered, _ = _cover(box, source_boxes)
+            copies += [
                 RegionCopy(
-                    tensor.name, origin, number, region, region.to_slices(source_boxes[origin]), region.to_slices(box)
+                    tensor.name,
+                    source_number,
+                    destination_number,
+                    region,
+                    region.to_slices(source_boxes[source_number]),
+                    region.to_slices(box),
                 )
-                for origin, region in found
+                for source_number, region in covered
             ]
-    return pieces
+    return copies
 
 
 def plan_copies_from_ranks(
     sources: Sequence[StateIndex], destination: StateIndex, first_source: int = 0
 ) -> tuple[list[tuple[int, RegionCopy]], list[tuple[str, Box]]]:
-    """Who gives what: (number of the offer, piece) pairs that fill `wanted`, and the regions that nobody offers.
+    """Plan the copies that fill `destination` from the states of several ranks, each element at most once.
 
-    Offer `first` serves as far as it reaches, then the one after it, and so on around: with `first` the number of the
-    one who wants, ranks that need the same take it from different neighbours.
+    `sources` are indexes by rank. Source `first_source` is used as far as it reaches, then the next one, wrapping
+    around. With the destination's rank as `first_source`, a rank uses its own state first, and ranks that need the same
+    region read it from different neighbors. Returns (source rank, copy) pairs, and the regions that no source holds.
     """
     order = [(first_source + turn) % len(sources) for turn in range(len(sources))]
-    found, lost = [], []
+    copies, missing_regions = [], []
     for tensor in destination.values():
-        there = [
-            (offer, number, box)
-            for offer in order
-            if tensor.name in sources[offer]
-            for number, box in enumerate(sources[offer][tensor.name].boxes)
+        candidates = [
+            (source_rank, number, box)
+            for source_rank in order
+            if tensor.name in sources[source_rank]
+            for number, box in enumerate(sources[source_rank][tensor.name].boxes)
         ]
-        for target, box in enumerate(tensor.boxes):
-            covered, left = _cover(box, [one for _, _, one in there])
-            lost += [(tensor.name, region) for region in left]
+        for destination_number, box in enumerate(tensor.boxes):
+            covered, uncovered = _cover(box, [candidate_box for _, _, candidate_box in candidates])
+            missing_regions += [(tensor.name, region) for region in uncovered]
             for number, region in covered:
-                offer, source, held = there[number]
-                slices = region.to_slices(held), region.to_slices(box)
-                found.append((offer, RegionCopy(tensor.name, source, target, region, *slices)))
-    return found, lost
+                source_rank, source_number, source_box = candidates[number]
+                slices = region.to_slices(source_box), region.to_slices(box)
+                copies.append(
+                    (source_rank, RegionCopy(tensor.name, source_number, destination_number, region, *slices))
+                )
+    return copies, missing_regions
 
 
 def find_missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tuple[str, Box]]:
-    """The regions of `destination`, in global coordinates, that none of `sources` covers; empty when all is there.
+    """Return the regions of `destination`, in global coordinates, that no source covers; empty if complete.
 
-    Raises ValueError where two sources disagree on a tensor.
+    Raises ValueError if two sources disagree on a tensor's shape or dtype.
     """
     source = merge_indexes(sources)
     regions = []
@@ -254,11 +274,11 @@ def find_missing(sources: Iterable[StateIndex], destination: StateIndex) -> list
 
 
 def find_difference(a: StateIndex, b: StateIndex) -> str | None:
-    """The first difference in names, global shapes or dtypes, as text for an error; None when there is none.
+    """Describe the first difference in names, global shapes or dtypes, for an error message; None if there is none.
 
-    Said of `a`: a name that only `b` has "is missing", one that only `a` has "is unknown". Boxes are not compared: two
-    layouts of one state are equal. To ask only for what `b` holds, compare `a.only(b)` with `b`. A tensor without
-    elements has no box that anybody could write, so its absence is no difference.
+    The text describes `a`: a name only in `b` "is missing", a name only in `a` "is unknown". Boxes are not compared, so
+    two layouts of one state are equal. To check only the names in `b`, pass `a.select(b)`. Tensors without elements
+    may be absent, because they have no box that anyone could write.
     """
     for name, tensor in b.items():
         if name not in a and 0 not in tensor.shape:
@@ -275,69 +295,72 @@ def find_difference(a: StateIndex, b: StateIndex) -> str | None:
 def find_owned_regions(
     indexes: Sequence[StateIndex], rank: int, names: Iterable[str]
 ) -> dict[str, list[tuple[int, Box]]]:
-    """Of these names, what rank `rank` holds and no lower rank does: (box number, region) pairs in global coordinates.
+    """Return the regions of these tensors that `rank` owns: it holds them and no lower rank does.
 
-    Over all ranks the regions tile what is held. Within one rank the earlier box counts.
+    The result maps each name to (box number, region) pairs in global coordinates. Over all ranks, the regions cover
+    each held element exactly once. Of overlapping boxes of one rank, the earlier one owns the overlap.
     """
     regions: dict[str, list[tuple[int, Box]]] = {}
     for name in names:
         taken = [box for lower in indexes[:rank] if name in lower for box in lower[name].boxes]
-        mine = regions.setdefault(name, [])
+        owned = regions.setdefault(name, [])
         for number, box in enumerate(indexes[rank][name].boxes if name in indexes[rank] else ()):
-            mine += [(number, region) for region in _cover(box, taken)[1]]
+            owned += [(number, region) for region in _cover(box, taken)[1]]
             taken.append(box)
     return regions
 
 
 def assign_writers(indexes: Sequence[StateIndex]) -> list[list[tuple[str, int]]]:
-    """Who writes what: for each rank the (name, box number) it writes, each distinct box by exactly one holder.
+    """Assign each distinct box to one rank that holds it. Return, per rank, the (name, box number) pairs to write.
 
-    `indexes[r]` is what rank r holds. Largest boxes first, each to its holder with the fewest bytes so far (the lower
-    rank on a tie): the same on every caller, whatever the order of names. Empty boxes are written by nobody.
+    Call before a checkpoint, with the index of every rank. The largest box is assigned first, each to its holder with
+    the fewest bytes so far; ties go to the lower rank. The result is the same on every rank and does not depend on the
+    order of names. Empty boxes are not written.
     """
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
     for rank, index in enumerate(indexes):
         for tensor in index.values():
             for number, box in enumerate(tensor.boxes):
-                places = holders.setdefault((tensor.name, box), [])
-                if box.numel and (not places or places[-1][0] != rank):
-                    places.append((rank, number))
-    size = {
-        (name, box): box.numel * ITEM_BYTES[indexes[places[0][0]][name].dtype]
-        for (name, box), places in holders.items()
-        if places
+                box_holders = holders.setdefault((tensor.name, box), [])
+                if box.numel and (not box_holders or box_holders[-1][0] != rank):
+                    box_holders.append((rank, number))
+    nbytes = {
+        (name, box): box.numel * ITEM_BYTES[indexes[box_holders[0][0]][name].dtype]
+        for (name, box), box_holders in holders.items()
+        if box_holders
     }
     load = [0] * len(indexes)
     writes: list[list[tuple[str, int]]] = [[] for _ in indexes]
-    for key in sorted(size, key=lambda key: (-size[key], key)):
-        rank, number = min(holders[key], key=lambda place: (load[place[0]], place[0]))
-        load[rank] += size[key]
+    for key in sorted(nbytes, key=lambda key: (-nbytes[key], key)):
+        rank, number = min(holders[key], key=lambda holder: (load[holder[0]], holder[0]))
+        load[rank] += nbytes[key]
         writes[rank].append((key[0], number))
     return writes
 
 
 def _cover(box: Box, sources: Sequence[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
-    """Tile `box` with `sources`, the earlier ones first: (source number, region) pairs, and what none covers."""
-    found: list[tuple[int, Box]] = []
-    left = [box] if box.numel else []
+    """Cover `box` with `sources`, in order. Return (source number, region) pairs and the regions left uncovered."""
+    covered: list[tuple[int, Box]] = []
+    remaining = [box] if box.numel else []
     for number, source in enumerate(sources):
-        if not left:
+        if not remaining:
             break
-        if not found and source == box:  # of replicas and shards alike the commonest case, and a large world has many
+        if not covered and source == box:  # fast path: the common case, and there may be many sources
             return [(number, box)], []
         if not box.intersection(source).numel:
             continue
         uncovered = []
-        for part in left:
-            common = part.intersection(source)
+        for region in remaining:
+            common = region.intersection(source)
             if common.numel:
-                found.append((number, common))
-            uncovered += part.difference(source)
-        left = uncovered
-    return found, left
+                covered.append((number, common))
+            uncovered += region.difference(source)
+        remaining = uncovered
+    return covered, remaining
 
 
 def _find_tensor_difference(a: TensorSlices, b: TensorSlices) -> str | None:
+    """Describe how shape or dtype of `a` differ from those of `b`; None if they are equal."""
     if a.shape != b.shape:
         return f"{a.name} has shape {list(a.shape)}, not {list(b.shape)}"
     if a.dtype != b.dtype:

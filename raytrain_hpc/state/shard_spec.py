@@ -1,4 +1,4 @@
-"""How the tensor that a rank computes with is made of parts of a global one."""
+"""The mapping between a rank's local tensor and the slices of the global tensor that it consists of."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from raytrain_hpc.state.shard_index import Box
 
 @dataclass(frozen=True, slots=True)
 class SliceMapping:
-    """One region: where it lies in the global tensor, and where in the rank's own. Both boxes are of one size."""
+    """One region, as a box of the global tensor and as the box of equal size in the rank's local tensor.
+
+    Raises ValueError if the two boxes differ in size.
+    """
 
     global_box: Box
     local_box: Box
 
     def __post_init__(self) -> None:
         if self.global_box.sizes != self.local_box.sizes:
-            raise ValueError(f"a part is {self.global_box} of the whole and {self.local_box} of the rank's tensor")
+            raise ValueError(f"global box {self.global_box} and local box {self.local_box} differ in size")
 
     def restrict(self, box: Box) -> SliceMapping:
-        """What `box` of the rank's tensor holds of it, seen from the corner of that box; it may be empty."""
+        """Return the part of this mapping that lies in `box` of the local tensor; possibly empty.
+
+        The new local box is relative to the corner of `box`.
+        """
         common = self.local_box.intersection(box)
-        shift = tuple(start - own for start, own in zip(common.offsets, self.local_box.offsets, strict=True))
-        offsets = tuple(base + by for base, by in zip(self.global_box.offsets, shift, strict=True))
+        shift = tuple(start - base for start, base in zip(common.offsets, self.local_box.offsets, strict=True))
+        offsets = tuple(base + delta for base, delta in zip(self.global_box.offsets, shift, strict=True))
         corner = tuple(start - base for start, base in zip(common.offsets, box.offsets, strict=True))
         return SliceMapping(Box(offsets, common.sizes), Box(corner, common.sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """A global tensor by its canonical name and shape, and the parts of it that make up a rank's tensor."""
+    """The canonical name and shape of a global tensor, and the mappings of its slices that form a local tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,22 +44,24 @@ class ShardSpec:
 
     @classmethod
     def from_shape(cls, name: str, shape: Sequence[int]) -> ShardSpec:
-        """All of it."""
+        """Build the spec of a local tensor that is the whole global tensor."""
         box = Box.from_shape(shape)
         return cls(name, tuple(shape), (SliceMapping(box, box),))
 
     @classmethod
     def from_ranges(cls, name: str, shape: Sequence[int], dim: int, ranges: Sequence[range]) -> ShardSpec:
-        """These spans of one dimension, one behind the other, and all of the others."""
-        parts, start = [], 0
-        for span in ranges:
-            sizes = (*shape[:dim], len(span), *shape[dim + 1 :])
-            at, own = [0] * len(shape), [0] * len(shape)
-            at[dim], own[dim] = span.start, start
-            parts.append(SliceMapping(Box(tuple(at), sizes), Box(tuple(own), sizes)))
-            start += len(span)
-        return cls(name, tuple(shape), tuple(parts))
+        """Build the spec of a local tensor that concatenates these ranges of `dim`; other dimensions are complete."""
+        mappings, local_start = [], 0
+        for global_range in ranges:
+            sizes = (*shape[:dim], len(global_range), *shape[dim + 1 :])
+            global_offsets, local_offsets = [0] * len(shape), [0] * len(shape)
+            global_offsets[dim], local_offsets[dim] = global_range.start, local_start
+            mappings.append(SliceMapping(Box(tuple(global_offsets), sizes), Box(tuple(local_offsets), sizes)))
+            local_start += len(global_range)
+        return cls(name, tuple(shape), tuple(mappings))
 
     def restrict(self, box: Box) -> tuple[SliceMapping, ...]:
-        """The parts that lie in `box` of the rank's tensor, seen from the corner of that box; none that is empty."""
-        return tuple(part for part in (part.restrict(box) for part in self.mappings) if part.local_box.numel)
+        """Return the non-empty mappings that lie in `box` of the local tensor, relative to the corner of `box`."""
+        return tuple(
+            mapping for mapping in (mapping.restrict(box) for mapping in self.mappings) if mapping.local_box.numel
+        )

@@ -1,4 +1,4 @@
-"""Names that stand in strings still name something: public names, command files, benchmarks, package data, links."""
+"""Names in strings refer to existing objects: public names, command files, benchmarks, package data, links."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ TESTS = Path(__file__).parents[1]
 NOT_COMMANDS = {"__init__", "main", "options", "autotune", "plan_table", "train_summary"}
 
 
-def typed_imports() -> dict[str, str]:
+def get_typed_imports() -> dict[str, str]:
     """Return the module of each name that `raytrain_hpc/__init__.py` imports for type checkers."""
-    imports = (node for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text())))
-    froms = [node for node in imports if isinstance(node, ast.ImportFrom) and str(node.module).startswith("raytrain")]
-    return {alias.name: str(node.module).removeprefix("raytrain_hpc.") for node in froms for alias in node.names}
+    nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("raytrain")]
+    return {alias.name: str(node.module).removeprefix("raytrain_hpc.") for node in imports for alias in node.names}
 
 
 def test_public_names_have_the_types_and_modules_that_editors_see() -> None:
-    assert typed_imports() == raytrain_hpc._MODULES
+    assert get_typed_imports() == raytrain_hpc._MODULES
     assert sorted(raytrain_hpc.__all__) == sorted([*raytrain_hpc._MODULES, "__version__"])
     for name in raytrain_hpc.__all__:
         assert getattr(raytrain_hpc, name) is not None
@@ -47,8 +47,10 @@ def test_public_names_have_the_types_and_modules_that_editors_see() -> None:
 
 def test_every_exception_is_public() -> None:
     errors = import_module("raytrain_hpc.errors")
-    raised = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
-    assert raised <= set(raytrain_hpc.__all__)
+    exceptions = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert exceptions <= set(raytrain_hpc.__all__)
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
@@ -58,7 +60,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
     assert not functions & modules
 
 
-def test_every_command_has_the_file_of_its_name() -> None:
+def test_every_command_is_in_the_file_of_its_name() -> None:
     files = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - NOT_COMMANDS
     assert files == {command.replace("-", "_") for command in COMMANDS}
     for command in COMMANDS:
@@ -67,7 +69,7 @@ def test_every_command_has_the_file_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_has_the_module_of_its_name(name: str) -> None:
+def test_every_benchmark_is_in_the_module_of_its_name(name: str) -> None:
     assert callable(import_module(f"raytrain_hpc.bench.{name}").run)
 
 
@@ -79,11 +81,11 @@ def test_blocking_files_are_where_ranks_wait() -> None:
     assert "def foreach_reduce(" in Path(fsdp_file).read_text()
 
 
-def test_modules_that_test_processes_preload_exist() -> None:
+def test_preloaded_modules_exist() -> None:
     assert all(find_spec(module) for module in PRELOADED_MODULES)
 
 
-def test_files_of_tests_that_run_alone_exist() -> None:
+def test_files_of_serial_tests_exist() -> None:
     assert not [name for name in SERIAL_TESTS if not (TESTS / f"{name}.py").is_file()]
 
 
@@ -98,7 +100,7 @@ def test_links_and_modules_named_in_documents_exist(page: Path) -> None:
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
-    if page.name == "CHANGELOG.md":  # history names what was
+    if page.name == "CHANGELOG.md":  # the history names files that no longer exist
         return
     modules = re.findall(r"python -m (tests[\w.]+)", text)
     assert not [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()]

@@ -1,4 +1,4 @@
-"""The rules of the house: which room may import which, what stays out of `plan`, how long things may get."""
+"""Architecture rules: which package may import which, which modules load without torch and Ray, limits of size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 import raytrain_hpc
 
-HOUSE = Path(raytrain_hpc.__file__).parent
-FILES = sorted(HOUSE.rglob("*.py"))
+PACKAGE_ROOT = Path(raytrain_hpc.__file__).parent
+FILES = sorted(PACKAGE_ROOT.rglob("*.py"))
 
-# Single files that belong to a room; every other room is a folder or a file of that name.
-AT_HOME_IN = {
+# The package that a top-level file counts as; every other top-level file or folder is a package of its own.
+PACKAGE_OF_FILE = {
     "ray_address": "config",
     "script": "api",
     "cache_dir": "config",
@@ -25,8 +25,8 @@ AT_HOME_IN = {
     "__main__": "cli",
     "__init__": "public",
 }
-# What each room may import besides itself, from the ground up. Nothing below a line knows what stands above it.
-MAY_IMPORT = {
+# The packages that each package may import besides itself, in import order: only packages listed above it.
+ALLOWED_IMPORTS = {
     "errors": "",
     "config": "errors",
     "planner": "errors config",
@@ -55,70 +55,71 @@ MAY_IMPORT = {
     "cli": "errors config planner elastic state data checkpoint observability driver huggingface run_report api bench",
     "public": "errors config data driver huggingface run_report api",
 }
-NEITHER_TORCH_NOR_RAY = {"errors", "config", "planner", "elastic", "public"}
+WITHOUT_TORCH_AND_RAY = {"errors", "config", "planner", "elastic", "public"}
 
 
-def room_of(module: str) -> str:
-    """ "driver.workers" -> "driver"."""
+def get_package(module: str) -> str:
+    """Return the package of a module: "driver.supervisor" -> "driver"."""
     first = module.split(".")[0]
-    return AT_HOME_IN.get(first, first)
+    return PACKAGE_OF_FILE.get(first, first)
 
 
-def module_of(path: Path) -> str:
-    """Dotted name below the package; the package itself is "__init__"."""
-    parts = list(path.relative_to(HOUSE).with_suffix("").parts)
+def get_module(path: Path) -> str:
+    """Return the dotted module name below raytrain_hpc; "__init__" for raytrain_hpc itself."""
+    parts = list(path.relative_to(PACKAGE_ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Every module that a file names in an import, wherever in the file, with its line."""
+def iter_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the module and the line of every import in a file, including those inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are written out from raytrain_hpc"
+            assert node.level == 0, f"{path}:{node.lineno}: imports must be absolute"
             yield str(node.module), node.lineno
 
 
 def may_import_ray(module: str) -> bool:
+    """Return whether a module is one of those that may import Ray."""
     return (
-        room_of(module) in ("driver", "bench")
+        get_package(module) in ("driver", "bench")
         or module == "worker.actor"
         or module in ("data.loader.ray_loader", "data.preprocess.ray_executor")
     )
 
 
-def test_every_file_has_a_room() -> None:
-    assert {room_of(module_of(path)) for path in FILES} <= set(MAY_IMPORT)
+def test_every_file_belongs_to_a_known_package() -> None:
+    assert {get_package(get_module(path)) for path in FILES} <= set(ALLOWED_IMPORTS)
 
 
-def test_the_rule_has_no_circle() -> None:
-    order = list(MAY_IMPORT)
-    for room, others in MAY_IMPORT.items():
-        assert all(order.index(other) < order.index(room) for other in others.split()), room
+def test_allowed_imports_have_no_cycle() -> None:
+    order = list(ALLOWED_IMPORTS)
+    for package, allowed in ALLOWED_IMPORTS.items():
+        assert all(order.index(imported) < order.index(package) for imported in allowed.split()), package
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path))
-def test_imports_run_one_way(path: Path) -> None:
-    module = module_of(path)
-    room, wrong = room_of(module), []
-    for name, line in imports(path):
+@pytest.mark.parametrize("path", FILES, ids=lambda path: get_module(path))
+def test_a_module_imports_only_allowed_packages(path: Path) -> None:
+    module = get_module(path)
+    package, violations = get_package(module), []
+    for name, line in iter_imports(path):
         top, _, rest = name.partition(".")
         if top == "raytrain_hpc":
-            other = room_of(rest or "__init__")
-            if other != room and other not in MAY_IMPORT[room].split():
-                wrong.append(f"line {line}: {room} may not import {name}")
+            imported = get_package(rest or "__init__")
+            if imported != package and imported not in ALLOWED_IMPORTS[package].split():
+                violations.append(f"line {line}: {package} may not import {name}")
         if top == "ray" and not may_import_ray(module):
-            wrong.append(
-                f"line {line}: ray is imported in driver/, worker/actor.py, bench/ and the Ray backends of data/ alone"
+            violations.append(
+                f"line {line}: only driver/, worker/actor.py, bench/ and the Ray backends of data/ may import ray"
             )
-        if top in ("ray", "torch") and room in NEITHER_TORCH_NOR_RAY:
-            wrong.append(f"line {line}: {room} must load without {top}")
-    assert not wrong, f"{path}: {wrong}"
+        if top in ("ray", "torch") and package in WITHOUT_TORCH_AND_RAY:
+            violations.append(f"line {line}: {package} must not import {top}")
+    assert not violations, f"{path}: {violations}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path))
-def test_files_and_functions_stay_short(path: Path) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: get_module(path))
+def test_files_and_functions_are_within_the_length_limits(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400
     for node in ast.walk(ast.parse(text)):
@@ -126,38 +127,38 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
 
 
-def test_no_room_is_called_utils() -> None:
+def test_no_module_is_named_utils() -> None:
     assert not [path for path in FILES if path.stem in ("utils", "util", "helpers", "misc", "common")]
 
 
-def loaded_after(code: str) -> tuple[float, set[str]]:
-    """CPU seconds of `code` in a fresh Python, and the packages it left loaded."""
-    report = "print(json.dumps([time.process_time() - began, sorted({name.split('.')[0] for name in sys.modules})]))"
-    script = f"import json, sys, time\nbegan = time.process_time()\n{code}\n{report}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    seconds, packages = json.loads(done.stdout.splitlines()[-1])
+def run_and_list_packages(code: str) -> tuple[float, set[str]]:
+    """Run `code` in a new Python process. Return its CPU seconds and the top-level packages that it imported."""
+    report = "print(json.dumps([time.process_time() - start, sorted({name.split('.')[0] for name in sys.modules})]))"
+    script = f"import json, sys, time\nstart = time.process_time()\n{code}\n{report}"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    seconds, packages = json.loads(process.stdout.splitlines()[-1])
     return seconds, set(packages)
 
 
-def test_import_is_quick_and_loads_nothing_heavy() -> None:
-    seconds, packages = loaded_after("import raytrain_hpc")
+def test_import_is_fast_and_loads_no_heavy_package() -> None:
+    seconds, packages = run_and_list_packages("import raytrain_hpc")
     assert seconds < 0.2
     assert not packages & {"torch", "ray", "numpy", "pyarrow", "omegaconf", "rich"}
 
 
 def test_plan_loads_neither_torch_nor_ray() -> None:
-    words = ["plan", "model.preset=llama3_8b", "--workers", "8"]
-    call = f"from raytrain_hpc.cli.main import main\nmain({words}, standalone_mode=False)"
-    seconds, packages = loaded_after(call)
+    arguments = ["plan", "model.preset=llama3_8b", "--workers", "8"]
+    call = f"from raytrain_hpc.cli.main import main\nmain({arguments}, standalone_mode=False)"
+    seconds, packages = run_and_list_packages(call)
     assert seconds < 1.5
     assert not packages & {"torch", "ray", "numpy", "pyarrow"}
 
 
-def test_asking_for_a_wrong_setting_loads_neither() -> None:
+def test_an_unknown_setting_is_reported_without_loading_torch_or_ray() -> None:
     call = (
         "from raytrain_hpc.cli.main import main\n"
         "try: main(['train', 'train.lrr=1'])\n"
         "except SystemExit as end: assert end.code == 2"
     )
-    _, packages = loaded_after(call)
+    _, packages = run_and_list_packages(call)
     assert not packages & {"torch", "ray", "pyarrow"}

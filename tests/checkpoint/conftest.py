@@ -1,4 +1,4 @@
-"""A small training state, and ranks that hold uneven parts of it, in one process."""
+"""A small training state, and ranks that hold uneven shards of it, in one process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from raytrain_hpc.state.shard_index import Box, assign_writers
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name
 
 
-class Ranks:
-    """Row-sharded over `degree` ranks as ceil(rows / degree), scalars and the embedding replicated."""
+class FakeRanks:
+    """Ranks that shard rows as ceil(rows / degree) and replicate scalars and the embedding."""
 
     replicated = ("model.embed.weight", "optimizer.step", "optimizer.scale")
 
     @staticmethod
-    def state(seed):
+    def make_tensors(seed):
+        """Return the whole tensors by name; their content is a function of the seed."""
         generator = torch.Generator().manual_seed(seed)
         return {
             "model.embed.weight": torch.randn(13, 4, generator=generator),
@@ -32,44 +33,46 @@ class Ranks:
         }
 
     @classmethod
-    def holdings(cls, state, degree):
+    def shard(cls, tensors, degree):
+        """Return the state of each of `degree` ranks."""
         return [
-            ShardedState(cls.part(name, whole, rank, degree) for name, whole in state.items()) for rank in range(degree)
+            ShardedState(cls.make_shard(name, tensor, rank, degree) for name, tensor in tensors.items())
+            for rank in range(degree)
         ]
 
     @classmethod
-    def part(cls, name, whole, rank, degree):
-        shape = tuple(whole.shape)
+    def make_shard(cls, name, tensor, rank, degree):
+        """Return the shard of one tensor that a rank holds."""
+        shape = tuple(tensor.shape)
         box = Box.from_shape(shape)
         if name not in cls.replicated:
             step = -(-shape[0] // degree)
             start, end = min(shape[0], rank * step), min(shape[0], (rank + 1) * step)
             box = Box((start, *box.offsets[1:]), (end - start, *shape[1:]))
-        return StateShard(
-            name, shape, dtype_name(whole.dtype), box, whole[box.to_slices(Box.from_shape(shape))].clone()
-        )
+        local = tensor[box.to_slices(Box.from_shape(shape))].clone()
+        return StateShard(name, shape, dtype_name(tensor.dtype), box, local)
 
     @classmethod
-    def publish(cls, store, step, *, degree=4, generation=1, guard=lambda: None):
-        """What ranks and driver do together; the content is a function of the step."""
-        return store.publish(
-            step, generation, cls.write(store, step, degree, generation), {"data": {"next_sample": step * 32}}, guard
-        )
+    def publish(cls, store, step, *, degree=4, generation=1, pre_publish=lambda: None):
+        """Write and publish the checkpoint of a step, as ranks and driver do; its content is a function of the step."""
+        reports = cls.write(store, step, degree, generation)
+        return store.publish(step, generation, reports, {"data": {"next_sample": step * 32}}, pre_publish)
 
     @classmethod
     def write(cls, store, step, degree=4, generation=1):
-        holdings = cls.holdings(cls.state(step), degree)
-        writes = assign_writers([holding.to_index() for holding in holdings])
-        staging = store.staging(step, generation)
+        """Write the shard files of all ranks into the staging directory. Return the reports."""
+        states = cls.shard(cls.make_tensors(step), degree)
+        writes = assign_writers([state.to_index() for state in states])
+        staging = store.create_staging(step, generation)
         return [
-            write_shard(staging / get_shard_name(rank), [holding.get_shard(*key) for key in mine])
-            for rank, (holding, mine) in enumerate(zip(holdings, writes, strict=True))
+            write_shard(staging / get_shard_name(rank), [state.get_shard(*key) for key in assigned])
+            for rank, (state, assigned) in enumerate(zip(states, writes, strict=True))
         ]
 
 
 @pytest.fixture
 def ranks():
-    return Ranks
+    return FakeRanks
 
 
 @pytest.fixture

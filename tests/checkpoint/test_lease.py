@@ -1,4 +1,4 @@
-"""One driver a run directory: alive, dead, elsewhere, stale, released."""
+"""One driver per run directory, whether the other one is alive, dead, on another host, stale or has released it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.checkpoint import lease
+from raytrain_hpc.checkpoint import lease as lease_module
 from raytrain_hpc.checkpoint.lease import Lease, check_writable
 from raytrain_hpc.errors import LeaseLostError, RunDirectoryError
 
@@ -27,16 +27,17 @@ time.sleep(60)
 """
 
 
-def content(directory):
+def read_lease(directory):
     return json.loads((directory / "lease.json").read_text())
 
 
-def edit(directory, **fields):
-    (directory / "lease.json").write_text(json.dumps({**content(directory), **fields}))
+def edit_lease(directory, **fields):
+    (directory / "lease.json").write_text(json.dumps({**read_lease(directory), **fields}))
 
 
 @pytest.fixture
-def other(tmp_path):
+def other_driver(tmp_path):
+    """Another process that holds the lease."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "1\n"
     yield process
@@ -45,31 +46,30 @@ def other(tmp_path):
     process.stdout.close()
 
 
-def test_a_live_driver_is_refused_and_a_dead_one_taken_over(tmp_path, other):
-    with pytest.raises(
-        RunDirectoryError, match=rf"run.dir {tmp_path}: another driver \(\S+, pid {other.pid}\) is running"
-    ):
+def test_the_lease_of_a_dead_driver_is_taken_over_and_that_of_a_live_one_is_not(tmp_path, other_driver):
+    pid = other_driver.pid
+    with pytest.raises(RunDirectoryError, match=rf"run.dir={tmp_path}: another driver \(\S+, pid {pid}\) is running"):
         Lease.acquire(tmp_path, "me")
-    os.kill(other.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RunDirectoryError):
         Lease.acquire(tmp_path, "me")
-    os.kill(other.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":  # not reaped yet
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":  # not reaped yet
         assert time.monotonic() < deadline
         time.sleep(0.01)
     lease = Lease.acquire(tmp_path, "me")
-    assert lease.generation == 2 and content(tmp_path)["owner"] == "me"
+    assert lease.generation == 2 and read_lease(tmp_path)["owner"] == "me"
     lease.check()
 
 
-def test_a_pid_that_came_back_as_another_process_is_not_the_owner(tmp_path):
+def test_a_reused_pid_is_not_taken_for_the_holder(tmp_path):
     Lease.acquire(tmp_path, "first")
-    edit(tmp_path, started=content(tmp_path)["started"] - 1)
+    edit_lease(tmp_path, started=read_lease(tmp_path)["started"] - 1)
     assert Lease.acquire(tmp_path, "second").generation == 2
 
 
-def test_the_same_process_cannot_hold_it_twice_but_again_after_release(tmp_path):
+def test_one_process_cannot_acquire_it_twice_before_release(tmp_path):
     first = Lease.acquire(tmp_path / "new" / "run", "first")
     with pytest.raises(RunDirectoryError, match="choose another run.dir"):
         Lease.acquire(tmp_path / "new" / "run", "second")
@@ -82,21 +82,21 @@ def test_the_same_process_cannot_hold_it_twice_but_again_after_release(tmp_path)
     second.check()
 
 
-def test_another_host_counts_by_its_last_sign_of_life(tmp_path):
+def test_a_lease_of_another_host_expires_without_renewal(tmp_path):
     Lease.acquire(tmp_path, "first")
-    edit(tmp_path, host="elsewhere", renewed=time.time() - 10)
+    edit_lease(tmp_path, host="elsewhere", renewed=time.time() - 10)
     with pytest.raises(RunDirectoryError, match="elsewhere"):
         Lease.acquire(tmp_path, "second")
     assert Lease.acquire(tmp_path, "second", stale_after_s=5).generation == 2
 
 
-def test_renewing_and_new_generations(tmp_path):
+def test_renewal_and_new_generations_are_written_to_the_file(tmp_path):
     lease = Lease.acquire(tmp_path, "me")
-    before = content(tmp_path)
+    before = read_lease(tmp_path)
     time.sleep(0.01)
     lease.renew()
-    assert content(tmp_path)["renewed"] > before["renewed"] and content(tmp_path)["generation"] == 1
-    assert lease.next_generation() == lease.generation == content(tmp_path)["generation"] == 2
+    assert read_lease(tmp_path)["renewed"] > before["renewed"] and read_lease(tmp_path)["generation"] == 1
+    assert lease.next_generation() == lease.generation == read_lease(tmp_path)["generation"] == 2
     lease.check()
     lease.release()
     with pytest.raises(LeaseLostError):
@@ -104,32 +104,31 @@ def test_renewing_and_new_generations(tmp_path):
     assert Lease.acquire(tmp_path, "me").generation == 3
 
 
-def test_a_generation_begun_while_the_lease_is_renewed_and_checked(tmp_path, monkeypatch):
-    """Renewing behind the run must not bring the generation before back, nor take the new one for another driver's."""
-    held, written, go = Lease.acquire(tmp_path, "driver"), threading.Event(), threading.Event()
-    real = lease._write
+def test_renewing_and_checking_during_next_generation_neither_undo_it_nor_raise(tmp_path, monkeypatch):
+    lease, is_written, may_continue = Lease.acquire(tmp_path, "driver"), threading.Event(), threading.Event()
+    write = lease_module._write
 
-    def slow(directory, holder):
-        real(directory, holder)
-        if holder.generation == 2 and not written.is_set():
-            written.set()
-            assert go.wait(10)
+    def write_and_pause(directory, record):
+        write(directory, record)
+        if record.generation == 2 and not is_written.is_set():
+            is_written.set()
+            assert may_continue.wait(10)
 
-    monkeypatch.setattr(lease, "_write", slow)
+    monkeypatch.setattr(lease_module, "_write", write_and_pause)
     with ThreadPoolExecutor(3) as pool:
-        begun = pool.submit(held.next_generation)
-        assert written.wait(10)
-        beside = [pool.submit(held.renew), pool.submit(held.check)]
-        wait(beside, timeout=0.3, return_when=FIRST_EXCEPTION)
-        go.set()
-        assert begun.result(10) == 2
-        for one in beside:
-            one.result(10)
-    assert held.generation == 2 == content(tmp_path)["generation"]
+        next_generation = pool.submit(lease.next_generation)
+        assert is_written.wait(10)
+        concurrent = [pool.submit(lease.renew), pool.submit(lease.check)]
+        wait(concurrent, timeout=0.3, return_when=FIRST_EXCEPTION)
+        may_continue.set()
+        assert next_generation.result(10) == 2
+        for call in concurrent:
+            call.result(10)
+    assert lease.generation == 2 == read_lease(tmp_path)["generation"]
 
 
-def test_a_directory_that_is_gone_for_a_while_is_not_lost(tmp_path):
-    """A generation that begins meanwhile is written down when it is back."""
+def test_the_lease_survives_a_directory_that_is_gone_for_a_while(tmp_path):
+    """A generation that starts meanwhile is written to the file once the directory is back."""
     lease = Lease.acquire(tmp_path / "run", "me")
     (tmp_path / "run").rename(tmp_path / "away")
     for call in (lease.check, lease.renew):
@@ -141,43 +140,43 @@ def test_a_directory_that_is_gone_for_a_while_is_not_lost(tmp_path):
     (tmp_path / "away").rename(tmp_path / "run")
     lease.check()
     lease.renew()
-    assert content(tmp_path / "run")["generation"] == 2
+    assert read_lease(tmp_path / "run")["generation"] == 2
 
 
-def test_a_lease_that_is_gone_or_garbage_is_lost(tmp_path):
+def test_an_unreadable_lease_file_is_an_error_and_a_deleted_one_is_lost(tmp_path):
     lease = Lease.acquire(tmp_path, "me")
     (tmp_path / "lease.json").write_text("{")
     for call in (lease.check, lambda: Lease.acquire(tmp_path, "second")):
-        with pytest.raises(RunDirectoryError, match="lease.json is no lease"):
+        with pytest.raises(RunDirectoryError, match="lease.json is not a lease"):
             call()
     (tmp_path / "lease.json").unlink()
     with pytest.raises(LeaseLostError, match="gone"):
         lease.check()
 
 
-def test_of_many_that_start_at_once_one_wins(tmp_path):
-    won, refused = [], []
+def test_one_of_many_simultaneous_drivers_acquires_the_lease(tmp_path):
+    leases, errors = [], []
     start = threading.Barrier(8)
 
-    def contend(number):
+    def acquire(number):
         start.wait()
         try:
-            won.append(Lease.acquire(tmp_path, f"driver {number}"))
+            leases.append(Lease.acquire(tmp_path, f"driver {number}"))
         except RunDirectoryError as error:
-            refused.append(error)
+            errors.append(error)
 
-    threads = [threading.Thread(target=contend, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=acquire, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(won) == 1 and len(refused) == 7
-    won[0].check()
+    assert len(leases) == 1 and len(errors) == 7
+    leases[0].check()
 
 
-def test_probe_leaves_nothing_and_names_what_is_wrong(tmp_path):
+def test_check_writable_leaves_no_file_and_names_the_reason(tmp_path):
     check_writable(tmp_path / "a" / "b")
-    assert list(tmp_path.iterdir()) == [], "the directories that it made are gone too"
+    assert list(tmp_path.iterdir()) == [], "the directories that it created are removed too"
     (tmp_path / "a").mkdir()
     check_writable(tmp_path / "a")
     assert list(tmp_path.iterdir()) == [tmp_path / "a"] and not any((tmp_path / "a").iterdir())
@@ -188,23 +187,23 @@ def test_probe_leaves_nothing_and_names_what_is_wrong(tmp_path):
         (Path("/proc"), "No such file"),
         (Path("/proc/none"), "No such file"),
     ):
-        with pytest.raises(RunDirectoryError, match=f"run.dir {path} cannot be written: {reason}"):
+        with pytest.raises(RunDirectoryError, match=f"run.dir={path}: cannot be written: {reason}"):
             check_writable(path)
         with pytest.raises(RunDirectoryError, match=reason):
             Lease.acquire(path, "me")
 
 
-def test_probe_of_a_directory_without_permission(tmp_path):
+def test_check_writable_reports_a_missing_permission(tmp_path):
     tmp_path.chmod(0o500)
     pid = os.fork()
     if pid == 0:
-        outcome = 1
+        exit_code = 1
         try:
-            if os.geteuid() == 0:  # root may write everywhere: go on as nobody
+            if os.geteuid() == 0:  # root may write anywhere: continue as another user
                 os.setuid(65534)
             check_writable(tmp_path)
         except RunDirectoryError as error:
-            outcome = 0 if "cannot be written: Permission denied" in str(error) else 2
+            exit_code = 0 if "cannot be written: Permission denied" in str(error) else 2
         finally:
-            os._exit(outcome)
+            os._exit(exit_code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

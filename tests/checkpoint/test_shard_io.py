@@ -1,4 +1,4 @@
-"""Bits through a checkpoint: any layout writes, any layout reads, and safetensors itself agrees."""
+"""Checkpoint content is bit-identical: written and read in any layout, and by the safetensors library."""
 
 from __future__ import annotations
 
@@ -17,127 +17,125 @@ from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard, compute_digest
 
 
-def empty_like(state):
-    return {name: torch.zeros_like(whole) for name, whole in state.items()}
+def zeros_like(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("before", [1, 3, 4])
-@pytest.mark.parametrize("after", [1, 2, 3, 6])
-def test_any_degree_loads_any_checkpoint(store, ranks, before, after):
-    ranks.publish(store, 3, degree=before)
+@pytest.mark.parametrize("write_degree", [1, 3, 4])
+@pytest.mark.parametrize("read_degree", [1, 2, 3, 6])
+def test_any_degree_reads_a_checkpoint_of_any_degree(store, ranks, write_degree, read_degree):
+    ranks.publish(store, 3, degree=write_degree)
     checkpoint = store.verify(3)
-    state = ranks.state(3)
-    expected, loaded = ranks.holdings(state, after), ranks.holdings(empty_like(state), after)
-    for rank in range(after):
-        read_state(checkpoint, loaded[rank])
-        for held, want in zip(loaded[rank], expected[rank], strict=True):
-            assert torch.equal(held.tensor, want.tensor), (rank, held.name)
-        assert compute_digest(loaded[rank]) == compute_digest(expected[rank])
+    tensors = ranks.make_tensors(3)
+    expected_states, states = ranks.shard(tensors, read_degree), ranks.shard(zeros_like(tensors), read_degree)
+    for rank in range(read_degree):
+        read_state(checkpoint, states[rank])
+        for shard, expected in zip(states[rank], expected_states[rank], strict=True):
+            assert torch.equal(shard.tensor, expected.tensor), (rank, shard.name)
+        assert compute_digest(states[rank]) == compute_digest(expected_states[rank])
 
 
-def test_column_parts_load_from_row_shards(store, ranks):
+def test_columns_are_read_from_row_shards(store, ranks):
     ranks.publish(store, 3, degree=4)
-    whole = ranks.state(3)["model.head.weight"]
+    tensor = ranks.make_tensors(3)["model.head.weight"]
     column = torch.zeros(11, 3, 4)[:, :, 1]  # a view that is not contiguous
     target = StateShard.from_tensor("model.head.weight", torch.zeros(11, 3, 2))
     target = StateShard(target.name, target.shape, target.dtype, Box((0, 0, 1), (11, 3, 1)), column[..., None])
     read_state(store.verify(3), ShardedState([target]))
-    assert torch.equal(column, whole[:, :, 1])
+    assert torch.equal(column, tensor[:, :, 1])
 
 
-def test_the_file_is_plain_safetensors_and_the_report_is_true(tmp_path):
+def test_a_shard_file_is_plain_safetensors_and_matches_its_report(tmp_path):
     tensors = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.tensor(3), torch.randn(4, 6).t(), torch.zeros(0, 2)]
     tensors.append(torch.tensor([True, False]))
-    report = write_shard(
-        tmp_path / "x.safetensors", [StateShard.from_tensor(f"t{n}", tensor) for n, tensor in enumerate(tensors)]
-    )
+    shards = [StateShard.from_tensor(f"t{number}", tensor) for number, tensor in enumerate(tensors)]
+    report = write_shard(tmp_path / "x.safetensors", shards)
     content = (tmp_path / "x.safetensors").read_bytes()
     assert (report.file, report.bytes) == ("x.safetensors", len(content))
     assert report.sha256 == hashlib.sha256(content).hexdigest()
     assert int.from_bytes(content[:8], "little") % 8 == 0, "data is aligned"
     stored = load_file(tmp_path / "x.safetensors")
     assert list(stored) and set(stored) == {entry.key for entry in report.entries}
-    assert {entry.name for entry in report.entries} == {"t0", "t1", "t2", "t3", "t5"}, "nothing to write of t4"
+    assert {entry.name for entry in report.entries} == {"t0", "t1", "t2", "t3", "t5"}, "t4 is empty"
     for entry in report.entries:
         original = tensors[int(entry.name[1:])]
         assert stored[entry.key].dtype == original.dtype and torch.equal(stored[entry.key], original)
     assert [entry.key for entry in report.entries][:3] == ["t0[0:5,0:3]", "t1[0:7]", "t2[]"]
 
 
-def test_one_box_twice_is_refused(tmp_path):
+def test_writing_a_box_twice_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"t\[0:2\] is given twice"):
         write_shard(tmp_path / "x.safetensors", [StateShard.from_tensor("t", torch.zeros(2))] * 2)
 
 
-def test_what_does_not_fit_is_named_before_anything_is_changed(store, ranks):
+def test_a_tensor_that_does_not_fit_is_named_before_any_is_changed(store, ranks):
     ranks.publish(store, 3)
     checkpoint = store.verify(3)
-    mark = StateShard.from_tensor("model.embed.weight", torch.full((13, 4), 7.0))
+    unchanged = StateShard.from_tensor("model.embed.weight", torch.full((13, 4), 7.0))
     cases = {
-        r"model.extra is missing there": StateShard.from_tensor("model.extra", torch.zeros(2)),
+        r"model.extra is missing in the checkpoint": StateShard.from_tensor("model.extra", torch.zeros(2)),
         r"model.head.weight has shape \[11, 3, 2\], not \[11, 3, 3\]": StateShard.from_tensor(
             "model.head.weight", torch.zeros(11, 3, 3)
         ),
         r"optimizer.step has dtype int64, not float32": StateShard.from_tensor("optimizer.step", torch.tensor(0.0)),
     }
-    for reason, wanted in cases.items():
+    for reason, shard in cases.items():
         with pytest.raises(CheckpointError, match=reason):
-            read_state(checkpoint, ShardedState([mark, wanted]))
-    assert (mark.tensor == 7).all()
+            read_state(checkpoint, ShardedState([unchanged, shard]))
+    assert (unchanged.tensor == 7).all()
 
 
-def test_a_file_that_changed_after_the_check_is_damaged_not_a_crash(store, ranks):
+def test_a_file_that_changes_after_verification_is_reported_as_corrupted(store, ranks):
     path = ranks.publish(store, 3, degree=1) / "rank-00000.safetensors"
     checkpoint = store.verify(3)
-    wanted = ShardedState([StateShard.from_tensor("model.embed.weight", torch.zeros(13, 4))])
-    good = path.read_bytes()
-    for content in (b"", good[:50], good[:-9], good.replace(b'"shape":[13,4]', b'"shape":[4,13]')):
+    state = ShardedState([StateShard.from_tensor("model.embed.weight", torch.zeros(13, 4))])
+    valid = path.read_bytes()
+    for content in (b"", valid[:50], valid[:-9], valid.replace(b'"shape":[13,4]', b'"shape":[4,13]')):
         path.write_bytes(content)
         with pytest.raises(CheckpointCorruptedError, match="rank-00000.safetensors"):
-            read_state(checkpoint, wanted)
+            read_state(checkpoint, state)
     path.unlink()
     with pytest.raises(CheckpointCorruptedError, match="rank-00000.safetensors"):
-        read_state(checkpoint, wanted)
+        read_state(checkpoint, state)
 
 
-def peak_mib(call):
-    """How far the memory of this process rose above where it was while `call` ran, mapped files included."""
+def measure_peak_mib(call):
+    """Return the increase of this process's peak resident memory, mapped files included, while `call` runs."""
 
-    def status(field):
+    def read_status(field):
         lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(lines[field].split()[0]) / 1024
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = read_status("VmRSS")
     call()
-    return status("VmHWM") - before
+    return read_status("VmHWM") - before
 
 
-def test_writing_makes_no_copy_and_reading_touches_only_the_rows_needed(store):
+def test_writing_makes_no_copy_and_reading_loads_only_the_required_rows(store):
     big = StateShard.from_tensor("w", torch.arange(2**24, dtype=torch.float32).reshape(2**14, 2**10))  # 64 MiB
-    path = store.staging(1, 1) / get_shard_name(0)
+    path = store.create_staging(1, 1) / get_shard_name(0)
     reports = []
-    assert peak_mib(lambda: reports.append(write_shard(path, [big]))) < 24
+    assert measure_peak_mib(lambda: reports.append(write_shard(path, [big]))) < 24
     store.publish(1, 1, reports, {}, lambda: None)
     checkpoint = store.verify(1)
     row = StateShard("w", big.shape, "float32", Box((9999, 0), (1, 2**10)), torch.zeros(1, 2**10))
-    assert peak_mib(lambda: read_state(checkpoint, ShardedState([row]))) < 24
+    assert measure_peak_mib(lambda: read_state(checkpoint, ShardedState([row]))) < 24
     assert torch.equal(row.tensor[0], big.tensor[9999])
 
 
-def test_a_refused_write_is_an_oserror_and_leaves_no_file(tmp_path, monkeypatch):
-    def no_space(_):
+def test_a_failed_write_raises_oserror_and_leaves_no_file(tmp_path, monkeypatch):
+    def raise_no_space(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", no_space)
+    monkeypatch.setattr("os.fsync", raise_no_space)
     with pytest.raises(OSError, match="No space left"):
         write_shard(tmp_path / "x.safetensors", [StateShard.from_tensor("t", torch.zeros(4))])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_cannot_bring_a_discarded_directory_back(tmp_path):
+def test_a_rank_cannot_recreate_a_discarded_directory(tmp_path):
+    path = tmp_path / ".staging-step-00000001-g1" / "x.safetensors"
     with pytest.raises(FileNotFoundError):
-        write_shard(
-            tmp_path / ".staging-step-00000001-g1" / "x.safetensors", [StateShard.from_tensor("t", torch.zeros(4))]
-        )
+        write_shard(path, [StateShard.from_tensor("t", torch.zeros(4))])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A rank that waits for one that neither comes nor goes is freed from another thread, and meets the others again."""
+"""Aborting collectives of a rank that waits for an absent peer, and forming new process groups afterwards."""
 
 from __future__ import annotations
 
@@ -24,50 +24,53 @@ from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_index import StateIndex
 from tests.warm_pool import WarmPool, make_small_config
 
-AWAY_S = 4.0
+ABSENT_S = 4.0
 
 
-def absent_and_freed(rank: int, meeting: Any, layout: Layout) -> tuple[float, str, float]:
-    """Rank 2 stays away from a collective. Seconds until this rank is through, what it raised, and a later sum."""
+def abort_while_rank_2_is_absent(rank: int, rendezvous: Any, layout: Layout) -> tuple[float, str, float]:
+    """Abort a collective in which rank 2 does not take part, then form new groups.
+
+    Returns the seconds until this rank was free, the error message, and a sum over all ranks in the new groups.
+    """
     cpu = torch.device("cpu")
-    place = init_process_groups(meeting, rank, layout, cpu)
+    context = init_process_groups(rendezvous, rank, layout, cpu)
     own, other = socket.socketpair()
-    outside = socket.create_connection((meeting.host, meeting.port))
-    abort = CollectiveAbort(exchange_peer_info(StateIndex(), StateIndex(), place).peer_sockets)
-    began, raised = time.monotonic(), ""
+    outside = socket.create_connection((rendezvous.host, rendezvous.port))
+    abort = CollectiveAbort(exchange_peer_info(StateIndex(), StateIndex(), context).peer_sockets)
+    start, message = time.monotonic(), ""
     if rank == 2:
-        time.sleep(AWAY_S)
+        time.sleep(ABSENT_S)
     else:
         threading.Timer(0.2, abort).start()
         try:
             dist.all_reduce(torch.ones(1 << 20))
         except RuntimeError as error:
-            raised = str(error)
-    freed_s = time.monotonic() - began
+            message = str(error)
+    freed_s = time.monotonic() - start
     assert abort.is_aborted is (rank != 2)
     abort.disarm()
     destroy_process_groups()
-    abort()  # too late: whatever has these descriptors now is none of its business
+    abort()  # disarmed: must not touch the files that have these descriptors now
     own.send(b"whole")
-    assert other.recv(5) == b"whole" and outside.getpeername()[1] == meeting.port
+    assert other.recv(5) == b"whole" and outside.getpeername()[1] == rendezvous.port
     for connection in (own, other, outside):
         connection.close()
-    init_process_groups(replace(meeting, generation=meeting.generation + 1000), rank, layout, cpu)
+    init_process_groups(replace(rendezvous, generation=rendezvous.generation + 1000), rank, layout, cpu)
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
-    return freed_s, raised, float(total)
+    return freed_s, message, float(total)
 
 
-def test_a_rank_that_stays_away(pool: WarmPool) -> None:
-    found = pool.call(absent_and_freed, 3, Layout(dp_replicate=3))
-    for freed_s, raised, _ in found[:2]:
-        assert freed_s < AWAY_S / 2 and "gloo" in raised
-    assert [total for _, _, total in found] == [6.0] * 3
+def test_abort_frees_ranks_that_wait_for_an_absent_peer(pool: WarmPool) -> None:
+    results = pool.call(abort_while_rank_2_is_absent, 3, Layout(dp_replicate=3))
+    for freed_s, message, _ in results[:2]:
+        assert freed_s < ABSENT_S / 2 and "gloo" in message
+    assert [total for _, _, total in results] == [6.0] * 3
 
 
-def test_an_agent_that_nobody_asks_ends_its_workers() -> None:
-    """Its node is cut off: the others go on without it."""
-    worker = "from raytrain_hpc.runtime.heartbeat import Heartbeat as H; h = H(); h.mark('training')"
+def test_a_node_agent_without_requests_from_the_driver_kills_its_workers() -> None:
+    """As after a network partition: the workers on the driver's side continue without this node."""
+    worker = "from raytrain_hpc.runtime.heartbeat import Heartbeat as H; h = H(); h.set_phase('training')"
     worker += "; print(h.path, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", worker], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
@@ -75,15 +78,18 @@ def test_an_agent_that_nobody_asks_ends_its_workers() -> None:
         agent.watch({0: (process.pid, process.stdout.readline().strip())})
         for _ in range(20):
             time.sleep(0.1)
-            assert agent.look().workers is not None and process.poll() is None, "somebody asks"
+            assert agent.look().workers is not None and process.poll() is None, "requests keep the workers alive"
         assert process.wait(timeout=30) == -signal.SIGKILL
         agent.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nccl_is_aborted_and_formed_again() -> None:
-    """One rank, since NCCL refuses two on a GPU: a collective behind a kernel that takes seconds."""
+def test_an_nccl_group_is_aborted_and_formed_again() -> None:
+    """Abort a collective that is queued after a kernel of several seconds.
+
+    One rank only, since NCCL does not allow two on one GPU.
+    """
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     device = torch.device("cuda", 0)
     for generation in range(2):

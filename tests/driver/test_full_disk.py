@@ -98,7 +98,7 @@ def test_a_disk_that_stays_full_costs_the_end_of_the_run_no_more(
     before = (run / "metrics.jsonl").read_text()
     code, said = lives.run(tmp_path / "out", *command)
     assert code == 2, said
-    assert said.startswith(f"error: run.dir {run} cannot be written: No space left on device; choose another run.dir")
+    assert said.startswith(f"error: run.dir={run}: cannot be written: No space left on device; choose another run.dir")
     assert (run / "metrics.jsonl").read_text() == before
     (small_disk / "ballast").unlink()
     code, said = lives.run(tmp_path / "out", *command)

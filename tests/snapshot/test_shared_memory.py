@@ -1,4 +1,4 @@
-"""Snapshots that a node's processes share: whole when their process is gone, and never half of one."""
+"""Snapshots in shared memory: readable after their process is lost, and never incomplete."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.snapshot.shared_memory import AttachedSnapshots, SharedMemoryHandle, create_shared_snapshots
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
-# Takes steps 1 to 4, and is half through the block of step 5 when it says so.
-DYING = """
+# Takes snapshots of steps 1 to 4, writes half of the block of step 5, and then prints the handles.
+INTERRUPTED_OWNER = """
 import json, sys, time
 import torch
 from raytrain_hpc.snapshot.shared_memory import create_shared_snapshots
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
-from tests.snapshot.test_shared_memory import state
+from tests.snapshot.test_shared_memory import make_state
 
-own, openings = create_shared_snapshots()
-memory = SnapshotStore()
-memory.reset(1, own)
+own, handles = create_shared_snapshots()
+snapshots = SnapshotStore()
+snapshots.reset(1, own)
 for step in range(1, 5):
-    memory.take(step, state(step))
+    snapshots.take(step, make_state(step))
 slot = own.evict_oldest()
 slot.buffer.block[: len(slot.buffer.block) // 2] = 255
-print(json.dumps(openings), flush=True)
+print(json.dumps(handles), flush=True)
 time.sleep(60)
 """
 
 
-def state(step: int) -> ShardedState:
-    """Of several types, one of them of odd size, one empty."""
+def make_state(step: int) -> ShardedState:
+    """Return a state of several dtypes, with one tensor of odd size and one empty tensor."""
     return ShardedState(
         [
             StateShard.from_tensor("w", torch.full((7, 5), float(step), dtype=torch.float64)),
@@ -47,76 +47,78 @@ def state(step: int) -> ShardedState:
     )
 
 
-def equal(one: ShardedState, other: ShardedState) -> bool:
-    return one.to_index() == other.to_index() and all(
-        torch.equal(held.tensor, other.get_shard(held.name, 0).tensor) for held in one
+def is_equal(a: ShardedState, b: ShardedState) -> bool:
+    return a.to_index() == b.to_index() and all(
+        torch.equal(shard.tensor, b.get_shard(shard.name, 0).tensor) for shard in a
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_a_lost_process_had_whole_is_there(number: signal.Signals) -> None:
-    child = subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, text=True)
+def test_the_last_complete_snapshot_of_a_lost_process_is_readable(number: signal.Signals) -> None:
+    child = subprocess.Popen([sys.executable, "-c", INTERRUPTED_OWNER], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
-        openings = [SharedMemoryHandle(*one) for one in json.loads(child.stdout.readline())]
-        opened = AttachedSnapshots(openings, state(0).to_index())
+        handles = [SharedMemoryHandle(*handle) for handle in json.loads(child.stdout.readline())]
+        attached = AttachedSnapshots(handles, make_state(0).to_index())
         os.kill(child.pid, number)
         if number == signal.SIGKILL:
             child.wait(10)
-        assert opened.steps == (4,), "the third was given up for the fifth, of which half is there"
-        assert equal(opened.get_state(4), state(4)) and not opened.get_state(3) and not opened.get_state(5)
+        assert attached.steps == (4,), "step 3 was evicted for step 5, which is incomplete"
+        assert is_equal(attached.get_state(4), make_state(4))
+        assert not attached.get_state(3) and not attached.get_state(5)
     finally:
         child.kill()
         child.wait(10)
-    assert equal(opened.get_state(4), state(4))
+    assert is_equal(attached.get_state(4), make_state(4))
 
 
-def test_its_steps_are_seen_as_they_come_and_go() -> None:
-    own, openings = create_shared_snapshots()
-    memory, buddy = SnapshotStore(), SnapshotStore()
-    memory.reset(3, own)
-    buddy.reset(3, None, {1: AttachedSnapshots(openings, state(0).to_index())})
-    assert buddy.replica_steps == {1: ()} and not buddy.get_state(1)
+def test_a_peer_sees_snapshots_as_they_are_taken_and_evicted() -> None:
+    own, handles = create_shared_snapshots()
+    owner, peer = SnapshotStore(), SnapshotStore()
+    owner.reset(3, own)
+    peer.reset(3, None, {1: AttachedSnapshots(handles, make_state(0).to_index())})
+    assert peer.replica_steps == {1: ()} and not peer.get_state(1)
     for step in range(1, 6):
-        memory.take(step, state(step))
-        assert buddy.replica_steps == {1: memory.steps} == {1: tuple(range(max(1, step - 1), step + 1))}
-    seen = buddy.get_state(5)
-    seen.get_shard("w", 0).tensor.zero_()
-    assert equal(memory.get_state(5), state(5)), "what one does with it is its own"
-    memory.reset(4)
-    assert buddy.replica_steps == {1: (4, 5)} and equal(buddy.get_state(4), state(4)), "until the buddy begins anew"
-    buddy.reset(4)
-    assert buddy.replica_steps == {}
+        owner.take(step, make_state(step))
+        assert peer.replica_steps == {1: owner.steps} == {1: tuple(range(max(1, step - 1), step + 1))}
+    replica = peer.get_state(5)
+    replica.get_shard("w", 0).tensor.zero_()
+    assert is_equal(owner.get_state(5), make_state(5)), "a peer's writes do not change the snapshot"
+    owner.reset(4)
+    assert peer.replica_steps == {1: (4, 5)}, "the snapshots remain until the peer is reset"
+    assert is_equal(peer.get_state(4), make_state(4))
+    peer.reset(4)
+    assert peer.replica_steps == {}
 
 
-def test_a_rank_that_holds_nothing_has_steps_all_the_same() -> None:
-    nothing = ShardedState([StateShard.from_tensor("w", torch.empty(0, 3))])
-    own, openings = create_shared_snapshots()
-    memory, opened = SnapshotStore(), AttachedSnapshots(openings, nothing.to_index())
-    memory.reset(1, own)
-    memory.take(8, nothing)
-    assert opened.steps == (8,) and equal(opened.get_state(8), nothing)
+def test_an_empty_state_has_snapshots_too() -> None:
+    empty = ShardedState([StateShard.from_tensor("w", torch.empty(0, 3))])
+    own, handles = create_shared_snapshots()
+    owner, attached = SnapshotStore(), AttachedSnapshots(handles, empty.to_index())
+    owner.reset(1, own)
+    owner.take(8, empty)
+    assert attached.steps == (8,) and is_equal(attached.get_state(8), empty)
 
 
-def test_another_file_of_that_name_is_not_taken_for_it() -> None:
+def test_a_handle_with_another_link_target_is_refused() -> None:
     _, (first, second) = create_shared_snapshots()
     with pytest.raises(FileNotFoundError, match="another machine or container"):
-        AttachedSnapshots([SharedMemoryHandle(first.path, second.link_target)], state(0).to_index())
+        AttachedSnapshots([SharedMemoryHandle(first.path, second.link_target)], make_state(0).to_index())
     with pytest.raises(OSError):
-        AttachedSnapshots([SharedMemoryHandle("/proc/self/fd/987654", first.link_target)], state(0).to_index())
+        AttachedSnapshots([SharedMemoryHandle("/proc/self/fd/987654", first.link_target)], make_state(0).to_index())
 
 
-def test_nothing_stays_open() -> None:
-    def count() -> int:
+def test_no_descriptor_stays_open() -> None:
+    def count_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    before = count()
+    before = count_descriptors()
     for generation in range(3):
-        own, openings = create_shared_snapshots()
-        memory, buddy = SnapshotStore(), SnapshotStore()
-        memory.reset(generation, own)
-        memory.take(1, state(1))
-        buddy.reset(generation, None, {0: AttachedSnapshots(openings, state(0).to_index())})
-        assert equal(buddy.get_state(1), state(1)) and count() > before
-        del own, memory, buddy
-        assert count() == before
+        own, handles = create_shared_snapshots()
+        owner, peer = SnapshotStore(), SnapshotStore()
+        owner.reset(generation, own)
+        owner.take(1, make_state(1))
+        peer.reset(generation, None, {0: AttachedSnapshots(handles, make_state(0).to_index())})
+        assert is_equal(peer.get_state(1), make_state(1)) and count_descriptors() > before
+        del own, owner, peer
+        assert count_descriptors() == before

@@ -1,4 +1,4 @@
-"""State that moves between ranks: from any cut to any other, and never a part of it silently."""
+"""Resharding state between ranks, from any layout to any other; a region that no rank holds is always an error."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ DTYPES = {
 }
 
 
-def whole(name: str) -> torch.Tensor:
+def make_tensor(name: str) -> torch.Tensor:
+    """Return the whole tensor of this name, the same on every rank."""
     generator = torch.Generator().manual_seed(ord(name))
     return torch.randint(0, 120, SHAPES[name], generator=generator).to(DTYPES[name])
 
 
-def held(name: str, box: Box, *, empty: bool = False) -> StateShard:
-    part = whole(name)[box.to_slices(Box.from_shape(SHAPES[name]))]
-    return StateShard(
-        name, SHAPES[name], dtype_name(part.dtype), box, torch.zeros_like(part) if empty else part.clone()
-    )
+def make_shard(name: str, box: Box, *, empty: bool = False) -> StateShard:
+    """Return the shard of a tensor in `box`; with `empty` its content is zeros."""
+    local = make_tensor(name)[box.to_slices(Box.from_shape(SHAPES[name]))]
+    content = torch.zeros_like(local) if empty else local.clone()
+    return StateShard(name, SHAPES[name], dtype_name(local.dtype), box, content)
 
 
-def cut(name: str, pieces: int, dim: int) -> list[Box]:
-    """A tensor in rows or columns, unevenly; the last pieces of a small one are empty."""
+def split(name: str, count: int, dim: int) -> list[Box]:
+    """Split a tensor along `dim` into boxes of uneven sizes; the last boxes of a small tensor are empty."""
     shape = SHAPES[name]
     if not shape:
-        return [Box.from_shape(shape)] * pieces
+        return [Box.from_shape(shape)] * count
     dim %= len(shape)
-    ends = [round(shape[dim] * (i / pieces) ** 1.3) for i in range(pieces + 1)]
+    ends = [round(shape[dim] * (i / count) ** 1.3) for i in range(count + 1)]
     boxes = []
     for start, end in zip(ends, ends[1:], strict=False):
         offsets, sizes = [0] * len(shape), list(shape)
@@ -56,69 +57,77 @@ def cut(name: str, pieces: int, dim: int) -> list[Box]:
     return boxes
 
 
-def by_rank(ranks: list[int], dim: int) -> list[dict[str, list[Box]]]:
-    """One piece of every tensor a rank of `ranks`; nothing on the others."""
-    there: list[dict[str, list[Box]]] = [{name: [] for name in SHAPES} for _ in range(RANKS)]
+def shard_over(ranks: list[int], dim: int) -> list[dict[str, list[Box]]]:
+    """Return, per rank, the boxes by tensor name: one box of every tensor on each of `ranks`, none on the others."""
+    boxes_by_rank: list[dict[str, list[Box]]] = [{name: [] for name in SHAPES} for _ in range(RANKS)]
     for name in SHAPES:
-        for rank, box in zip(ranks, cut(name, len(ranks), dim), strict=True):
-            there[rank][name].append(box)
-    return there
+        for rank, box in zip(ranks, split(name, len(ranks), dim), strict=True):
+            boxes_by_rank[rank][name].append(box)
+    return boxes_by_rank
 
 
-EVERYTHING = [{name: [Box.from_shape(shape)] for name, shape in SHAPES.items()}] * RANKS
+REPLICATED = [{name: [Box.from_shape(shape)] for name, shape in SHAPES.items()}] * RANKS
 NOTHING = {name: [] for name in SHAPES}
 CASES = {
-    "the same again": (by_rank([0, 1, 2, 3], 0), by_rank([0, 1, 2, 3], 0)),
-    "rows to columns": (by_rank([0, 1, 2, 3], 0), by_rank([0, 1, 2, 3], 1)),
-    "two to four": (by_rank([0, 1], 0), by_rank([3, 2, 1, 0], 1)),
-    "four to one": (by_rank([0, 1, 2, 3], 1), by_rank([2], 0)),
-    "copies, and one who lost all": ([EVERYTHING[0], NOTHING, EVERYTHING[0], NOTHING], EVERYTHING),
-    "shards to copies": (by_rank([3, 1, 0], 0), EVERYTHING),
+    "unchanged layout": (shard_over([0, 1, 2, 3], 0), shard_over([0, 1, 2, 3], 0)),
+    "rows to columns": (shard_over([0, 1, 2, 3], 0), shard_over([0, 1, 2, 3], 1)),
+    "two ranks to four": (shard_over([0, 1], 0), shard_over([3, 2, 1, 0], 1)),
+    "four ranks to one": (shard_over([0, 1, 2, 3], 1), shard_over([2], 0)),
+    "replicas to ranks without state": ([REPLICATED[0], NOTHING, REPLICATED[0], NOTHING], REPLICATED),
+    "shards to replicas": (shard_over([3, 1, 0], 0), REPLICATED),
 }
 
 
-def holding(boxes: dict[str, list[Box]], *, empty: bool = False) -> ShardedState:
-    return ShardedState(held(name, box, empty=empty) for name, some in boxes.items() for box in some)
+def make_state(boxes: dict[str, list[Box]], *, empty: bool = False) -> ShardedState:
+    """Return the state with these boxes; with `empty` its content is zeros."""
+    return ShardedState(
+        make_shard(name, box, empty=empty) for name, tensor_boxes in boxes.items() for box in tensor_boxes
+    )
 
 
-def joined(rank: int, meeting: Rendezvous) -> None:
+def init_default_group(rank: int, rendezvous: Rendezvous) -> None:
+    """Create the default process group of all ranks on gloo."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    store = PrefixStore(f"generation-{meeting.generation}", TCPStore(meeting.host, meeting.port, is_master=False))
+    store = PrefixStore(
+        f"generation-{rendezvous.generation}", TCPStore(rendezvous.host, rendezvous.port, is_master=False)
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
 
 
-def moved(rank: int, meeting: Rendezvous, name: str, round_bytes: int) -> tuple[bool, int]:
-    offers, wanted = CASES[name]
-    joined(rank, meeting)
+def reshard_case(rank: int, rendezvous: Rendezvous, case: str, round_bytes: int) -> tuple[bool, int]:
+    """Run one case on this rank. Return whether the result is right, and the bytes received."""
+    sources, destinations = CASES[case]
+    init_default_group(rank, rendezvous)
     reshard.ROUND_BYTES = round_bytes
     try:
-        got = holding(wanted[rank], empty=True)
-        received = reshard_state(got, holding(offers[rank]), dist.group.WORLD, torch.device("cpu"))
-        right = all(torch.equal(mine.tensor, held(mine.name, mine.box).tensor) for mine in got)
-        return right and got.to_index() == holding(wanted[rank]).to_index(), received
+        state = make_state(destinations[rank], empty=True)
+        received = reshard_state(state, make_state(sources[rank]), dist.group.WORLD, torch.device("cpu"))
+        is_equal = all(torch.equal(shard.tensor, make_shard(shard.name, shard.box).tensor) for shard in state)
+        return is_equal and state.to_index() == make_state(destinations[rank]).to_index(), received
     finally:
         destroy_process_groups()
 
 
 @pytest.mark.parametrize("round_bytes", [1 << 20, 64])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_gets_what_it_needs(pool: Any, name: str, round_bytes: int) -> None:
-    found = pool.call(moved, RANKS, name, round_bytes)
-    assert all(right for right, _ in found)
-    received = sum(size for _, size in found)
-    if name == "the same again":
-        assert received == 0, "what a rank has itself does not travel"
-    if name == "copies, and one who lost all":
-        size = sum(whole(name).nbytes for name in SHAPES)
-        assert [got for _, got in found] == [0, size, 0, size], "from a neighbour, and from none twice"
+def test_resharding_gives_every_rank_its_destination_state(pool: Any, name: str, round_bytes: int) -> None:
+    results = pool.call(reshard_case, RANKS, name, round_bytes)
+    assert all(is_right for is_right, _ in results)
+    total_received = sum(received for _, received in results)
+    if name == "unchanged layout":
+        assert total_received == 0, "regions that a rank holds itself are not sent"
+    if name == "replicas to ranks without state":
+        size = sum(make_tensor(name).nbytes for name in SHAPES)
+        assert [received for _, received in results] == [0, size, 0, size], "each region is received once"
 
 
-def lost(rank: int, meeting: Rendezvous) -> list[str]:
-    joined(rank, meeting)
+def reshard_without_rank_2(rank: int, rendezvous: Rendezvous) -> list[str]:
+    """Reshard with the state of rank 2 missing. Return the message of the error."""
+    init_default_group(rank, rendezvous)
     try:
-        offers = by_rank([0, 1, 2, 3], 0)[rank] if rank != 2 else NOTHING
-        reshard_state(holding(EVERYTHING[0], empty=True), holding(offers), dist.group.WORLD, torch.device("cpu"))
+        source = shard_over([0, 1, 2, 3], 0)[rank] if rank != 2 else NOTHING
+        reshard_state(make_state(REPLICATED[0], empty=True), make_state(source), dist.group.WORLD, torch.device("cpu"))
     except StateLostError as error:
         return [str(error)]
     finally:
@@ -126,46 +135,48 @@ def lost(rank: int, meeting: Rendezvous) -> list[str]:
     return []
 
 
-def test_what_nobody_holds_is_said_on_every_rank(pool: Any) -> None:
-    found = [said for (said,) in pool.call(lost, RANKS)]
-    assert len(set(found)) == 1 and "no rank that is left holds it" in found[0] and found[0].startswith("a[")
+def test_a_region_that_no_rank_holds_is_an_error_on_every_rank(pool: Any) -> None:
+    messages = [message for (message,) in pool.call(reshard_without_rank_2, RANKS)]
+    assert len(set(messages)) == 1 and "no surviving rank holds" in messages[0] and messages[0].startswith("a[")
 
 
-def test_one_rank_alone() -> None:
-    got = holding(by_rank([0, 1], 1)[1], empty=True)
-    assert reshard_state(got, holding(EVERYTHING[0]), None, torch.device("cpu")) == 0
-    assert all(torch.equal(mine.tensor, held(mine.name, mine.box).tensor) for mine in got)
+def test_resharding_on_a_single_rank() -> None:
+    state = make_state(shard_over([0, 1], 1)[1], empty=True)
+    assert reshard_state(state, make_state(REPLICATED[0]), None, torch.device("cpu")) == 0
+    assert all(torch.equal(shard.tensor, make_shard(shard.name, shard.box).tensor) for shard in state)
     with pytest.raises(StateLostError):
-        reshard_state(got, ShardedState(), None, torch.device("cpu"))
+        reshard_state(state, ShardedState(), None, torch.device("cpu"))
 
 
-def test_a_route_covers_every_element_once() -> None:
-    chance = random.Random(3)
+def test_planned_copies_cover_every_offered_element_once() -> None:
+    rng = random.Random(3)
     for _ in range(200):
-        offers = [
-            StateIndex([TensorSlices("t", (9, 8), "float32", tuple(some_box(chance) for _ in range(3)))])
+        sources = [
+            StateIndex([TensorSlices("t", (9, 8), "float32", tuple(random_box(rng) for _ in range(3)))])
             for _ in range(3)
         ]
-        wanted = StateIndex([TensorSlices("t", (9, 8), "float32", (some_box(chance), some_box(chance)))])
-        found, left = plan_copies_from_ranks(offers, wanted, chance.randrange(3))
-        for number, box in enumerate(wanted["t"].boxes):
-            counted = torch.zeros(9, 8, dtype=torch.int64)
-            for offer, piece in found:
-                if piece.destination_box == number:
-                    counted[piece.region.to_slices(Box.from_shape((9, 8)))] += 1
-                    source = offers[offer]["t"].boxes[piece.source_box]
-                    assert source.intersection(piece.region) == piece.region == box.intersection(piece.region)
-            offered = torch.zeros(9, 8, dtype=torch.bool)
-            for offer in offers:
-                for one in offer["t"].boxes:
-                    offered[one.to_slices(Box.from_shape((9, 8)))] = True
-            mine = torch.zeros(9, 8, dtype=torch.bool)
-            mine[box.to_slices(Box.from_shape((9, 8)))] = True
-            assert torch.equal(counted, (mine & offered).long())
-        missing = sum(region.numel for _, region in left)
-        assert missing == sum(box.numel for box in wanted["t"].boxes) - sum(piece.region.numel for _, piece in found)
+        destination = StateIndex([TensorSlices("t", (9, 8), "float32", (random_box(rng), random_box(rng)))])
+        copies, missing_regions = plan_copies_from_ranks(sources, destination, rng.randrange(3))
+        for number, box in enumerate(destination["t"].boxes):
+            counts = torch.zeros(9, 8, dtype=torch.int64)
+            for source_rank, copy in copies:
+                if copy.destination_box == number:
+                    counts[copy.region.to_slices(Box.from_shape((9, 8)))] += 1
+                    source_box = sources[source_rank]["t"].boxes[copy.source_box]
+                    assert source_box.intersection(copy.region) == copy.region == box.intersection(copy.region)
+            is_offered = torch.zeros(9, 8, dtype=torch.bool)
+            for source in sources:
+                for source_box in source["t"].boxes:
+                    is_offered[source_box.to_slices(Box.from_shape((9, 8)))] = True
+            is_wanted = torch.zeros(9, 8, dtype=torch.bool)
+            is_wanted[box.to_slices(Box.from_shape((9, 8)))] = True
+            assert torch.equal(counts, (is_wanted & is_offered).long())
+        num_missing = sum(region.numel for _, region in missing_regions)
+        num_wanted = sum(box.numel for box in destination["t"].boxes)
+        assert num_missing == num_wanted - sum(copy.region.numel for _, copy in copies)
 
 
-def some_box(chance: random.Random) -> Box:
-    offsets = chance.randrange(9), chance.randrange(8)
-    return Box(offsets, (chance.randrange(10 - offsets[0]), chance.randrange(9 - offsets[1])))
+def random_box(rng: random.Random) -> Box:
+    """Return a random box inside shape (9, 8), possibly empty."""
+    offsets = rng.randrange(9), rng.randrange(8)
+    return Box(offsets, (rng.randrange(10 - offsets[0]), rng.randrange(9 - offsets[1])))

@@ -1,4 +1,4 @@
-"""Every claim of the state index against boolean numpy arrays: one cell an element, no arithmetic on boxes."""
+"""State index functions compared with boolean numpy masks, one cell per element, without arithmetic on boxes."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ def random_box(rng, shape):
     return Box(tuple(start for start, _ in ends), tuple(stop - start for start, stop in ends))
 
 
-def cells(shape, *boxes):
+def make_mask(shape, *boxes):
+    """Return a mask that is True inside any of the boxes."""
     mask = np.zeros(shape, dtype=bool)
     for box in boxes:
-        mask[box.slices_in(Box.from_shape(shape))] = True
+        mask[box.to_slices(Box.from_shape(shape))] = True
     return mask
 
 
-def index(shape, boxes, name="w", dtype="float32"):
+def make_index(shape, boxes, name="w", dtype="float32"):
+    """Return an index of one tensor."""
     return StateIndex([TensorSlices(name, shape, dtype, tuple(boxes))])
 
 
-def chunks(size, parts):
-    """Uneven: the first ranks hold ceil(size / parts) rows, the last ones may hold fewer or none."""
-    step = -(-size // parts)
-    starts = [min(size, step * rank) for rank in range(parts + 1)]
+def split_rows(size, ranks):
+    """Split rows unevenly: the first ranks get ceil(size / ranks) rows, the last ones fewer or none."""
+    step = -(-size // ranks)
+    starts = [min(size, step * rank) for rank in range(ranks + 1)]
     return list(zip(starts[:-1], starts[1:], strict=True))
 
 
@@ -51,132 +53,131 @@ def test_box_operations_agree_with_masks(seed):
     rng = np.random.default_rng(seed)
     shape = random_shape(rng, seed % 4)
     a, b = random_box(rng, shape), random_box(rng, shape)
-    assert a.numel == cells(shape, a).sum()
+    assert a.numel == make_mask(shape, a).sum()
     common = a.intersection(b)
-    assert common.numel == (cells(shape, a) & cells(shape, b)).sum()
-    left = a.difference(b)
-    assert (cells(shape, *left) == (cells(shape, a) & ~cells(shape, b))).all()
-    assert sum(box.numel for box in left) == cells(shape, *left).sum(), "the rest must be disjoint boxes"
-    assert all(box.numel for box in left)
+    assert common.numel == (make_mask(shape, a) & make_mask(shape, b)).sum()
+    difference = a.difference(b)
+    assert (make_mask(shape, *difference) == (make_mask(shape, a) & ~make_mask(shape, b))).all()
+    assert sum(box.numel for box in difference) == make_mask(shape, *difference).sum(), "the boxes must be disjoint"
+    assert all(box.numel for box in difference)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_pieces_move_what_a_global_array_would(seed):
-    """Random overlapping sources with gaps, random destinations: 0-d to 3-d, empty boxes among them."""
+def test_planned_copies_agree_with_slices_of_the_global_array(seed):
+    """Random overlapping source boxes with gaps and random destination boxes, 0-d to 3-d, some of them empty."""
     rng = np.random.default_rng(1000 + seed)
     shape = random_shape(rng, seed % 4)
-    whole = rng.integers(1, 10**6, shape)
+    array = rng.integers(1, 10**6, shape)
     sources = [random_box(rng, shape) for _ in range(rng.integers(0, 6))]
     targets = [random_box(rng, shape) for _ in range(rng.integers(1, 4))]
     outer = Box.from_shape(shape)
-    stored = [whole[box.to_slices(outer)] for box in sources]
-    filled = [np.zeros(box.sizes, dtype=whole.dtype) for box in targets]
-    times = [np.zeros(box.sizes, dtype=int) for box in targets]
-    for piece in plan_copies(index(shape, sources), index(shape, targets)):
-        filled[piece.destination_box][piece.destination_slices] = stored[piece.source_box][piece.source_slices]
-        times[piece.destination_box][piece.destination_slices] += 1
-        assert (stored[piece.source_box][piece.source_slices] == whole[piece.region.to_slices(outer)]).all()
-    covered = cells(shape, *sources)
-    for box, got, count in zip(targets, filled, times, strict=True):
+    stored = [array[box.to_slices(outer)] for box in sources]
+    filled = [np.zeros(box.sizes, dtype=array.dtype) for box in targets]
+    counts = [np.zeros(box.sizes, dtype=int) for box in targets]
+    for copy in plan_copies(make_index(shape, sources), make_index(shape, targets)):
+        filled[copy.destination_box][copy.destination_slices] = stored[copy.source_box][copy.source_slices]
+        counts[copy.destination_box][copy.destination_slices] += 1
+        assert (stored[copy.source_box][copy.source_slices] == array[copy.region.to_slices(outer)]).all()
+    covered = make_mask(shape, *sources)
+    for box, actual, count in zip(targets, filled, counts, strict=True):
         reachable = covered[box.to_slices(outer)]
         assert (count == reachable).all(), "each covered element exactly once, the others never"
-        assert (got == np.where(reachable, whole[box.to_slices(outer)], 0)).all()
-    gaps = find_missing([index(shape, [box]) for box in sources], index(shape, targets))
-    expected = cells(shape, *targets) & ~covered
-    assert (cells(shape, *[region for _, region in gaps]) == expected).all()
+        assert (actual == np.where(reachable, array[box.to_slices(outer)], 0)).all()
+    gaps = find_missing([make_index(shape, [box]) for box in sources], make_index(shape, targets))
+    expected = make_mask(shape, *targets) & ~covered
+    assert (make_mask(shape, *[region for _, region in gaps]) == expected).all()
 
 
-def test_uneven_row_shards_of_every_degree_into_every_other():
+def test_uneven_row_shards_of_every_degree_fill_every_other_degree():
     shape = (7, 3)
-    for before in range(1, 10):
-        source = [Box((a, 0), (b - a, 3)) for a, b in chunks(7, before)]
-        for after in range(1, 10):
-            for a, b in chunks(7, after):
-                mine = index(shape, [Box((a, 0), (b - a, 3))])
-                assert sum(p.region.numel for p in plan_copies(index(shape, source), mine)) == (b - a) * 3
-                assert find_missing([index(shape, source)], mine) == []
+    for source_degree in range(1, 10):
+        sources = [Box((a, 0), (b - a, 3)) for a, b in split_rows(7, source_degree)]
+        for target_degree in range(1, 10):
+            for a, b in split_rows(7, target_degree):
+                target = make_index(shape, [Box((a, 0), (b - a, 3))])
+                copies = plan_copies(make_index(shape, sources), target)
+                assert sum(copy.region.numel for copy in copies) == (b - a) * 3
+                assert find_missing([make_index(shape, sources)], target) == []
 
 
-def test_scalar_is_one_element_and_an_empty_tensor_none():
-    scalar = index((), [Box((), ())])
-    (piece,) = plan_copies(scalar, scalar)
-    assert piece.region.numel == 1 and piece.source_slices == ()
+def test_a_scalar_has_one_element_and_an_empty_tensor_none():
+    scalar = make_index((), [Box((), ())])
+    (copy,) = plan_copies(scalar, scalar)
+    assert copy.region.numel == 1 and copy.source_slices == ()
     assert find_missing([], scalar) == [("w", Box((), ()))]
-    assert find_missing([], index((0, 4), [Box.from_shape((0, 4))])) == []
+    assert find_missing([], make_index((0, 4), [Box.from_shape((0, 4))])) == []
 
 
-def test_a_tensor_that_no_source_has_is_missing_whole():
-    wanted = index((2, 2), [Box.from_shape((2, 2))])
-    assert find_missing([index((2, 2), [Box.from_shape((2, 2))], name="other")], wanted) == [
-        ("w", Box.from_shape((2, 2)))
-    ]
+def test_a_tensor_in_no_source_is_missing_completely():
+    target = make_index((2, 2), [Box.from_shape((2, 2))])
+    source = make_index((2, 2), [Box.from_shape((2, 2))], name="other")
+    assert find_missing([source], target) == [("w", Box.from_shape((2, 2)))]
 
 
-def test_boxes_that_cannot_be_are_refused():
+def test_invalid_boxes_dtypes_and_names_are_refused():
     with pytest.raises(ValueError, match="negative"):
         Box((0,), (-1,))
     with pytest.raises(ValueError, match="1 offsets and 2 sizes"):
         Box((0,), (1, 1))
-    with pytest.raises(ValueError, match=r"w: box \[2:5\] does not lie in shape \(4,\)"):
-        index((4,), [Box((2,), (3,))])
+    with pytest.raises(ValueError, match=r"w: box \[2:5\] is outside shape \(4,\)"):
+        make_index((4,), [Box((2,), (3,))])
     with pytest.raises(ValueError, match="float7"):
-        index((4,), [], dtype="float7")
+        make_index((4,), [], dtype="float7")
     with pytest.raises(ValueError, match="occurs twice"):
-        StateIndex([*index((4,), []).values(), *index((4,), []).values()])
+        StateIndex([*make_index((4,), []).values(), *make_index((4,), []).values()])
 
 
-def test_index_survives_json():
-    before = merge_indexes(
-        [index((5, 2), [Box((0, 0), (3, 2)), Box((3, 0), (2, 2))]), index((), [Box((), ())], name="step")]
-    )
+def test_an_index_survives_a_json_round_trip():
+    weight = make_index((5, 2), [Box((0, 0), (3, 2)), Box((3, 0), (2, 2))])
+    before = merge_indexes([weight, make_index((), [Box((), ())], name="step")])
     after = StateIndex.from_json(json.loads(json.dumps(before.to_json())))
     assert dict(after) == dict(before)
 
 
-def test_compare_names_the_first_difference():
-    a = index((4, 2), [])
-    assert find_difference(a, index((4, 2), [Box((0, 0), (1, 1))])) is None
-    assert find_difference(a, index((4, 3), [])) == "w has shape [4, 2], not [4, 3]"
-    assert find_difference(a, index((4, 2), [], dtype="bfloat16")) == "w has dtype float32, not bfloat16"
-    assert find_difference(a, merge_indexes([a, index((1,), [], name="b")])) == "b is missing"
-    assert find_difference(merge_indexes([a, index((1,), [], name="b")]), a) == "b is unknown"
-    nothing = merge_indexes([a, index((0, 3), [], name="nothing")])
-    assert find_difference(a, nothing) is None and find_difference(nothing, a) is None
+def test_find_difference_names_the_first_difference():
+    a = make_index((4, 2), [])
+    assert find_difference(a, make_index((4, 2), [Box((0, 0), (1, 1))])) is None
+    assert find_difference(a, make_index((4, 3), [])) == "w has shape [4, 2], not [4, 3]"
+    assert find_difference(a, make_index((4, 2), [], dtype="bfloat16")) == "w has dtype float32, not bfloat16"
+    assert find_difference(a, merge_indexes([a, make_index((1,), [], name="b")])) == "b is missing"
+    assert find_difference(merge_indexes([a, make_index((1,), [], name="b")]), a) == "b is unknown"
+    with_empty = merge_indexes([a, make_index((0, 3), [], name="empty")])
+    assert find_difference(a, with_empty) is None and find_difference(with_empty, a) is None
     with pytest.raises(ValueError, match=r"w has shape \[4, 2\], not \[4, 3\]"):
-        merge_indexes([a, index((4, 3), [])])
+        merge_indexes([a, make_index((4, 3), [])])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_box_has_one_writer_that_holds_it(seed):
+def test_every_box_is_written_by_exactly_one_rank_that_holds_it(seed):
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, 6))
-    held = [[] for _ in range(ranks)]
+    slices_by_rank = [[] for _ in range(ranks)]
     for number in range(12):
         shape = random_shape(rng, number % 3)
         for rank in range(ranks):
             if rng.random() < 0.7:
                 box = Box.from_shape(shape) if number % 2 else random_box(rng, shape)
-                held[rank].append(TensorSlices(f"t{number}", shape, "float32", (box,)))
-    indexes = [StateIndex(slices) for slices in held]
+                slices_by_rank[rank].append(TensorSlices(f"t{number}", shape, "float32", (box,)))
+    indexes = [StateIndex(slices) for slices in slices_by_rank]
     writes = assign_writers(indexes)
-    written = [(name, indexes[rank][name].boxes[box]) for rank, mine in enumerate(writes) for name, box in mine]
-    distinct = {(t.name, box) for one in indexes for t in one.values() for box in t.boxes if box.numel}
+    written = [(name, indexes[rank][name].boxes[box]) for rank, assigned in enumerate(writes) for name, box in assigned]
+    distinct = {(t.name, box) for index in indexes for t in index.values() for box in t.boxes if box.numel}
     assert len(written) == len(set(written)) and set(written) == distinct
-    assert writes == assign_writers([StateIndex(reversed(slices)) for slices in held]), (
-        "the order of names is no matter"
+    assert writes == assign_writers([StateIndex(reversed(slices)) for slices in slices_by_rank]), (
+        "the result must not depend on the order of names"
     )
 
 
-def test_replicas_share_the_writing():
+def test_writing_is_balanced_between_replicas():
     sizes = [50257 * 8, *[64 * k for k in range(1, 200)]]
     replica = StateIndex(TensorSlices(f"t{n}", (s,), "float32", (Box((0,), (s,)),)) for n, s in enumerate(sizes))
     writes = assign_writers([replica] * 4)
-    load = [sum(replica[name].boxes[box].numel for name, box in mine) for mine in writes]
+    load = [sum(replica[name].boxes[box].numel for name, box in assigned) for assigned in writes]
     assert max(load) - min(load) < 0.01 * max(load)
     assert sum(load) == sum(sizes)
 
 
-def test_a_shard_that_one_rank_holds_is_written_there_and_the_rest_evens_out():
+def test_a_rank_with_a_large_shard_of_its_own_writes_nothing_else():
     big = TensorSlices("big", (100,), "float32", (Box((0,), (100,)),))
     small = [TensorSlices(f"s{n}", (10,), "float32", (Box((0,), (10,)),)) for n in range(10)]
     first, second = assign_writers([StateIndex([big, *small]), StateIndex(small)])

@@ -1,4 +1,4 @@
-"""Digests, reshards and slices against whole tensors and against an implementation in Python integers."""
+"""Digests, resharding in memory and slices, compared with whole tensors and with Python integers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from raytrain_hpc.state.sharded_state import (
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
-def held(name, whole, box):
-    shape = tuple(whole.shape)
-    local = whole[box.slices_in(Box.from_shape(shape))].clone()
-    return StateShard(name, shape, str(whole.dtype).removeprefix("torch."), box, local)
+def make_shard(name, tensor, box):
+    """Return the shard of `tensor` in `box`, as a copy."""
+    shape = tuple(tensor.shape)
+    local = tensor[box.to_slices(Box.from_shape(shape))].clone()
+    return StateShard(name, shape, str(tensor.dtype).removeprefix("torch."), box, local)
 
 
 def random_tensor(rng, shape, dtype):
@@ -32,30 +33,30 @@ def random_tensor(rng, shape, dtype):
     return (torch.randn(shape, dtype=torch.float64) * 1000).to(dtype)
 
 
-def tiling(rng, box, depth):
-    """Cut a box at random places, in random dimensions; empty parts happen."""
+def random_tiling(rng, box, depth):
+    """Split a box at random positions in random dimensions into 2**depth boxes, some of them empty."""
     if depth == 0 or not box.sizes:
         return [box]
     dim = rng.randrange(len(box.sizes))
-    cut = rng.randint(0, box.sizes[dim])
+    position = rng.randint(0, box.sizes[dim])
     first, second = list(box.sizes), list(box.sizes)
-    first[dim], second[dim] = cut, box.sizes[dim] - cut
+    first[dim], second[dim] = position, box.sizes[dim] - position
     start = list(box.offsets)
-    start[dim] += cut
-    return tiling(rng, Box(box.offsets, tuple(first)), depth - 1) + tiling(
+    start[dim] += position
+    return random_tiling(rng, Box(box.offsets, tuple(first)), depth - 1) + random_tiling(
         rng, Box(tuple(start), tuple(second)), depth - 1
     )
 
 
-def reference_digest(name, whole):
-    """The definition, one element at a time in Python integers."""
+def reference_digest(name, tensor):
+    """Compute the digest by its definition, one element at a time in Python integers."""
     mask = 2**64 - 1
-    dtype = str(whole.dtype).removeprefix("torch.")
-    identity = f"{name} {dtype} {list(whole.shape)}".encode()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    identity = f"{name} {dtype} {list(tensor.shape)}".encode()
     seed = int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
-    ints = {8: torch.int64, 4: torch.int32, 2: torch.int16}[whole.element_size()]
+    bits_dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
     total = 0
-    for position, bits in enumerate(whole.reshape(-1).view(ints).tolist()):
+    for position, bits in enumerate(tensor.reshape(-1).view(bits_dtype).tolist()):
         x = (position * 0x9E3779B97F4A7C15 + seed + bits * 0xD1B54A32D192ED03) & mask
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
@@ -64,86 +65,86 @@ def reference_digest(name, whole):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_digest_is_its_definition(dtype):
-    whole = random_tensor(random.Random(1), (5, 3, 4), dtype)
-    before = whole.clone()
-    assert compute_digest(ShardedState([StateShard.from_tensor("a.b", whole)])) == reference_digest("a.b", before)
-    assert torch.equal(whole, before), "hashing must not touch the state"
+def test_digest_equals_its_definition(dtype):
+    tensor = random_tensor(random.Random(1), (5, 3, 4), dtype)
+    before = tensor.clone()
+    assert compute_digest(ShardedState([StateShard.from_tensor("a.b", tensor)])) == reference_digest("a.b", before)
+    assert torch.equal(tensor, before), "hashing must not change the state"
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_digests_of_any_sharding_add_up_to_that_of_the_whole(seed):
+def test_digests_of_any_sharding_add_up_to_that_of_the_whole_tensor(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 9) for _ in range(seed % 5))
-    whole = random_tensor(rng, shape, DTYPES[seed % 4])
-    parts = tiling(rng, Box.from_shape(shape), 4)
-    total = sum(compute_digest(ShardedState([held("w", whole, box)])) for box in parts)
-    assert total % 2**64 == compute_digest(ShardedState([StateShard.from_tensor("w", whole)]))
+    tensor = random_tensor(rng, shape, DTYPES[seed % 4])
+    boxes = random_tiling(rng, Box.from_shape(shape), 4)
+    total = sum(compute_digest(ShardedState([make_shard("w", tensor, box)])) for box in boxes)
+    assert total % 2**64 == compute_digest(ShardedState([StateShard.from_tensor("w", tensor)]))
 
 
 def test_digest_does_not_depend_on_chunks_or_memory_order():
-    whole = torch.randn(300, 700)
-    expected = compute_digest(ShardedState([StateShard.from_tensor("w", whole)]))
-    columns = [held("w", whole, Box((0, a), (300, b - a))) for a, b in [(0, 1), (1, 333), (333, 700)]]
-    assert sum(compute_digest(ShardedState([one])) for one in columns) % 2**64 == expected
-    assert compute_digest(ShardedState([StateShard.from_tensor("w", whole.t().contiguous().t())])) == expected
+    tensor = torch.randn(300, 700)
+    expected = compute_digest(ShardedState([StateShard.from_tensor("w", tensor)]))
+    columns = [make_shard("w", tensor, Box((0, a), (300, b - a))) for a, b in [(0, 1), (1, 333), (333, 700)]]
+    assert sum(compute_digest(ShardedState([shard])) for shard in columns) % 2**64 == expected
+    column_major = tensor.t().contiguous().t()
+    assert compute_digest(ShardedState([StateShard.from_tensor("w", column_major)])) == expected
 
 
-def test_digest_sees_a_bit_a_swap_a_name_and_a_sign():
-    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    pair = [StateShard.from_tensor("a", whole), StateShard.from_tensor("b", whole + 1)]
-    seen = {compute_digest(ShardedState(pair))}
-    flipped = whole.clone()
+def test_digest_detects_a_bit_a_swap_a_name_a_shape_and_a_sign():
+    tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    pair = [StateShard.from_tensor("a", tensor), StateShard.from_tensor("b", tensor + 1)]
+    digests = {compute_digest(ShardedState(pair))}
+    flipped = tensor.clone()
     flipped.view(torch.int32)[1, 2] ^= 1
-    swapped = whole.clone()
-    swapped[0, 0], swapped[2, 3] = whole[2, 3].clone(), whole[0, 0].clone()
-    negative_zero = whole.clone()
+    swapped = tensor.clone()
+    swapped[0, 0], swapped[2, 3] = tensor[2, 3].clone(), tensor[0, 0].clone()
+    negative_zero = tensor.clone()
     negative_zero[0, 0] = -0.0
-    for other in (flipped, swapped, negative_zero, whole.t().contiguous(), whole.reshape(4, 3)):
-        seen.add(compute_digest(ShardedState([StateShard.from_tensor("a", other), pair[1]])))
-    seen.add(compute_digest(ShardedState([StateShard.from_tensor("b", whole), StateShard.from_tensor("a", whole + 1)])))
-    assert len(seen) == 7
+    for changed in (flipped, swapped, negative_zero, tensor.t().contiguous(), tensor.reshape(4, 3)):
+        digests.add(compute_digest(ShardedState([StateShard.from_tensor("a", changed), pair[1]])))
+    renamed = [StateShard.from_tensor("b", tensor), StateShard.from_tensor("a", tensor + 1)]
+    digests.add(compute_digest(ShardedState(renamed)))
+    assert len(digests) == 7
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-def test_a_fingerprint_sees_every_bit(length: int, dtype: torch.dtype) -> None:
-    """Also of a slice that begins where no word of 64 bits does."""
+def test_fingerprint_detects_every_flipped_bit(length: int, dtype: torch.dtype) -> None:
+    """The tensor starts at an address that is not aligned to 64 bits."""
     storage = torch.arange(length + 1).to(dtype)
-    part = storage[1:]
-    held = ShardedState([StateShard.from_tensor("a", part), StateShard.from_tensor("b", torch.ones(3))])
-    before = compute_fingerprint(held)
-    flat = part.view(torch.uint8)
+    tensor = storage[1:]
+    state = ShardedState([StateShard.from_tensor("a", tensor), StateShard.from_tensor("b", torch.ones(3))])
+    before = compute_fingerprint(state)
+    flat = tensor.view(torch.uint8)
     for byte in range(0, len(flat), max(1, len(flat) // 40)):
         for bit in range(8):
             flat[byte] ^= 1 << bit
-            assert compute_fingerprint(held) != before
+            assert compute_fingerprint(state) != before
             flat[byte] ^= 1 << bit
-    assert compute_fingerprint(held) == before
-    assert compute_fingerprint(ShardedState(list(held)[::-1])) != before
+    assert compute_fingerprint(state) == before
+    assert compute_fingerprint(ShardedState(list(state)[::-1])) != before
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_reshard_in_memory_is_bit_identical(seed):
+def test_resharding_in_memory_is_bit_identical(seed):
     rng = random.Random(100 + seed)
     shape = tuple(rng.randint(1, 9) for _ in range(seed % 4))
-    whole = random_tensor(rng, shape, DTYPES[seed % 4])
-    source = ShardedState(held("w", whole, box) for box in tiling(rng, Box.from_shape(shape), 3))
-    for box in tiling(rng, Box.from_shape(shape), 2):
-        target = held("w", torch.zeros_like(whole), box)
+    tensor = random_tensor(rng, shape, DTYPES[seed % 4])
+    source = ShardedState(make_shard("w", tensor, box) for box in random_tiling(rng, Box.from_shape(shape), 3))
+    for box in random_tiling(rng, Box.from_shape(shape), 2):
+        target = make_shard("w", torch.zeros_like(tensor), box)
         assert copy_overlap(source, ShardedState([target])) == box.numel
-        assert torch.equal(target.tensor, whole[box.to_slices(Box.from_shape(shape))])
+        assert torch.equal(target.tensor, tensor[box.to_slices(Box.from_shape(shape))])
 
 
-def test_copy_refuses_another_shape():
+def test_copying_between_different_shapes_is_refused():
+    source = ShardedState([StateShard.from_tensor("w", torch.zeros(4))])
     with pytest.raises(ValueError, match="w is float32"):
-        copy_overlap(
-            ShardedState([StateShard.from_tensor("w", torch.zeros(4))]),
-            ShardedState([StateShard.from_tensor("w", torch.zeros(5))]),
-        )
+        copy_overlap(source, ShardedState([StateShard.from_tensor("w", torch.zeros(5))]))
 
 
-def test_a_plain_tensor_is_held_whole_and_shares_memory():
+def test_the_slice_of_a_plain_tensor_is_the_whole_and_shares_memory():
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     shape, box, local = get_local_slice(weight)
     assert (shape, box) == ((2, 3), Box((0, 0), (2, 3)))
@@ -152,13 +153,13 @@ def test_a_plain_tensor_is_held_whole_and_shares_memory():
     assert get_local_slice(torch.tensor(3.0))[:2] == ((), Box((), ()))
 
 
-def test_holding_counts_and_refuses_what_does_not_fit():
-    whole = torch.zeros(4, 2, dtype=torch.bfloat16)
-    two = ShardedState([held("w", whole, Box((0, 0), (1, 2))), held("w", whole, Box((3, 0), (1, 2)))])
-    assert (two.numel, two.nbytes, len(two)) == (4, 8, 2)
-    assert two.to_index()["w"].boxes == (Box((0, 0), (1, 2)), Box((3, 0), (1, 2)))
-    assert two.get_shard("w", 1).box.offsets == (3, 0)
+def test_a_sharded_state_counts_its_shards_and_refuses_inconsistent_ones():
+    tensor = torch.zeros(4, 2, dtype=torch.bfloat16)
+    state = ShardedState([make_shard("w", tensor, Box((0, 0), (1, 2))), make_shard("w", tensor, Box((3, 0), (1, 2)))])
+    assert (state.numel, state.nbytes, len(state)) == (4, 8, 2)
+    assert state.to_index()["w"].boxes == (Box((0, 0), (1, 2)), Box((3, 0), (1, 2)))
+    assert state.get_shard("w", 1).box.offsets == (3, 0)
     with pytest.raises(ValueError, match=r"w: local tensor is float32 \[3\]"):
         StateShard("w", (4,), "float32", Box((0,), (4,)), torch.zeros(3))
-    with pytest.raises(ValueError, match="two shapes"):
+    with pytest.raises(ValueError, match="two shards differ in global shape"):
         ShardedState([StateShard.from_tensor("w", torch.zeros(3)), StateShard.from_tensor("w", torch.zeros(4))])
