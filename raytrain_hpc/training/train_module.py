@@ -92,7 +92,7 @@ class DecoderTrainModule:
         if batch.documents is not None:
             within = compute_document_positions(batch.documents)
             positions = within if positions is None else within[:, positions]
-        output: Tensor = module(x, keys, positions, documents=batch.documents, counted=batch.loss_weight)
+        output: Tensor = module(x, keys, positions, documents=batch.documents, loss_weight=batch.loss_weight)
         return output
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
