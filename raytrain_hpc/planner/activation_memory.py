@@ -18,8 +18,8 @@ def compute_layer_bytes_per_token(
     of column-parallel products are kept gathered, and everything else is sharded over tp. By `recompute`, kept are
 
     - none: inputs and outputs of both norms (for RMSNorm also its scaled input), queries, keys, values (again after
-    rotary embedding), the attention output, and up projection, activation and their product in the feed-forward; one
-    byte per element for each of two dropout masks;
+      rotary embedding), the attention output, and up projection, activation and their product in the feed-forward; one
+      byte per element for each of two dropout masks;
     - selective: the layer's input and the outputs of matrix products and attention;
     - full: the layer's input.
 
@@ -38,9 +38,8 @@ def compute_layer_bytes_per_token(
     )
     if recompute == "selective":
         outputs = a + 2 * kv + a  # queries, keys, values; attention
-        return (
-            (residual_itemsize * h + matmul_itemsize * outputs) / tp + matmul_itemsize * h + feed_forward
-        )  # outputs of row-parallel products before their sum
+        # The second term: outputs of row-parallel products before their sum.
+        return (residual_itemsize * h + matmul_itemsize * outputs) / tp + matmul_itemsize * h + feed_forward
     fused = dtype == "bf16" or compiled
     norms = residual_itemsize * h * (4 if spec.norm == "rmsnorm" and not fused else 2) / tp + matmul_itemsize * h * 2
     attention = a + 2 * kv + a + (a + kv if spec.positions == "rotary" and not compiled else 0)

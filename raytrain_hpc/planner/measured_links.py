@@ -31,7 +31,7 @@ class MeasuredLinks:
 
 def derive_links(all_timings: Sequence[CollectiveTimings], day: str) -> MeasuredLinks:
     """Derive the links from timings among workers of one node and among one worker per node."""
-    link_by_scope = {reach.scope: _derive_link(reach, day) for reach in all_timings}
+    link_by_scope = {timings.scope: _derive_link(timings, day) for timings in all_timings}
     return MeasuredLinks(day, link_by_scope.get("inside a node"), link_by_scope.get("across nodes"))
 
 
