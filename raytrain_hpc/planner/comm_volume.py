@@ -11,7 +11,7 @@ EP_ALL_TO_ALLS_PER_LAYER = 4  # per layer: dispatch and combine, in both passes
 
 
 def compute_tp_bytes(workload: Workload, tokens: float, tp: int) -> float:
-    """Return the bytes a rank sends in one tensor-parallel collective over the residual stream of `tokens` tokens."""
+    """Return the bytes that a rank sends in one tensor-parallel collective over the residual stream."""
     return tokens * workload.spec.hidden_size * workload.compute_itemsize * (tp - 1) / tp
 
 
@@ -27,7 +27,7 @@ def compute_ring_bytes(workload: Workload, tokens: float, tp: int) -> float:
 
 
 def compute_ep_bytes(workload: Workload, tokens: float, tp: int, ep: int) -> float:
-    """Return the bytes a rank sends in one all-to-all to the ranks of the experts, under uniform routing."""
+    """Return the bytes that a rank sends in one all-to-all to the ranks of the experts, under uniform routing."""
     routed = tokens * workload.spec.experts_per_token * workload.spec.hidden_size / tp
     return routed * workload.compute_itemsize * (ep - 1) / ep
 

@@ -19,9 +19,8 @@ from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
 _ATTENTION_EFFICIENCY = 0.7  # efficiency of fused attention relative to large matrix products
-_HALF_EFFICIENCY_WIDTH = (
-    50.0  # width at which a product is half as efficient as large ones, because its tiles do not fill the device
-)
+# Width at which a product is half as efficient as large ones, because its tiles do not fill the device.
+_HALF_EFFICIENCY_WIDTH = 50.0
 # Per logit in bf16: cast to fp32 (6), softmax (8), gradient in place (8), cast back (6).
 _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)

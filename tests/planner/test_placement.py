@@ -36,8 +36,8 @@ LAYOUTS = [
 ]
 
 
-def make_test_workload(*words: str) -> Workload:
-    config = load_config(None, ["train.seq_len=64", "train.global_batch=32", *words])
+def make_test_workload(*overrides: str) -> Workload:
+    config = load_config(None, ["train.seq_len=64", "train.global_batch=32", *overrides])
     return make_workload(config, resolve_model_spec(config.model, vocab_size=256, seq_len=64))
 
 
@@ -71,8 +71,8 @@ def list_assignments(groups: int, group_size: int, free_slots: dict[str, int]) -
         return
     for node, slots_left in free_slots.items():
         if slots_left >= group_size:
-            for remaining in list_assignments(groups - 1, group_size, {**free_slots, node: slots_left - group_size}):
-                yield [node] * group_size + remaining
+            for other_groups in list_assignments(groups - 1, group_size, {**free_slots, node: slots_left - group_size}):
+                yield [node] * group_size + other_groups
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
@@ -146,7 +146,7 @@ def test_thousands_of_devices_are_placed() -> None:
 
 
 def make_topology(*nodes: tuple[int, str]) -> Topology:
-    return Topology(tuple(Node(f"n{i}", "", make_sites, rack) for i, (make_sites, rack) in enumerate(nodes)), "cuda")
+    return Topology(tuple(Node(f"n{i}", "", slots, rack) for i, (slots, rack) in enumerate(nodes)), "cuda")
 
 
 def test_as_few_racks_and_nodes_as_possible_are_used() -> None:

@@ -59,7 +59,7 @@ def test_every_layout_can_be_trained() -> None:
 def test_no_legal_layout_is_left_out() -> None:
     """Against all combinations of small numbers."""
     overrides = ["model.num_layers=4", "model.num_heads=4", "train.global_batch=6", "train.seq_len=4096"]
-    found = {
+    planned = {
         (row["tp"], row["pp"], row["cp"], row["zero"], row["dp_shard"], row["micro_batch"])
         for row in plan_layouts(*overrides, "train.dtype=bf16", nodes=1, gpus_per_node=4, device="h100")
         if row["zero"] in (0, 1)
@@ -74,7 +74,7 @@ def test_no_legal_layout_is_left_out() -> None:
         except LayoutError:
             continue
         expected.add((tp, pp, cp, zero, layout.dp_shard, micro_batch))
-    assert found == expected
+    assert planned == expected
 
 
 def test_set_values_are_kept_and_lists_are_chosen_from() -> None:
