@@ -1,1 +1,1 @@
-"""Policies during a run, as pure functions: which ranks have failed and why, and who continues as which rank."""
+"""Policies during a run, as pure functions: which ranks failed and why, and which workers continue as which ranks."""

@@ -1,4 +1,4 @@
-"""Microbatches shared out by how fast ranks are: the one case of shares more than one apart. Pure decisions."""
+"""Load balancing: give slow ranks fewer microbatches. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,32 +10,37 @@ from raytrain_hpc.planner.layout import Batching, Layout
 
 @dataclass(frozen=True)
 class UnevenBatching(Batching):
-    """`counts[r]`: microbatches of data-parallel rank r."""
+    """A batching that gives data-parallel rank r `counts[r]` microbatches."""
 
     counts: tuple[int, ...]
 
     def split_by_rank(self, dp_size: int) -> list[range]:
-        """The microbatches of each data-parallel rank: contiguous runs. For another degree they are even again."""
+        """Return the contiguous range of microbatches of each data-parallel rank.
+
+        Falls back to an even split if `dp_size` is not the one that the counts were computed for.
+        """
         if dp_size != len(self.counts):
             return super().split_by_rank(dp_size)
-        ends = [sum(self.counts[: rank + 1]) for rank in range(dp_size)]
-        return [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+        stops = [sum(self.counts[: rank + 1]) for rank in range(dp_size)]
+        return [range(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True)]
 
 
 def balance_by_speed(batching: Batching, layout: Layout, microbatch_times: Sequence[float]) -> Batching:
-    """The same microbatches, shared out so that the last rank to finish finishes soonest.
+    """Split the microbatches over the data-parallel ranks so that the last rank finishes as early as possible.
 
-    `pace[r]`: how long rank r takes for a microbatch, in any unit; of a data-parallel rank the slowest member counts.
-    Everyone keeps one at least. As it was where all ranks must run equally many passes, or a schedule refuses it.
+    Call when stragglers are to be given less work. `microbatch_times[r]`: time that rank r takes per microbatch, in
+    any unit; the slowest member determines the speed of a data-parallel rank. Every rank keeps at least one
+    microbatch. Returns `batching` unchanged if the even split is already the best one, if all ranks must run the same
+    number of passes, or if the pipeline schedule does not accept one of the counts.
     """
-    took = [0.0] * layout.dp_size
-    for rank, seconds in enumerate(microbatch_times):
-        took[layout.get_dp_rank(rank)] = max(took[layout.get_dp_rank(rank)], seconds)
+    dp_rank_times = [0.0] * layout.dp_size
+    for rank, time in enumerate(microbatch_times):
+        dp_rank_times[layout.get_dp_rank(rank)] = max(dp_rank_times[layout.get_dp_rank(rank)], time)
     counts = [1] * layout.dp_size
     for _ in range(batching.count - layout.dp_size):
-        soonest = min(range(len(counts)), key=lambda rank: ((counts[rank] + 1) * took[rank], rank))
-        counts[soonest] += 1
-    refused = any(layout.pipeline.find_conflict(count) is not None for count in set(counts))
-    if layout.is_lockstep or refused or counts == [len(share) for share in batching.split_by_rank(layout.dp_size)]:
+        earliest = min(range(len(counts)), key=lambda rank: ((counts[rank] + 1) * dp_rank_times[rank], rank))
+        counts[earliest] += 1
+    has_conflict = any(layout.pipeline.find_conflict(count) is not None for count in set(counts))
+    if layout.is_lockstep or has_conflict or counts == [len(r) for r in batching.split_by_rank(layout.dp_size)]:
         return batching
     return UnevenBatching(batching.count, batching.size, tuple(counts))

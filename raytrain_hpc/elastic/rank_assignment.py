@@ -1,4 +1,4 @@
-"""Who keeps its place when a run goes on: state that stays where it is need not be sent."""
+"""Rank assignment: reorder ranks so that workers keep the state they hold and less of it is transferred."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from raytrain_hpc.planner.placement import Site
 def assign_ranks(
     placement: Sequence[int], sites: Sequence[Site], held_parts: Sequence[Sequence[int]], needed_parts: Sequence[int]
 ) -> tuple[int, ...]:
-    """The same places with as many workers as can be where the part of the state is needed that they hold.
+    """Return the placement with workers exchanged so that as many as possible hold the state part of their rank.
 
-    `placed[r]`: which worker gets rank r. `sites[w]` and `held[w]`: where a worker is, and the parts that it holds, its
-    own before copies of others'. `needed[r]`: the part of rank r. Nodes of one rack that have as many ranks change all
-    of these with one another, and the workers of a node theirs: that brings no two ranks nearer or further apart.
+    Call after `place_ranks`, when the next generation is planned. `placement[r]`: worker of rank r. `sites[w]`: rack
+    and node of worker w. `held_parts[w]`: state parts in the memory of worker w, its own before replicas.
+    `needed_parts[r]`: state part of rank r, see `compute_state_partition`.
+
+    Whole nodes of one rack with equally many ranks are exchanged, and workers within a node. No two ranks move nearer
+    or further apart, so the communication cost of the placement is unchanged.
     """
-    ranks_of: dict[Site, list[int]] = {}
+    ranks_by_node: dict[Site, list[int]] = {}
     for rank, worker in enumerate(placement):
-        ranks_of.setdefault(sites[worker], []).append(rank)
-    if len(set(needed_parts)) == 1:  # everybody has all of it
+        ranks_by_node.setdefault(sites[worker], []).append(rank)
+    if len(set(needed_parts)) == 1:  # all ranks hold the same state
         return tuple(placement)
-    alike: dict[Hashable, list[Site]] = {}
-    for site, ranks in ranks_of.items():
-        alike.setdefault((site.rack, len(ranks)), []).append(site)
-    found = list(placement)
-    for group in alike.values():
-        workers = {site: [placement[rank] for rank in ranks_of[site]] for site in group}
-        for site, other in _match_nodes(group, workers, ranks_of, held_parts, needed_parts).items():
-            for rank, worker in _assign_on_node(ranks_of[other], workers[site], held_parts, needed_parts).items():
-                found[rank] = worker
-    return tuple(found)
+    exchangeable: dict[Hashable, list[Site]] = {}
+    for node, ranks in ranks_by_node.items():
+        exchangeable.setdefault((node.rack, len(ranks)), []).append(node)
+    assignment = list(placement)
+    for nodes in exchangeable.values():
+        workers_by_node = {node: [placement[rank] for rank in ranks_by_node[node]] for node in nodes}
+        for node, target in _match_nodes(nodes, workers_by_node, ranks_by_node, held_parts, needed_parts).items():
+            for rank, worker in _assign_on_node(
+                ranks_by_node[target], workers_by_node[node], held_parts, needed_parts
+            ).items():
+                assignment[rank] = worker
+    return tuple(assignment)
 
 
 def _match_nodes(
@@ -41,39 +46,41 @@ def _match_nodes(
     held_parts: Sequence[Sequence[int]],
     needed_parts: Sequence[int],
 ) -> dict[Site, Site]:
-    """Whose ranks each node gets: first those that find most of what they need there."""
-    needing: dict[int, list[int]] = {}
-    for number, site in enumerate(nodes):
-        for part in {needed_parts[rank] for rank in ranks_by_node[site]}:
-            needing.setdefault(part, []).append(number)
-    common = []
-    for number, site in enumerate(nodes):
-        own = {part for worker in workers_by_node[site] for part in held_parts[worker][:1]}
-        there = {part for worker in workers_by_node[site] for part in held_parts[worker]}
-        counts = Counter(other for part in there for other in needing.get(part, ()))
-        counts.update(
-            other for part in own for other in needing.get(part, ())
-        )  # twice: so that most stay who they were
-        common += [(-count, number != other, number, other) for other, count in counts.items()]
-    chosen: dict[int, int] = {}
+    """Return, for each node, the node whose ranks its workers get.
+
+    Greedy: the pair of nodes with the most state parts in common is matched first.
+    """
+    nodes_needing: dict[int, list[int]] = {}  # state part -> indexes into `nodes`
+    for index, node in enumerate(nodes):
+        for part in {needed_parts[rank] for rank in ranks_by_node[node]}:
+            nodes_needing.setdefault(part, []).append(index)
+    overlaps = []
+    for index, node in enumerate(nodes):
+        own_parts = {part for worker in workers_by_node[node] for part in held_parts[worker][:1]}
+        all_parts = {part for worker in workers_by_node[node] for part in held_parts[worker]}
+        counts = Counter(target for part in all_parts for target in nodes_needing.get(part, ()))
+        # A worker's own part counts twice, so that most workers keep their rank.
+        counts.update(target for part in own_parts for target in nodes_needing.get(part, ()))
+        overlaps += [(-count, index != target, index, target) for target, count in counts.items()]
+    target_of: dict[int, int] = {}
     taken: set[int] = set()
-    for _, _, number, other in sorted(common):
-        if number not in chosen and other not in taken:
-            chosen[number] = other
-            taken.add(other)
-    rest = iter(number for number in range(len(nodes)) if number not in taken)
-    return {nodes[n]: nodes[chosen[n] if n in chosen else next(rest)] for n in range(len(nodes))}
+    for _, _, index, target in sorted(overlaps):
+        if index not in target_of and target not in taken:
+            target_of[index] = target
+            taken.add(target)
+    free_targets = iter(index for index in range(len(nodes)) if index not in taken)
+    return {nodes[n]: nodes[target_of[n] if n in target_of else next(free_targets)] for n in range(len(nodes))}
 
 
 def _assign_on_node(
     ranks: Sequence[int], workers: Sequence[int], held_parts: Sequence[Sequence[int]], needed_parts: Sequence[int]
 ) -> dict[int, int]:
-    """Who of a node's workers gets which of these ranks."""
-    left, seats = list(workers), dict[int, int]()
-    for of_worker in (slice(1), slice(None)):  # what is its own, then copies
-        for rank in (rank for rank in ranks if rank not in seats):
-            fitting = next((worker for worker in left if needed_parts[rank] in held_parts[worker][of_worker]), None)
-            if fitting is not None:
-                left.remove(fitting)
-                seats[rank] = fitting
-    return seats | dict(zip((rank for rank in ranks if rank not in seats), left, strict=True))
+    """Assign the workers of a node to these ranks, first by their own state part, then by the replicas they hold."""
+    free_workers, assignment = list(workers), dict[int, int]()
+    for considered in (slice(1), slice(None)):  # a worker's own part, then its replicas too
+        for rank in (rank for rank in ranks if rank not in assignment):
+            match = next((w for w in free_workers if needed_parts[rank] in held_parts[w][considered]), None)
+            if match is not None:
+                free_workers.remove(match)
+                assignment[rank] = match
+    return assignment | dict(zip((rank for rank in ranks if rank not in assignment), free_workers, strict=True))

@@ -1,4 +1,4 @@
-"""What a run goes on as when workers were lost, or came: which layout, which of them, from which step."""
+"""Recovery policy: choose layout, members and step of the next generation after a failure or a join. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raytrain_hpc.planner.placement import Site, place_ranks, select_active_work
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that is alive and can be given a rank.
+    """A live worker that can be given a rank.
 
-    `held`: the states that it has in memory. `pace`: how many times as long as others it was seen to work for as much.
-    `leaving`: its node is about to be taken away, so that it takes no part in what comes next. `rack`: its node's.
+    `state_parts`: parts of the training state in its memory. `slowdown`: time per microbatch relative to the other
+    workers, as last measured. `is_draining`: its node is about to be removed, so the worker gets no rank.
     """
 
     worker: int
@@ -33,14 +33,17 @@ class Candidate:
 
     @property
     def site(self) -> Site:
-        """Where it is."""
+        """Rack and node of the worker."""
         return Site(self.rack, self.node)
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The next generation: `members[r]` is the worker that gets rank r. `step`: the one that they hold in memory and go
-    on from; None: the newest checkpoint."""
+    """The members of the next generation: worker `members[r]` gets rank r.
+
+    `step`: step to resume from, whose state the members hold in memory together; None: resume from the newest
+    checkpoint.
+    """
 
     layout: Layout
     members: tuple[int, ...]
@@ -48,9 +51,9 @@ class Membership:
 
 
 def get_min_workers(config: Config) -> int:
-    """The fewest workers that a run goes on with."""
-    least = config.cluster.min_workers
-    return get_model_parallel_size(config) if least == AUTO else int(least)
+    """Return the fewest workers that a run continues with: `cluster.min_workers`, or one model-parallel replica."""
+    min_workers = config.cluster.min_workers
+    return get_model_parallel_size(config) if min_workers == AUTO else int(min_workers)
 
 
 def plan_membership(
@@ -60,42 +63,46 @@ def plan_membership(
     max_workers: int,
     estimate_bytes_by_axis: Callable[[Layout, Batching], Mapping[str, float]] = lambda layout, batching: {},
 ) -> Membership | None:
-    """The largest legal formation of at most `wanted` workers; None where there are too few for any.
+    """Return the largest legal membership of at most `max_workers` workers, or None if too few workers are left.
 
-    The batch stays cut as it is. Only data-parallel axes change: what cuts a model keeps its size, and a
-    tensor-parallel group stays on one node. `sent`: bytes along each axis, by which ranks are placed. They go on from
-    the newest step of which they hold all parts together, each where it was as far as that is as good.
+    Call before each generation, with all live workers. The batch keeps its microbatches. Only the data-parallel axes
+    change size; tensor-, context- and pipeline-parallel sizes are kept, and a tensor-parallel group stays on one node.
+
+    The generation resumes from the newest step for which the members hold all state parts. Ranks are placed by
+    `estimate_bytes_by_axis`, the bytes sent along each mesh axis; as far as that placement allows, workers get the
+    rank whose state they hold.
     """
-    candidates = [one for one in candidates if not one.is_draining]
-    for world in range(min(max_workers, len(candidates)), get_min_workers(config) - 1, -1):
-        layout = find_legal_layout(config, world, batching)
-        members = None if layout is None else _select_members(candidates, world, config.parallel.tp)
+    candidates = [candidate for candidate in candidates if not candidate.is_draining]
+    for world_size in range(min(max_workers, len(candidates)), get_min_workers(config) - 1, -1):
+        layout = find_legal_layout(config, world_size, batching)
+        members = None if layout is None else _select_members(candidates, world_size, config.parallel.tp)
         if layout is not None and members is not None:
-            step, sites = find_newest_complete_step(one.state_parts for one in members), [one.site for one in members]
-            held = [[state.part for state in one.state_parts if state.step == step] for one in members]
-            places = assign_ranks(
+            step, sites = find_newest_complete_step(m.state_parts for m in members), [m.site for m in members]
+            held_parts = [[state.part for state in m.state_parts if state.step == step] for m in members]
+            placement = assign_ranks(
                 place_ranks(layout, sites, estimate_bytes_by_axis(layout, batching)),
                 sites,
-                held,
+                held_parts,
                 compute_state_partition(layout),
             )
-            return Membership(layout, tuple(members[place].worker for place in places), step)
+            return Membership(layout, tuple(members[index].worker for index in placement), step)
     return None
 
 
 def find_legal_layout(config: Config, world_size: int, batching: Batching) -> Layout | None:
-    """The layout of the settings on `world` workers; None where none is legal.
+    """Return a layout of `world_size` ranks that fits the settings and the batching, or None if there is none.
 
-    Data-parallel axes that the settings fix are kept as long as they fit: first both, then the shards of a replica.
+    Data-parallel sizes that the settings fix are kept if possible. Otherwise `dp_replicate` is chosen freely, then
+    `dp_shard` as well.
     """
-    for freed in ((), ("dp_replicate",), ("dp_replicate", "dp_shard")):
-        fitted = deepcopy(config)
-        for axis in freed:
+    for freed_axes in ((), ("dp_replicate",), ("dp_replicate", "dp_shard")):
+        relaxed = deepcopy(config)
+        for axis in freed_axes:
             if axis == "dp_replicate" or config.parallel.zero:
-                setattr(fitted.parallel, axis, AUTO)
+                setattr(relaxed.parallel, axis, AUTO)
         try:
-            layout = resolve_layout(fitted, world_size)
-            resolve_batching(fitted, layout, batching)
+            layout = resolve_layout(relaxed, world_size)
+            resolve_batching(relaxed, layout, batching)
         except LayoutError:
             continue
         return layout
@@ -103,32 +110,37 @@ def find_legal_layout(config: Config, world_size: int, batching: Batching) -> La
 
 
 def _select_members(candidates: Sequence[Candidate], world_size: int, group_size: int) -> list[Candidate] | None:
-    """`world` of the candidates, in order of racks and nodes, groups of `together` on one node; None where too few fit.
+    """Select `world_size` candidates, sorted by rack and node, or None if they do not fit.
 
-    Those who hold state come first, and of a node's those who alone hold some.
+    Each group of `group_size` is on one node. Workers that hold state are preferred, on each node those that are the
+    only ones to hold a part.
     """
-    nodes: dict[str, list[Candidate]] = {}
-    holders = Counter(state for one in candidates for state in one.state_parts)
-    alone = {one.worker: sum(holders[state] == 1 for state in one.state_parts) for one in candidates}
-    for one in sorted(candidates, key=lambda one: (not one.state_parts, -alone[one.worker], one.pid)):
-        nodes.setdefault(one.node, []).append(one)
-    held = {node: sum(bool(one.state_parts) for one in there) for node, there in nodes.items()}
-    everybody = {node: len(there) for node, there in nodes.items()}
-    taken = _count_members_per_node(held, everybody, world_size, group_size) if any(held.values()) else None
-    taken = taken or select_active_workers(everybody, world_size, group_size)
-    if taken is None:
+    by_node: dict[str, list[Candidate]] = {}
+    holder_counts = Counter(state for candidate in candidates for state in candidate.state_parts)
+    sole_parts = {c.worker: sum(holder_counts[state] == 1 for state in c.state_parts) for c in candidates}
+    for candidate in sorted(candidates, key=lambda c: (not c.state_parts, -sole_parts[c.worker], c.pid)):
+        by_node.setdefault(candidate.node, []).append(candidate)
+    holders_per_node = {node: sum(bool(c.state_parts) for c in workers) for node, workers in by_node.items()}
+    workers_per_node = {node: len(workers) for node, workers in by_node.items()}
+    counts = (
+        _count_members_per_node(holders_per_node, workers_per_node, world_size, group_size)
+        if any(holders_per_node.values())
+        else None
+    )
+    counts = counts or select_active_workers(workers_per_node, world_size, group_size)
+    if counts is None:
         return None
-    chosen = [one for node, count in taken.items() for one in nodes[node][:count]]
-    return sorted(chosen, key=lambda one: (one.site, one.pid))
+    members = [candidate for node, count in counts.items() for candidate in by_node[node][:count]]
+    return sorted(members, key=lambda c: (c.site, c.pid))
 
 
 def _count_members_per_node(
     holders_per_node: Mapping[str, int], workers_per_node: Mapping[str, int], world_size: int, group_size: int
 ) -> dict[str, int] | None:
-    """How many to take of each node: as many as possible of those who hold state."""
-    taken = dict.fromkeys(workers_per_node, 0)
+    """Return the number of members from each node, with as many workers that hold state as possible, or None."""
+    counts = dict.fromkeys(workers_per_node, 0)
     for available in (holders_per_node, workers_per_node):
-        for node in sorted(taken, key=lambda node: (-available[node], node)):
-            share = min(world_size - sum(taken.values()), available[node] // group_size * group_size - taken[node])
-            taken[node] += max(0, share)
-    return taken if sum(taken.values()) == world_size else None
+        for node in sorted(counts, key=lambda node: (-available[node], node)):
+            count = min(world_size - sum(counts.values()), available[node] // group_size * group_size - counts[node])
+            counts[node] += max(0, count)
+    return counts if sum(counts.values()) == world_size else None

@@ -1,4 +1,4 @@
-"""Which ranks hold the same part of the state, and who keeps a copy of what a lost node would take away."""
+"""State partition: which ranks hold the same part of the training state, and which ranks keep replicas of a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from raytrain_hpc.planner.placement import Site
 
 @dataclass(frozen=True, order=True)
 class StatePart:
-    """A state of some step in a worker's memory: one of `parts` into which it was cut in a generation."""
+    """A part of the training state after `step` that a worker holds in memory.
+
+    `part` is one of the `num_parts` parts of the state partition of `generation`.
+    """
 
     generation: int
     part: int
@@ -22,66 +25,70 @@ class StatePart:
 
 
 def compute_state_partition(layout: Layout) -> list[int]:
-    """A number for each rank: ranks with the same one hold the same part of the state. Counted from 0."""
+    """Return the state part that each rank holds, numbered from 0. Ranks with the same number hold the same state."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(_get_part_key(layout, rank), len(numbers)) for rank in range(layout.world_size)]
 
 
 def _get_part_key(layout: Layout, rank: int) -> Hashable:
-    at = layout.get_coordinates(rank)
+    coordinates = layout.get_coordinates(rank)
     experts = layout.get_expert_coordinates(rank)
-    shares_experts = (experts["ep"], experts["dp_shard"]) if layout.ep > 1 else ()
-    return at["pp"], at["tp"], at["dp_shard"], shares_experts
+    expert_key = (experts["ep"], experts["dp_shard"]) if layout.ep > 1 else ()
+    return coordinates["pp"], coordinates["tp"], coordinates["dp_shard"], expert_key
 
 
 def plan_replication_pairs(layout: Layout, sites: Sequence[Site]) -> tuple[tuple[int, int], ...]:
-    """(rank, the rank that keeps a copy of its state) pairs: one for each part that the loss of a node would take away.
+    """Return (source rank, rank that keeps a replica) for each state part that the loss of one node would destroy.
 
-    `sites[r]` is where rank r is. Where all are on one node, the loss of a process is what counts. Copies are spread
-    evenly over the ranks of other nodes, on other racks where there are any, the next one first.
+    `sites[r]`: rack and node of rank r. If all ranks are on one node, replicas protect against the loss of a process.
+    Replicas go to another rack if there are several, else to another node. They are spread evenly over the ranks;
+    among ranks with equally few replicas the next higher rank is preferred, wrapping around.
     """
     holders: dict[int, list[int]] = {}
     for rank, part in enumerate(compute_state_partition(layout)):
         holders.setdefault(part, []).append(rank)
     nodes, racks = [site.node for site in sites], [site.rack for site in sites]
-    homes = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(sites))]
-    apart = racks if len(set(racks)) > 1 else homes
-    keepers, pairs = _ReplicaCounts(len(sites)), []
+    lost_together = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(sites))]
+    failure_domains = racks if len(set(racks)) > 1 else lost_together
+    replica_counts, pairs = _ReplicaCounts(len(sites)), []
     for ranks in holders.values():
         source = ranks[0]
-        if len({homes[rank] for rank in ranks}) == 1 and len(sites) > 1:
-            pairs.append((source, keepers.assign_replica(source, apart)))
+        if len({lost_together[rank] for rank in ranks}) == 1 and len(sites) > 1:
+            pairs.append((source, replica_counts.assign_replica(source, failure_domains)))
     return tuple(pairs)
 
 
 class _ReplicaCounts:
-    """Ranks by how many copies each keeps: of those with fewest, the next one is found without looking at all."""
+    """Ranks grouped by the number of replicas they keep, to find the next rank without a scan over all ranks."""
 
     def __init__(self, world_size: int):
         self._ranks_by_count: list[list[int]] = [list(range(world_size))]  # each ascending
 
     def assign_replica(self, source: int, failure_domains: Sequence[str]) -> int:
-        """The next rank around that is apart from the source and keeps fewest copies; it keeps one more now."""
+        """Return the rank to keep a replica of `source` and count the replica.
+
+        Raises ValueError if all ranks are in the failure domain of `source`.
+        """
         for count, ranks in enumerate(self._ranks_by_count):
             begin = bisect_right(ranks, source)
-            for at in chain(range(begin, len(ranks)), range(begin)):
-                if failure_domains[ranks[at]] != failure_domains[source]:
+            for index in chain(range(begin, len(ranks)), range(begin)):
+                if failure_domains[ranks[index]] != failure_domains[source]:
                     if count + 1 == len(self._ranks_by_count):
                         self._ranks_by_count.append([])
-                    insort(self._ranks_by_count[count + 1], rank := ranks.pop(at))
+                    insort(self._ranks_by_count[count + 1], rank := ranks.pop(index))
                     return rank
-        raise ValueError("nobody is apart from anybody")
+        raise ValueError(f"no other node or process can hold a replica of rank {source}'s state")
 
 
 def find_newest_complete_step(parts_by_worker: Iterable[Sequence[StatePart]]) -> int | None:
-    """The newest step of which all parts are in the memory of these workers; None where there is none.
+    """Return the newest step for which these workers together hold all parts of the state, or None.
 
-    Parts of two generations do not count together: they are cut otherwise.
+    Parts of different generations are never combined, because each generation has its own partition.
     """
-    found: dict[tuple[int, int], set[int]] = {}
-    counts: dict[int, int] = {}
-    for state in (one for of_worker in parts_by_worker for one in of_worker):
-        found.setdefault((state.generation, state.step), set()).add(state.part)
-        counts[state.generation] = state.num_parts
-    whole = (step for (generation, step), there in found.items() if len(there) == counts[generation])
-    return max(whole, default=None)
+    parts_held: dict[tuple[int, int], set[int]] = {}
+    num_parts: dict[int, int] = {}
+    for state_part in (state_part for worker_parts in parts_by_worker for state_part in worker_parts):
+        parts_held.setdefault((state_part.generation, state_part.step), set()).add(state_part.part)
+        num_parts[state_part.generation] = state_part.num_parts
+    complete = (step for (generation, step), parts in parts_held.items() if len(parts) == num_parts[generation])
+    return max(complete, default=None)

@@ -1,4 +1,8 @@
-"""When is a worker given up on? Signs of life -> suspects, and every limit of time from one number. Pure decisions."""
+"""Watchdog: decide from heartbeats which workers and nodes have failed, and which ranks are slow. Pure functions.
+
+The node agents read the heartbeats (runtime/heartbeat.py) and call `find_suspects`; the driver calls the rest. All
+timeouts for workers derive from one setting, `fault.stall_timeout`.
+"""
 
 from __future__ import annotations
 
@@ -12,52 +16,54 @@ from raytrain_hpc.config.schema import AUTO, Config
 Phase = Literal["idle", "building", "loading", "training", "evaluating", "saving"]
 SuspectKind = Literal["frozen", "interpreter held", "stalled"]
 
-_HEARTBEAT_TIMEOUT_S = 0.6  # without a beat, which comes every 0.05 s
-_MIN_STALL_TIMEOUT_S, _STALL_TIMEOUT_STEPS = 0.8, 2.7  # so that it is found out within 1 s, or 3 steps
-_INITIAL_STALL_TIMEOUT_S = 300.0  # until a step has shown how long one takes
-_DEADLOCK_FACTOR = 4.0  # times the patience with one rank
-_MIN_SAMPLES, _MIN_SAMPLED_STEPS = 40, 5  # until it is known who waits for whom
-_NODE_TIMEOUT_S, _NODE_TIMEOUT_AFTER_RANK_LOSS_S = (
-    10.0,
-    0.6,
-)  # without an answer from a node; the second where ranks have gone, too
-_SLOW_PHASE_TIMEOUT_S = 300.0  # who builds, loads or saves may wait for a file system, or for a compiler
+_HEARTBEAT_TIMEOUT_S = 0.6  # heartbeats come every 0.05 s
+_MIN_STALL_TIMEOUT_S, _STALL_TIMEOUT_STEPS = 0.8, 2.7  # detection within 1 s or 3 steps
+_INITIAL_STALL_TIMEOUT_S = 300.0  # until a step time is known
+_DEADLOCK_FACTOR = 4.0  # times the timeout of a single suspect
+_MIN_SAMPLES, _MIN_SAMPLED_STEPS = 40, 5  # needed to compare the speed of ranks
+# Without an answer from a node; the second applies if some of its or other ranks have failed too.
+_NODE_TIMEOUT_S, _NODE_TIMEOUT_AFTER_RANK_LOSS_S = 10.0, 0.6
+_SLOW_PHASE_TIMEOUT_S = 300.0  # building, loading and saving may wait for a file system or a compiler
 
 
 @dataclass(frozen=True)
 class WorkerHealth:
-    """What can be seen of a worker at a moment.
+    """A health sample of one worker, read from its heartbeat.
 
-    Ages are in seconds, less the time in which its loop was ready to run and had no CPU (of beats, any of its threads):
-    a machine with too much to do is no fault. `step_s`: how long its last step took, None where unknown. `looks`,
-    `waiting` and `urgent` count up for ever.
+    Ages are in seconds and exclude time in which the training loop was runnable but had no CPU, so that an overloaded
+    machine is not mistaken for a fault. For `heartbeat_age_s` the same holds for every thread of the worker. The
+    `num_` fields are counters that never reset.
     """
 
     rank: int
     is_alive: bool
     is_frozen: bool  # stopped by a signal
-    heartbeat_age_s: float
-    progress_age_s: float
+    heartbeat_age_s: float  # since the heartbeat thread last ran
+    progress_age_s: float  # since the training loop last reported progress
     phase: Phase
     step: int
-    step_s: float | None
-    num_samples: int = 0  # at what the loop was at, while training
-    num_waiting_samples: int = 0  # of those, how often it waited for other ranks
-    num_urgent_records: int = 0  # records made that the driver should fetch at once
+    step_s: float | None  # duration of the last step, None if unknown
+    num_samples: int = 0  # stack samples of the training loop, taken in phase "training"
+    num_waiting_samples: int = 0  # samples in which the loop was waiting for other ranks
+    num_urgent_records: int = 0  # records that the driver should fetch immediately
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds after which a silence counts, in the order in which they are checked."""
+    """Ages in seconds beyond which a worker is a suspect."""
 
-    heartbeat_s: float
-    stall_s: float
-    slow_phase_s: float
+    heartbeat_s: float  # of the heartbeat of a frozen worker
+    stall_s: float  # of heartbeat or progress in phase "training"
+    slow_phase_s: float  # of heartbeat or progress in any other phase
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A worker that shows no life. stalled: its loop does not go on, perhaps because it waits for another one."""
+    """A worker that exceeded a timeout.
+
+    `kind`: "frozen", the process is stopped by a signal; "interpreter held", its heartbeat thread cannot get the GIL;
+    "stalled", the training loop makes no progress, possibly because it waits for another rank.
+    """
 
     rank: int
     kind: SuspectKind
@@ -66,53 +72,63 @@ class Suspect:
 
 
 def is_deadlocked(suspects: Sequence[Suspect], world_size: int) -> bool:
-    """Whether all ranks have stood still for so long that none of them will go on, whoever is to blame for it."""
-    return len(suspects) == world_size and all(one.silent_s > _DEADLOCK_FACTOR * one.timeout_s for one in suspects)
+    """Return whether all ranks are suspects and each has exceeded its timeout by a factor of four.
+
+    Call when `attribute_fault` names no rank: the ranks then wait for each other and none will continue.
+    """
+    return len(suspects) == world_size and all(
+        suspect.silent_s > _DEADLOCK_FACTOR * suspect.timeout_s for suspect in suspects
+    )
 
 
 def compute_timeouts(config: Config, recent_step_s: Sequence[float]) -> Timeouts:
-    """Limits from `fault.stall_timeout`, or from how long the last steps took."""
-    chosen = config.fault.stall_timeout
-    if chosen != AUTO:
-        return Timeouts(float(chosen), float(chosen), max(float(chosen), _SLOW_PHASE_TIMEOUT_S))
-    stall = (
+    """Return the timeouts set by `fault.stall_timeout`, or derived from the durations of recent steps if it is auto.
+
+    Call before each `find_suspects`. `recent_step_s` is empty until the first step has finished.
+    """
+    stall_timeout = config.fault.stall_timeout
+    if stall_timeout != AUTO:
+        return Timeouts(float(stall_timeout), float(stall_timeout), max(float(stall_timeout), _SLOW_PHASE_TIMEOUT_S))
+    stall_s = (
         max(_MIN_STALL_TIMEOUT_S, _STALL_TIMEOUT_STEPS * median(recent_step_s))
         if recent_step_s
         else _INITIAL_STALL_TIMEOUT_S
     )
-    return Timeouts(_HEARTBEAT_TIMEOUT_S, stall, max(stall, _SLOW_PHASE_TIMEOUT_S))
+    return Timeouts(_HEARTBEAT_TIMEOUT_S, stall_s, max(stall_s, _SLOW_PHASE_TIMEOUT_S))
 
 
 def find_lost_nodes(
     silent_s: Mapping[str, float], *, has_lost_ranks: bool, dead_nodes: Collection[str] = ()
 ) -> list[str]:
-    """Nodes that are given up on. `silent_s`: since when each has owed an answer; `broken`: whether ranks are gone.
+    """Return the nodes that have not answered in time, and those in `dead_nodes`.
 
-    `refusing`: those that answer for themselves that what ran there does not any more.
+    Call whenever the driver polls its node agents. `silent_s`: seconds for which each node has owed an answer.
+    `has_lost_ranks`: whether ranks have failed, which shortens the timeout from 10 s to 0.6 s. `dead_nodes`: nodes
+    known to be down, because they refuse connections to Ray's process.
     """
-    patience = _NODE_TIMEOUT_AFTER_RANK_LOSS_S if has_lost_ranks else _NODE_TIMEOUT_S
-    return [node for node, seconds in silent_s.items() if seconds > patience or node in dead_nodes]
+    timeout_s = _NODE_TIMEOUT_AFTER_RANK_LOSS_S if has_lost_ranks else _NODE_TIMEOUT_S
+    return [node for node, seconds in silent_s.items() if seconds > timeout_s or node in dead_nodes]
 
 
 def find_suspects(workers: Sequence[WorkerHealth], timeouts: Timeouts) -> list[Suspect]:
-    """Who is not as a worker should be. One that ended is none: that is heard otherwise.
+    """Return the workers that look unhealthy. Exited workers are excluded; Ray reports those.
 
-    Frozen workers and those whose interpreter is held are to blame for the others, who wait for them: these are not
-    named beside them.
+    Call with a fresh health sample of each worker of a node. Idle workers are never suspects. If any worker is frozen
+    or has its interpreter held, only such workers are returned: stalled workers are then waiting for them.
     """
-    found = []
-    for one in workers:
-        if not one.is_alive or one.phase == "idle":
+    suspects = []
+    for worker in workers:
+        if not worker.is_alive or worker.phase == "idle":
             continue
-        patience = timeouts.stall_s if one.phase == "training" else timeouts.slow_phase_s
-        if one.is_frozen and one.heartbeat_age_s > timeouts.heartbeat_s:
-            found.append(Suspect(one.rank, "frozen", one.heartbeat_age_s, timeouts.heartbeat_s))
-        elif one.heartbeat_age_s > patience:
-            found.append(Suspect(one.rank, "interpreter held", one.heartbeat_age_s, patience))
-        elif one.progress_age_s > patience:
-            found.append(Suspect(one.rank, "stalled", one.progress_age_s, patience))
-    certain = [one for one in found if one.kind != "stalled"]
-    return certain or found
+        timeout_s = timeouts.stall_s if worker.phase == "training" else timeouts.slow_phase_s
+        if worker.is_frozen and worker.heartbeat_age_s > timeouts.heartbeat_s:
+            suspects.append(Suspect(worker.rank, "frozen", worker.heartbeat_age_s, timeouts.heartbeat_s))
+        elif worker.heartbeat_age_s > timeout_s:
+            suspects.append(Suspect(worker.rank, "interpreter held", worker.heartbeat_age_s, timeout_s))
+        elif worker.progress_age_s > timeout_s:
+            suspects.append(Suspect(worker.rank, "stalled", worker.progress_age_s, timeout_s))
+    certain = [suspect for suspect in suspects if suspect.kind != "stalled"]
+    return certain or suspects
 
 
 def find_stragglers(
@@ -121,29 +137,33 @@ def find_stragglers(
     factor: float,
     microbatches_per_rank: Sequence[int],
 ) -> dict[int, float] | None:
-    """Ranks that keep the others waiting, and how many times as long as the others' median they take for as much.
+    """Return the ranks that are at least `factor` times slower than the median of the other ranks, and how much slower.
 
-    All ranks take as long for a step, whoever it is that holds it up: what tells them apart is for how much of it they
-    do not wait, by `load[r]`, what rank r has to do in a step. `before` and `now` are two looks at all ranks; None
-    where they are not far enough apart for that share to be known, which takes 40 looks and 5 steps.
+    Call periodically with two health samples of all ranks. Returns None if they are less than 40 stack samples or
+    5 steps apart on any rank: keep `previous` and call again later.
+
+    All ranks take equally long per step because they wait for the slowest. The time that a rank takes per microbatch
+    is therefore measured as the share of stack samples in which it does not wait for other ranks, divided by
+    `microbatches_per_rank[rank]`.
     """
-    working: dict[int, float] = {}
-    for rank, sign in current.items():
+    work_shares: dict[int, float] = {}
+    for rank, health in current.items():
         earlier = previous.get(rank)
         if (
             earlier is None
-            or sign.num_samples - earlier.num_samples < _MIN_SAMPLES
-            or sign.step - earlier.step < _MIN_SAMPLED_STEPS
+            or health.num_samples - earlier.num_samples < _MIN_SAMPLES
+            or health.step - earlier.step < _MIN_SAMPLED_STEPS
         ):
             return None
-        looks = sign.num_samples - earlier.num_samples
-        working[rank] = (
-            1.0 - (sign.num_waiting_samples - earlier.num_waiting_samples) / looks
+        samples = health.num_samples - earlier.num_samples
+        work_shares[rank] = (
+            1.0 - (health.num_waiting_samples - earlier.num_waiting_samples) / samples
         ) / microbatches_per_rank[rank]
-    found = {}
-    for rank, share in working.items():
-        others = [other for one, other in working.items() if one != rank]
-        usual = max(median(others), 1.0 / _MIN_SAMPLES / max(microbatches_per_rank)) if others else share
-        if share >= factor * usual:
-            found[rank] = share / usual
-    return found
+    slowdowns = {}
+    for rank, share in work_shares.items():
+        peer_shares = [peer_share for peer_rank, peer_share in work_shares.items() if peer_rank != rank]
+        # The lower bound keeps the quotient finite if the other ranks only wait.
+        typical = max(median(peer_shares), 1.0 / _MIN_SAMPLES / max(microbatches_per_rank)) if peer_shares else share
+        if share >= factor * typical:
+            slowdowns[rank] = share / typical
+    return slowdowns

@@ -1,1 +1,1 @@
-"""Pure decisions: layout, placement, memory, cost. Standard library and config only."""
+"""Planning before a run: legal layouts, placement, memory and step time. Standard library and config only, no torch."""

@@ -1,4 +1,4 @@
-"""Bytes of a layer's activations that a rank keeps from the forward pass for the backward pass."""
+"""Activation memory: bytes per layer that a rank keeps from the forward pass for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,57 +10,60 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def compute_layer_bytes_per_token(
-    shape: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+    spec: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
 ) -> float:
-    """Bytes a token of a microbatch that one layer keeps, on a rank of `tp`; a token counts on one rank of cp.
+    """Return the bytes that one layer keeps per token of a microbatch, on one of `tp` ranks.
 
-    After Korthikanti et al. 2022 (arXiv 2205.05198), for the layers as they are here: fused attention keeps no scores;
-    inputs of column products are kept gathered, everything else is shared out. Kept are
+    After Korthikanti et al. 2022 (arXiv 2205.05198), adapted to these layers: fused attention keeps no scores, inputs
+    of column-parallel products are kept gathered, and everything else is sharded over tp. By `recompute`, kept are
 
-    - none: both norms' inputs and results (an RMS norm also its scaled input), queries, keys, values (again once they
-      are turned by rotary positions), what attention gives, and of the feed-forward up, activation and their product;
-      a byte an element for each of two dropout masks;
-    - selective: the layer's input and the results of products and attention;
+    - none: inputs and outputs of both norms (for RMSNorm also its scaled input), queries, keys, values (again after
+      rotary embedding), the attention output, and up projection, activation and their product in the feed-forward; one
+      byte per element for each of two dropout masks;
+    - selective: the layer's input and the outputs of matrix products and attention;
     - full: the layer's input.
 
-    Elements have 4 bytes in fp32, 8 in fp64. In bf16 those of products have 2 and the residual stream's 4, and norms
-    are taken to be fused, as they are on a GPU: they keep their input alone, which the product behind them has cast.
-    Blocks that are compiled keep less: norms are fused in all types, and queries and keys before they are turned, what
-    the activation gives and the last product's result come again from what else is kept.
+    Elements have 4 bytes in fp32 and 8 in fp64. In bf16, outputs of products have 2 bytes and the residual stream has
+    4. Norms are taken to be fused in bf16, as they are on a GPU: they keep only their input, and the next product keeps
+    the cast output. Compiled blocks keep less. Their norms are fused in all dtypes, and they recompute queries and keys
+    before rotary embedding, the output of the activation, and the output of the last product.
     """
-    wide = 8 if dtype == "fp64" else 4
-    narrow = 2 if dtype == "bf16" else wide
-    h, a, kv = shape.hidden_size, shape.attention_size, shape.kv_size
+    residual_itemsize = 8 if dtype == "fp64" else 4
+    matmul_itemsize = 2 if dtype == "bf16" else residual_itemsize
+    h, a, kv = spec.hidden_size, spec.attention_size, spec.kv_size
     if recompute == "full":
-        return wide * h / tp
-    feed_forward = _compute_feed_forward_bytes(shape, tp, wide, narrow, recompute == "selective", compiled)
+        return residual_itemsize * h / tp
+    feed_forward = _compute_feed_forward_bytes(
+        spec, tp, residual_itemsize, matmul_itemsize, recompute == "selective", compiled
+    )
     if recompute == "selective":
-        products = a + 2 * kv + a  # queries, keys, values; attention
-        return (wide * h + narrow * products) / tp + narrow * h + feed_forward  # row products before their sum
+        outputs = a + 2 * kv + a  # queries, keys, values; attention
+        # The second term: outputs of row-parallel products before their sum.
+        return (residual_itemsize * h + matmul_itemsize * outputs) / tp + matmul_itemsize * h + feed_forward
     fused = dtype == "bf16" or compiled
-    norms = wide * h * (4 if shape.norm == "rmsnorm" and not fused else 2) / tp + narrow * h * 2
-    attention = a + 2 * kv + a + (a + kv if shape.positions == "rotary" and not compiled else 0)
-    attention += (a + kv) * ((shape.norm == "rmsnorm" and not fused) + (not compiled)) if shape.qk_norm else 0
-    masks = 2 * h if shape.dropout else 0
-    return norms + (narrow * attention + masks) / tp + feed_forward
+    norms = residual_itemsize * h * (4 if spec.norm == "rmsnorm" and not fused else 2) / tp + matmul_itemsize * h * 2
+    attention = a + 2 * kv + a + (a + kv if spec.positions == "rotary" and not compiled else 0)
+    attention += (a + kv) * ((spec.norm == "rmsnorm" and not fused) + (not compiled)) if spec.qk_norm else 0
+    masks = 2 * h if spec.dropout else 0
+    return norms + (matmul_itemsize * attention + masks) / tp + feed_forward
 
 
 def _compute_feed_forward_bytes(
-    shape: ModelSpec, tp: int, residual_itemsize: int, matmul_itemsize: int, selective: bool, compiled: bool
+    spec: ModelSpec, tp: int, residual_itemsize: int, matmul_itemsize: int, selective: bool, compiled: bool
 ) -> float:
-    """What the feed-forward keeps between its first product's input and its last one's result.
+    """Return the bytes kept per token between the input of the first product and the output of the last one.
 
-    Every position goes to several experts, and to the shared one: the rows that go there are kept, what comes of them
-    before it is weighed, and the router's scores.
+    With experts, a token is kept once for each expert it is routed to, before and after the expert, besides the shared
+    expert and the router's scores.
     """
-    ups = shape.num_ffn_matrices - 1
-    swiglu = (3 if compiled else 4) if shape.activation == "swiglu" else 2
-    a_channel = matmul_itemsize * (ups if selective else swiglu)
-    k, h = shape.experts_per_token, shape.hidden_size
-    result = matmul_itemsize * h if selective and not compiled else 0
-    if not shape.num_experts:
-        return a_channel * shape.ffn_size / tp + result
-    shared = a_channel * shape.shared_expert_size / tp + (result if shape.shared_expert_size else 0)
-    routed = a_channel * k * shape.ffn_size / tp + matmul_itemsize * k * h * (1 if selective else 2)
-    # Scores in fp32 at least; and of each choice its place there and back, and its weight.
-    return shared + routed + residual_itemsize * shape.num_experts + k * (3 * 8 + 3 * residual_itemsize)
+    num_up = spec.num_ffn_matrices - 1
+    activation_tensors = (3 if compiled else 4) if spec.activation == "swiglu" else 2
+    bytes_per_channel = matmul_itemsize * (num_up if selective else activation_tensors)
+    k, h = spec.experts_per_token, spec.hidden_size
+    output = matmul_itemsize * h if selective and not compiled else 0
+    if not spec.num_experts:
+        return bytes_per_channel * spec.ffn_size / tp + output
+    shared = bytes_per_channel * spec.shared_expert_size / tp + (output if spec.shared_expert_size else 0)
+    routed = bytes_per_channel * k * spec.ffn_size / tp + matmul_itemsize * k * h * (1 if selective else 2)
+    # Scores in at least fp32; per routed expert three int64 indexes and three weights.
+    return shared + routed + residual_itemsize * spec.num_experts + k * (3 * 8 + 3 * residual_itemsize)

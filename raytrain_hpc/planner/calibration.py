@@ -1,4 +1,4 @@
-"""What a machine makes of the work that it is given: the four numbers that are not on any data sheet."""
+"""Calibration: the four numbers of a machine that no data sheet has, refitted from measured step times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from math import log
 
 @dataclass(frozen=True)
 class Calibration:
-    """`efficiency`: share of the peak that large matrix products reach. `layer_s`: seconds that a layer's forward pass
-    takes beside its arithmetic and memory, for launches and gaps. `exchanges_hidden`, `gradients_hidden`: shares of the
-    traffic inside passes, and of that of data-parallel ranks, that pass behind what is computed.
+    """Measured properties of a machine.
 
-    The defaults were fitted, all rows at once, to the fourteen layouts of the Ultrascale playbook (Hugging Face 2025,
-    eight H100 per node); tests/planner/test_published_layouts.py holds what they reach there and on other tables.
+    `efficiency`: share of peak FLOPs that large matrix products reach. `layer_s`: seconds per layer forward pass
+    besides arithmetic and memory traffic, for kernel launches and gaps. `exchanges_hidden`, `gradients_hidden`: shares
+    of the communication inside passes, and of that between data-parallel ranks, that overlap with computation.
+
+    The defaults were fitted jointly to the fourteen layouts of the Ultrascale playbook (Hugging Face 2025, eight H100
+    per node). tests/planner/test_published_layouts.py checks their accuracy there and on other published tables.
     """
 
     efficiency: float = 0.553
@@ -29,35 +31,42 @@ _BOUNDS = {
     "exchanges_hidden": (0.0, 0.95),
     "gradients_hidden": (0.0, 0.95),
 }
-_STEP_SIZES = (0.5, 0.2, 0.05, 0.02)  # by which a number is tried larger and smaller
+_STEP_SIZES = (0.5, 0.2, 0.05, 0.02)  # relative changes tried in both directions
 
 
 def refit(
     predict: Callable[[Calibration], Sequence[float]], measured: Sequence[float], initial: Calibration
 ) -> Calibration:
-    """The calibration near `start` with which predictions are nearest to what was measured, by squared ratios.
+    """Return the calibration near `initial` that minimizes the squared log ratios of predictions to measurements.
 
-    `predict`: seconds of each step that was measured. One number after the other goes up or down for as long as that
-    helps. Without any measurement `start` is what it is.
+    `predict` returns the seconds of each measured step. Coordinate descent: each number is raised or lowered as long as
+    that helps. Without measurements, `initial` is returned.
     """
 
-    def off(calibration: Calibration) -> float:
-        return sum(log(one / other) ** 2 for one, other in zip(predict(calibration), measured, strict=True))
+    def compute_error(calibration: Calibration) -> float:
+        return sum(
+            log(predicted_s / measured_s) ** 2
+            for predicted_s, measured_s in zip(predict(calibration), measured, strict=True)
+        )
 
-    best, error = initial, off(initial)
-    for step in _STEP_SIZES:
+    best, error = initial, compute_error(initial)
+    for step_size in _STEP_SIZES:
         improved = bool(measured)
         while improved:
             improved = False
-            for tried in _iter_neighbors(best, step):
-                if (now := off(tried)) < error * (1 - 1e-6):
-                    best, error, improved = tried, now, True
+            for candidate in _iter_neighbors(best, step_size):
+                if (candidate_error := compute_error(candidate)) < error * (1 - 1e-6):
+                    best, error, improved = candidate, candidate_error, True
     return best
 
 
-def _iter_neighbors(calibration: Calibration, step: float) -> Iterator[Calibration]:
+def _iter_neighbors(calibration: Calibration, step_size: float) -> Iterator[Calibration]:
     for name, (low, high) in _BOUNDS.items():
         value = getattr(calibration, name)
-        share = high < 1.0 and low == 0.0
-        for other in (value + step / 2, value - step / 2) if share else (value * (1 + step), value / (1 + step)):
-            yield replace(calibration, **{name: min(high, max(low, other))})
+        is_share = high < 1.0 and low == 0.0
+        for neighbor in (
+            (value + step_size / 2, value - step_size / 2)
+            if is_share
+            else (value * (1 + step_size), value / (1 + step_size))
+        ):
+            yield replace(calibration, **{name: min(high, max(low, neighbor))})

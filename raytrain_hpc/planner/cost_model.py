@@ -1,4 +1,4 @@
-"""How long a step takes, and where the time goes: compute, exchanges, the pipeline's gaps, gradients, the optimizer."""
+"""Cost model: estimated step time by component: compute, communication, pipeline bubble, gradients, optimizer."""
 
 from __future__ import annotations
 
@@ -18,49 +18,46 @@ from raytrain_hpc.planner.pipeline_timeline import simulate
 from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
-_ATTENTION_EFFICIENCY = 0.7  # of what matrix products reach, by fused attention
-_HALF_EFFICIENCY_WIDTH = (
-    50.0  # width at which a product reaches half of what large ones do: its tiles do not fill the device
-)
-# Moved a logit in bf16: cast to fp32 (6), made a probability (8) and that, in its place, a gradient (8), cast back (6).
+_ATTENTION_EFFICIENCY = 0.7  # efficiency of fused attention relative to large matrix products
+# Width at which a product is half as efficient as large ones, because its tiles do not fill the device.
+_HALF_EFFICIENCY_WIDTH = 50.0
+# Per logit in bf16: cast to fp32 (6), softmax (8), gradient in place (8), cast back (6).
 _LOGIT_BYTES = 28
-_COMPILED_LOGIT_BYTES = 10  # written (2), read for the largest and their sum (4), made a gradient in one pass (4)
-_COMPILE_SPEEDUP = 1.18  # more of the peak where blocks are compiled: little stands between their products (RESULTS.md)
-_MAX_EFFICIENCY = 0.9  # of the peak, whatever is calibrated
-_HOST_GBS = 25.0  # a device's share of its host's memory, over which the CPU steps what is offloaded
+_COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
+_COMPILE_SPEEDUP = 1.18  # of matrix products in compiled blocks (RESULTS.md)
+_MAX_EFFICIENCY = 0.9  # of the peak, whatever the calibration
+_HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps
 _DISK_GBS = 2.0
-_OPTIMIZER_ACCESSES_PER_PARAMETER = (
-    10  # elements a parameter that clipping and AdamW read and write: norm 1, scale 2, step 7
-)
+_OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter: norm 1, scaling 2, AdamW 7
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step. `bubble`: the pipeline's gaps. Exchanges count as far as they are not hidden."""
+    """Seconds per step by component. Communication counts only as far as it is not overlapped."""
 
     compute: float
     tensor: float
     context: float
     experts: float
     pipeline: float
-    bubble: float
+    bubble: float  # time in which the pipeline fills and drains
     data: float
     optimizer: float
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds per step."""
         exchanged = self.tensor + self.context + self.experts + self.pipeline + self.data
         return self.compute + exchanged + self.bubble + self.optimizer
 
 
 @dataclass(frozen=True)
 class _PassCost:
-    """Seconds of a forward and a backward pass of one microbatch: through one layer, or through a rank's part."""
+    """Seconds of the forward and backward pass of one microbatch, through one layer or through a rank's stages."""
 
     forward: float
     backward: float
-    tensor: float = 0.0  # exchanges, both ways together
+    tensor: float = 0.0  # communication of both passes
     context: float = 0.0
     experts: float = 0.0
 
@@ -74,7 +71,7 @@ class _PassCost:
 
 
 class CostModel:
-    """Steps of this work on this machine, as it has been calibrated. Remembers what recurs in a search."""
+    """Estimates steps of a workload on a calibrated machine. Caches what recurs in a layout search."""
 
     def __init__(self, workload: Workload, machine: Machine, calibration: Calibration):
         self._workload, self._machine, self._calibration = workload, machine, calibration
@@ -87,91 +84,118 @@ class CostModel:
         self._stages = StageCache(workload)
 
     def estimate_step(self, choice: LayoutChoice) -> StepCost:
-        """One step, done so.
+        """Estimate the cost of one step with this layout choice.
 
-        The slowest pipeline rank sets the pace of all microbatches; the way of the first one there and of the last one
-        back is the gap, which schedules fill in part. The step's gradients are read and written again for every
-        microbatch. Data-parallel traffic of ZeRO-0 and 1 can hide behind the last backward pass, that of ZeRO-2 behind
-        all of these and of ZeRO-3 behind all passes.
+        The slowest pipeline rank sets the pace of all microbatches. The bubble is the time in which the pipeline fills
+        and drains, which some schedules fill in part. Gradient accumulation reads and writes the gradients once per
+        microbatch. Data-parallel communication overlaps with the last backward pass under ZeRO-0 and 1, with all
+        backward passes under ZeRO-2, and with all passes under ZeRO-3.
         """
-        work, machine, layout, turns = self._workload, self._machine, choice.layout, choice.microbatches_per_rank
-        parts, own = self._estimate_passes_by_rank(choice), get_largest(self._stages.get_parameters(layout))
-        slowest = max(parts, key=lambda part: part.total)
-        gap = _compute_bubble(layout, turns) * sum(part.total for part in parts) / len(parts)
-        sent = 0.0
+        workload, machine, layout, microbatches = (
+            self._workload,
+            self._machine,
+            choice.layout,
+            choice.microbatches_per_rank,
+        )
+        passes, rank_parameters = (
+            self._estimate_passes_by_rank(choice),
+            get_largest(self._stages.get_parameters(layout)),
+        )
+        slowest = max(passes, key=lambda rank_pass: rank_pass.total)
+        bubble = _compute_bubble(layout, microbatches) * sum(rank_pass.total for rank_pass in passes) / len(passes)
+        pipeline_s = 0.0
         if layout.pp > 1:
-            size = comm_volume.compute_pp_bytes(work, choice.batching.size * work.seq_len / layout.cp, layout.tp)
-            one = 2 * layout.pipeline.stages_per_rank * machine.estimate_transfer_s(size, across=machine.nodes > 1)
-            sent = one * (turns * (1 - self._calibration.exchanges_hidden) + layout.pp - 1)
-        added = (own.dense + own.experts) * 2 * work.state_itemsize / (machine.device.memory_gbs * 1e9)
+            message_bytes = comm_volume.compute_pp_bytes(
+                workload, choice.batching.size * workload.seq_len / layout.cp, layout.tp
+            )
+            transfers_s = (
+                2
+                * layout.pipeline.stages_per_rank
+                * machine.estimate_transfer_s(message_bytes, across=machine.nodes > 1)
+            )
+            pipeline_s = transfers_s * (microbatches * (1 - self._calibration.exchanges_hidden) + layout.pp - 1)
+        accumulation_s = (
+            (rank_parameters.dense + rank_parameters.experts)
+            * 2
+            * workload.state_itemsize
+            / (machine.device.memory_gbs * 1e9)
+        )
         return StepCost(
-            compute=turns * (slowest.compute + added),
-            tensor=turns * slowest.tensor,
-            context=turns * slowest.context,
-            experts=turns * slowest.experts,
-            pipeline=sent + self._estimate_tied_s(layout),
-            bubble=gap,
-            data=self._estimate_dp_s(choice, own, slowest),
-            optimizer=self._estimate_optimizer_s(choice, own),
+            compute=microbatches * (slowest.compute + accumulation_s),
+            tensor=microbatches * slowest.tensor,
+            context=microbatches * slowest.context,
+            experts=microbatches * slowest.experts,
+            pipeline=pipeline_s + self._estimate_tied_s(layout),
+            bubble=bubble,
+            data=self._estimate_dp_s(choice, rank_parameters, slowest),
+            optimizer=self._estimate_optimizer_s(choice, rank_parameters),
         )
 
     def compute_mfu(self, seconds: float, *, causal: bool = True) -> float:
-        """Model FLOPs utilisation of a step of so many seconds; see plan.flops for what is counted."""
-        work, machine = self._workload, self._machine
-        flops = compute_flops_per_token(work.shape, work.seq_len, causal=causal) * work.global_batch * work.seq_len
+        """Return the model FLOPs utilization of a step of `seconds`. See planner/flops.py for the FLOPs counted."""
+        workload, machine = self._workload, self._machine
+        flops = (
+            compute_flops_per_token(workload.spec, workload.seq_len, causal=causal)
+            * workload.global_batch
+            * workload.seq_len
+        )
         return flops / (seconds * machine.num_devices * machine.device.tflops * 1e12)
 
     def _estimate_passes_by_rank(self, choice: LayoutChoice) -> list[_PassCost]:
-        """What each pipeline rank has to do for a microbatch."""
+        """Estimate, for each pipeline rank, the passes of a microbatch through its stages."""
         layout, size = choice.layout, choice.batching.size
-        layer = self._get_layer_cost(layout.tp, layout.cp, layout.ulysses, layout.ep, size, choice.recompute)
-        head, pipeline, parts = self._estimate_head_s(layout, size), layout.pipeline, []
+        layer_cost = self._get_layer_cost(layout.tp, layout.cp, layout.ulysses, layout.ep, size, choice.recompute)
+        head, pipeline, passes = self._estimate_head_s(layout, size), layout.pipeline, []
         stages = self._stages.get_layer_counts(pipeline.num_stages)
         for rank in range(pipeline.num_ranks):
-            mine = pipeline.get_stages_of_rank(rank)
-            layers, last = sum(stages[stage] for stage in mine), pipeline.num_stages - 1 in mine
-            parts.append(
+            own_stages = pipeline.get_stages_of_rank(rank)
+            layers, has_head = sum(stages[stage] for stage in own_stages), pipeline.num_stages - 1 in own_stages
+            passes.append(
                 _PassCost(
-                    layers * layer.forward + last * head / 3,
-                    layers * layer.backward + last * head * 2 / 3,
-                    layers * layer.tensor,
-                    layers * layer.context,
-                    layers * layer.experts,
+                    layers * layer_cost.forward + has_head * head / 3,
+                    layers * layer_cost.backward + has_head * head * 2 / 3,
+                    layers * layer_cost.tensor,
+                    layers * layer_cost.context,
+                    layers * layer_cost.experts,
                 )
             )
-        return parts
+        return passes
 
-    def _estimate_layer(self, tp: int, cp: int, ulysses: int, ep: int, size: int, recompute: Recompute) -> _PassCost:
-        work, calibration = self._workload, self._calibration
-        shape, tokens = work.shape, size * work.seq_len / cp
-        products = sum(self._estimate_matmul_s(*product) for product in self._iter_matmuls(tokens, tp))
-        # Fused causal attention computes half of the square of scores; backward two and a half times as much.
+    def _estimate_layer(
+        self, tp: int, cp: int, ulysses: int, ep: int, micro_batch: int, recompute: Recompute
+    ) -> _PassCost:
+        workload, calibration = self._workload, self._calibration
+        spec, tokens = workload.spec, micro_batch * workload.seq_len / cp
+        matmuls = sum(self._estimate_matmul_s(*matmul) for matmul in self._iter_matmuls(tokens, tp))
+        # Fused causal attention computes half of the scores; its backward pass takes 2.5 times as long.
         attention = (
-            2 * tokens * work.seq_len * shape.attention_size / tp / (self._achieved_flops * _ATTENTION_EFFICIENCY)
+            2 * tokens * workload.seq_len * spec.attention_size / tp / (self._achieved_flops * _ATTENTION_EFFICIENCY)
         )
-        kept = compute_layer_bytes_per_token(shape, tp=tp, dtype=work.dtype, recompute="none", compiled=work.compiled)
-        elementwise = tokens * kept / (self._machine.device.memory_gbs * 1e9)
-        forward = products + attention + elementwise
-        again = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
-        backward = 2 * products + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + again
-        shown = 1 - calibration.exchanges_hidden
+        activation_bytes = compute_layer_bytes_per_token(
+            spec, tp=tp, dtype=workload.dtype, recompute="none", compiled=workload.compiled
+        )
+        elementwise = tokens * activation_bytes / (self._machine.device.memory_gbs * 1e9)
+        forward = matmuls + attention + elementwise
+        recomputed = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
+        backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recomputed
+        exposed = 1 - calibration.exchanges_hidden
         return _PassCost(
             forward + calibration.layer_s,
             backward,
-            shown * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
-            shown * self._estimate_cp_s(size, tp, cp, ulysses),
-            shown * self._estimate_ep_s(tokens, tp, ep),
+            exposed * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
+            exposed * self._estimate_cp_s(micro_batch, tp, cp, ulysses),
+            exposed * self._estimate_ep_s(tokens, tp, ep),
         )
 
     def _iter_matmuls(self, tokens: float, tp: int) -> Iterator[tuple[float, float, float]]:
-        """(rows, inputs, outputs) of the matrix products of a layer on a rank; several alike as one with all rows."""
-        shape = self._workload.shape
-        h, ups = shape.hidden_size, shape.num_ffn_matrices - 1
-        yield tokens, h, (shape.attention_size + 2 * shape.kv_size) / tp
-        yield tokens, shape.attention_size / tp, h
-        widths = [(tokens, shape.shared_expert_size if shape.num_experts else shape.ffn_size)]
-        if shape.num_experts:
-            widths.append((tokens * shape.experts_per_token, shape.ffn_size))
+        """Yield (rows, inputs, outputs) of a layer's matrix products on a rank, equal ones merged along rows."""
+        spec = self._workload.spec
+        h, ups = spec.hidden_size, spec.num_ffn_matrices - 1
+        yield tokens, h, (spec.attention_size + 2 * spec.kv_size) / tp
+        yield tokens, spec.attention_size / tp, h
+        widths = [(tokens, spec.shared_expert_size if spec.num_experts else spec.ffn_size)]
+        if spec.num_experts:
+            widths.append((tokens * spec.experts_per_token, spec.ffn_size))
         for rows, width in widths:
             if width:
                 yield rows, h, ups * width / tp
@@ -182,50 +206,57 @@ class CostModel:
         return 2 * rows * inputs * outputs / (self._achieved_flops * narrowest / (narrowest + _HALF_EFFICIENCY_WIDTH))
 
     def _estimate_head_s(self, layout: Layout, size: int) -> float:
-        """Seconds of the head and the loss, there and back."""
-        shape, tokens = self._workload.shape, size * self._workload.seq_len / layout.cp
-        rows = shape.vocab_size / layout.tp
-        product = self._estimate_matmul_s(tokens, shape.hidden_size, rows)
-        moved = _COMPILED_LOGIT_BYTES if self._workload.compiled else _LOGIT_BYTES
-        return 3 * product + moved * tokens * rows / (self._machine.device.memory_gbs * 1e9)
+        """Estimate the seconds of head and loss, forward and backward."""
+        spec, tokens = self._workload.spec, size * self._workload.seq_len / layout.cp
+        rows = spec.vocab_size / layout.tp
+        matmul = self._estimate_matmul_s(tokens, spec.hidden_size, rows)
+        logit_bytes = _COMPILED_LOGIT_BYTES if self._workload.compiled else _LOGIT_BYTES
+        return 3 * matmul + logit_bytes * tokens * rows / (self._machine.device.memory_gbs * 1e9)
 
     def _estimate_tied_s(self, layout: Layout) -> float:
-        """A table that is the first stage's and the last one's has its gradients summed over both once a step."""
-        shape, pipeline = self._workload.shape, layout.pipeline
-        if not shape.tie_embeddings or pipeline.num_stages - 1 in pipeline.get_stages_of_rank(0):
+        """Estimate the all-reduce of the gradients of a tied embedding, between the first and the last stage."""
+        spec, pipeline = self._workload.spec, layout.pipeline
+        if not spec.tie_embeddings or pipeline.num_stages - 1 in pipeline.get_stages_of_rank(0):
             return 0.0
-        size = shape.vocab_size * shape.hidden_size / layout.tp * self._workload.state_itemsize
-        return self._machine.estimate_collective_s("all_reduce", size, 2, 1 if self._machine.nodes > 1 else 2)
+        table_bytes = spec.vocab_size * spec.hidden_size / layout.tp * self._workload.state_itemsize
+        return self._machine.estimate_collective_s("all_reduce", table_bytes, 2, 1 if self._machine.nodes > 1 else 2)
 
     def _estimate_tp_s(self, tokens: float, tp: int, *, recompute: bool) -> float:
-        """Exchanges of the residual stream, in both passes and where the forward one is done again."""
-        sent = comm_volume.compute_tp_bytes(self._workload, tokens, tp)
-        one = self._machine.estimate_collective_s("gather", sent, tp, min(tp, self._machine.per_node))
-        return comm_volume.TP_COLLECTIVES_PER_LAYER_PASS * (3 if recompute else 2) * one
+        """Estimate the tensor-parallel collectives of a layer in both passes, and in a recomputed forward pass."""
+        bytes_sent = comm_volume.compute_tp_bytes(self._workload, tokens, tp)
+        collective_s = self._machine.estimate_collective_s("gather", bytes_sent, tp, min(tp, self._machine.per_node))
+        return comm_volume.TP_COLLECTIVES_PER_LAYER_PASS * (3 if recompute else 2) * collective_s
 
     def _estimate_cp_s(self, size: int, tp: int, cp: int, ulysses: int) -> float:
-        """Ulysses: two exchanges a pass of queries, keys, values and results. Ring: keys and values once around, and in
-        the backward pass their gradients too."""
-        tokens, ring = size * self._workload.seq_len / cp, cp // ulysses
-        a_node, seconds = max(1, self._machine.per_node // tp), 0.0
+        """Estimate the context-parallel communication of a layer.
+
+        Ulysses exchanges queries, keys, values and outputs in both passes. The ring passes keys and values around once
+        in the forward pass, and with their gradients in the backward pass.
+        """
+        tokens, ring_size = size * self._workload.seq_len / cp, cp // ulysses
+        ranks_per_node, seconds = max(1, self._machine.per_node // tp), 0.0
         if ulysses > 1:
-            sent = comm_volume.compute_ulysses_bytes(self._workload, tokens, tp, ulysses)
-            seconds += 2 * self._machine.estimate_collective_s("gather", sent, ulysses, min(ulysses, a_node))
-        if ring > 1:
-            sent = comm_volume.compute_ring_bytes(self._workload, tokens, tp)
-            seconds += 3 * (ring - 1) * self._machine.estimate_transfer_s(sent, across=cp > a_node)
+            bytes_sent = comm_volume.compute_ulysses_bytes(self._workload, tokens, tp, ulysses)
+            seconds += 2 * self._machine.estimate_collective_s(
+                "gather", bytes_sent, ulysses, min(ulysses, ranks_per_node)
+            )
+        if ring_size > 1:
+            bytes_sent = comm_volume.compute_ring_bytes(self._workload, tokens, tp)
+            seconds += 3 * (ring_size - 1) * self._machine.estimate_transfer_s(bytes_sent, across=cp > ranks_per_node)
         return seconds
 
     def _estimate_ep_s(self, tokens: float, tp: int, ep: int) -> float:
-        """Rows go to their experts and come back, in both passes."""
-        sent, a_node = (
+        """Estimate the all-to-alls of a layer to and from its experts, in both passes."""
+        bytes_sent, ranks_per_node = (
             comm_volume.compute_ep_bytes(self._workload, tokens, tp, ep),
             max(1, min(ep, self._machine.per_node // tp)),
         )
-        return comm_volume.EP_ALL_TO_ALLS_PER_LAYER * self._machine.estimate_collective_s("gather", sent, ep, a_node)
+        return comm_volume.EP_ALL_TO_ALLS_PER_LAYER * self._machine.estimate_collective_s(
+            "gather", bytes_sent, ep, ranks_per_node
+        )
 
     def _estimate_dp_s(self, choice: LayoutChoice, rank_parameters: RankParameters, pass_cost: _PassCost) -> float:
-        """What gradients and weights of data-parallel ranks take beyond what is hidden."""
+        """Estimate the communication of gradients and weights between data-parallel ranks that is not overlapped."""
         layout = choice.layout
         seconds = self._estimate_dp_collectives_s(
             choice, rank_parameters.dense, layout.dp_shard, layout.num_state_replicas, layout.cp * layout.tp
@@ -248,52 +279,64 @@ class CostModel:
     def _estimate_dp_collectives_s(
         self, choice: LayoutChoice, parameters: int, shards: int, copies: int, stride: int
     ) -> float:
-        """Seconds of a step's collectives for so many parameters of a rank, over its shards and its copies.
+        """Estimate the collectives per step for `parameters` parameters of a rank, over its shards and its copies.
 
-        A gradient's bytes are those of the state. ZeRO-1 reduce-scatters gradients and gathers weights once, ZeRO-2
-        reduce-scatters in every microbatch, ZeRO-3 also gathers twice in each (Rajbhandari et al. 2020, arXiv
-        1910.02054). `stride`: how far apart neighbouring shards stand.
+        Gradients have the itemsize of the state. ZeRO-1 reduce-scatters gradients and all-gathers weights once per
+        step. ZeRO-2 reduce-scatters in every microbatch, and ZeRO-3 also all-gathers twice in each (Rajbhandari et al.
+        2020, arXiv 1910.02054). `stride`: distance in ranks between adjacent shards.
         """
-        work, machine, turns, zero = self._workload, self._machine, choice.microbatches_per_rank, choice.layout.zero
+        workload, machine, microbatches, zero = (
+            self._workload,
+            self._machine,
+            choice.microbatches_per_rank,
+            choice.layout.zero,
+        )
         seconds = 0.0
         if shards > 1:
-            a_node = max(1, min(shards, machine.per_node // stride))
-            moved = parameters * (shards - 1) / shards
-            scatter = machine.estimate_collective_s("gather", moved * work.state_itemsize, shards, a_node)
-            gather = machine.estimate_collective_s("gather", moved * work.compute_itemsize, shards, a_node)
-            seconds += scatter * (turns if zero >= 2 else 1) + gather * (2 * turns if zero == 3 else 1)
+            ranks_per_node = max(1, min(shards, machine.per_node // stride))
+            sharded = parameters * (shards - 1) / shards
+            scatter = machine.estimate_collective_s("gather", sharded * workload.state_itemsize, shards, ranks_per_node)
+            gather = machine.estimate_collective_s(
+                "gather", sharded * workload.compute_itemsize, shards, ranks_per_node
+            )
+            seconds += scatter * (microbatches if zero >= 2 else 1) + gather * (2 * microbatches if zero == 3 else 1)
         if copies > 1:
-            apart = stride * shards if shards > 1 else max(1, stride // choice.layout.cp)
-            a_node = max(1, min(copies, machine.per_node // apart))
-            sent = 2 * parameters / shards * work.state_itemsize * (copies - 1) / copies
-            seconds += machine.estimate_collective_s("all_reduce", sent, copies, a_node) * (turns if zero >= 2 else 1)
+            replica_stride = stride * shards if shards > 1 else max(1, stride // choice.layout.cp)
+            ranks_per_node = max(1, min(copies, machine.per_node // replica_stride))
+            bytes_sent = 2 * parameters / shards * workload.state_itemsize * (copies - 1) / copies
+            seconds += machine.estimate_collective_s("all_reduce", bytes_sent, copies, ranks_per_node) * (
+                microbatches if zero >= 2 else 1
+            )
         return seconds
 
     def _estimate_optimizer_s(self, choice: LayoutChoice, rank_parameters: RankParameters) -> float:
-        """Clipping and the step go over a rank's own state once; host memory and disks are slower than a device's."""
+        """Estimate gradient clipping and the optimizer step, which read and write a rank's own state once.
+
+        Offloaded state moves at the speed of host memory or disk.
+        """
         layout = choice.layout
         shards = layout.dp_shard if layout.zero else 1
         expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else shards
         parameters = rank_parameters.dense / shards + rank_parameters.experts / expert_shards
-        speed = {"none": self._machine.device.memory_gbs, "cpu": _HOST_GBS, "disk": _DISK_GBS}[choice.offload]
-        return parameters * _OPTIMIZER_ACCESSES_PER_PARAMETER * self._workload.state_itemsize / (speed * 1e9)
+        gbs = {"none": self._machine.device.memory_gbs, "cpu": _HOST_GBS, "disk": _DISK_GBS}[choice.offload]
+        return parameters * _OPTIMIZER_ACCESSES_PER_PARAMETER * self._workload.state_itemsize / (gbs * 1e9)
 
 
 @lru_cache(maxsize=4096)
 def _simulate_bubble(schedule: ScheduleName, num_ranks: int, stages_per_rank: int, microbatches: int) -> float:
-    """The gap in passes there and back of a rank, forward being a third of one. Equal ranks."""
+    """Return the bubble in units of a rank's forward and backward pass, with equal ranks and backward twice forward."""
     pipeline = PipelineSchedule(schedule, num_ranks, stages_per_rank)
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
-    def of(action: Action) -> float:
+    def get_duration(action: Action) -> float:
         return seconds[action.kind] / (3 * stages_per_rank)
 
-    spans = simulate(pipeline.build_orders(microbatches), of, pipeline.num_stages)
+    spans = simulate(pipeline.build_orders(microbatches), get_duration, pipeline.num_stages)
     return max(span.end for span in spans) - microbatches
 
 
 def _compute_bubble(layout: Layout, microbatches: int) -> float:
-    """How many of its own passes a pipeline rank waits in a step."""
+    """Return the bubble in units of a rank's forward and backward pass."""
     if layout.pp == 1:
         return 0.0
     if layout.schedule in ("gpipe", "1f1b"):

@@ -1,4 +1,4 @@
-"""Why this layout and not another: what estimates say, in words."""
+"""Explanations of a plan in words: why this layout, where its time goes, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -10,98 +10,107 @@ from raytrain_hpc.planner.workload import Workload
 
 _COST_LABELS = {
     "compute": "arithmetic and memory",
-    "tensor": "tensor-parallel exchanges",
-    "context": "context-parallel exchanges",
-    "experts": "exchanges of experts",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "experts": "expert-parallel communication",
     "pipeline": "sends between stages",
-    "bubble": "the pipeline's bubble",
-    "data": "gradients and gathered weights",
-    "optimizer": "the optimizer",
+    "bubble": "pipeline bubble",
+    "data": "data-parallel communication",
+    "optimizer": "optimizer",
 }
 
 
 def describe_fit(best: Estimate, machine: Machine) -> str:
-    """Whether anything fits, in a line."""
+    """Describe in a line whether the best layout fits into device memory."""
     name, limit = machine.device.name, machine.device.memory_gib
     if best.fits:
-        return f"fits: {best.memory_gib:.1f} of {limit:g} GiB on every {name}"
-    return f"does not fit: the leanest layout needs {best.memory_gib:.1f} GiB, a {name} has {limit:g}"
+        return f"fits: {best.memory_gib:.1f} of {limit:g} GiB per {name}"
+    return f"does not fit: the smallest layout needs {best.memory_gib:.1f} of {limit:g} GiB per {name}"
 
 
 def describe_expectation(estimate: Estimate, workload: Workload, machine: Machine) -> str:
-    """What to expect of a run, in a line."""
-    rate = workload.global_batch * workload.seq_len / estimate.step_s
-    of_peak = "" if machine.device.name == "cpu" else f", mfu {100 * estimate.mfu:.1f}%"
+    """Describe in a line the expected step time, throughput, MFU and memory of a run."""
+    tokens_per_s = workload.global_batch * workload.seq_len / estimate.step_s
+    mfu_text = "" if machine.device.name == "cpu" else f", mfu {100 * estimate.mfu:.1f}%"
     return (
-        f"{estimate.step_s:.3g} s a step, {rate:.3g} tok/s{of_peak}; {estimate.memory_gib:.2f} of "
-        f"{machine.device.memory_gib:g} GiB a {machine.device.name}; {explain_estimate(estimate, estimate, machine)}"
+        f"{estimate.step_s:.3g} s per step, {tokens_per_s:.3g} tok/s{mfu_text}; {estimate.memory_gib:.2f} of "
+        f"{machine.device.memory_gib:g} GiB per {machine.device.name}; {explain_estimate(estimate, estimate, machine)}"
     )
 
 
 def suggest_remedies(best: Estimate, workload: Workload, machine: Machine) -> list[str]:
-    """What would make it fit, the cheapest first: at most three, each with the number to change."""
-    own, layout = best.footprint, best.choice.layout
-    state = own.weights + own.gradients + own.moments
-    found = []
+    """Return up to three changes that would make the layout fit, the cheapest first, each with its setting."""
+    footprint, layout = best.footprint, best.choice.layout
+    state_bytes = footprint.weights + footprint.gradients + footprint.moments
+    remedies = []
     if best.choice.batching.size > 1:
-        found.append(f"train.micro_batch=1 instead of {best.choice.batching.size}: activations shrink in proportion")
+        remedies.append(
+            f"train.micro_batch=1 instead of {best.choice.batching.size}: activations shrink proportionally"
+        )
     if best.choice.recompute != "full":
-        found.append("parallel.recompute=full: only a layer's input is kept, a forward pass more is computed")
+        remedies.append(
+            "parallel.recompute=full: keep only the input of each layer, at the cost of another forward pass"
+        )
     if layout.zero < 3 and layout.world_size > 1:
-        found.append("parallel.zero=3: weights, gradients and moments are shared out over all data-parallel ranks")
-    if best.choice.offload == "none" and own.moments * 4 > own.allocated:
-        found.append("parallel.offload=cpu: the optimizer's moments move to host memory")
-    if own.activations + own.working > state:
-        found.append(f"a shorter train.seq_len than {workload.seq_len}, or more parallel.cp over which it is cut")
-    short = best.memory_gib / machine.device.memory_gib
-    found.append(
-        f"more devices: about {-(-int(machine.num_devices * short * 10) // 10)} instead of {machine.num_devices}"
+        remedies.append("parallel.zero=3: shard weights, gradients and moments over all data-parallel ranks")
+    if best.choice.offload == "none" and footprint.moments * 4 > footprint.allocated:
+        remedies.append("parallel.offload=cpu: move the optimizer's moments to host memory")
+    if footprint.activations + footprint.working > state_bytes:
+        remedies.append(f"train.seq_len below {workload.seq_len}, or a larger parallel.cp to shard sequences over")
+    memory_ratio = best.memory_gib / machine.device.memory_gib
+    remedies.append(
+        f"more devices: about {-(-int(machine.num_devices * memory_ratio * 10) // 10)} instead of {machine.num_devices}"
     )
-    return found[:3]
+    return remedies[:3]
 
 
 def explain_estimate(estimate: Estimate, best: Estimate, machine: Machine) -> str:
-    """What speaks against one compared with the best; of the best itself, where its time goes."""
+    """Explain why a layout is worse than the best one, or for the best one itself where its time goes."""
     if not estimate.fits:
         return _explain_memory(estimate, machine)
-    parts = {name: getattr(estimate.cost, name) for name in _COST_LABELS}
+    seconds_by_part = {name: getattr(estimate.cost, name) for name in _COST_LABELS}
     if estimate is best:
         shares = [
-            part for part in sorted(parts.items(), key=lambda part: -part[1])[:3] if part[1] > 0.005 * estimate.step_s
+            item
+            for item in sorted(seconds_by_part.items(), key=lambda item: -item[1])[:3]
+            if item[1] > 0.005 * estimate.step_s
         ]
         return ", ".join(f"{100 * seconds / estimate.step_s:.0f}% {_COST_LABELS[name]}" for name, seconds in shares)
-    more = {name: seconds - getattr(best.cost, name) for name, seconds in parts.items()}
-    worst = max(more, key=lambda name: more[name])
-    slower = 100 * (estimate.step_s / best.step_s - 1)
-    return f"{slower:.0f}% slower: {_COST_LABELS[worst]}{_describe_link(worst, estimate, machine)} +{_format_duration(more[worst])}"
+    extra_s = {name: seconds - getattr(best.cost, name) for name, seconds in seconds_by_part.items()}
+    worst = max(extra_s, key=lambda name: extra_s[name])
+    percent = 100 * (estimate.step_s / best.step_s - 1)
+    return (
+        f"{percent:.0f}% slower: {_COST_LABELS[worst]}{_describe_link(worst, estimate, machine)} "
+        f"+{_format_duration(extra_s[worst])}"
+    )
 
 
 def _explain_memory(estimate: Estimate, machine: Machine) -> str:
-    own = estimate.footprint
-    kinds = {
-        "weights, gradients and moments": own.weights + own.gradients + own.moments,
-        "copies in the compute type": own.copies,
-        "activations": own.activations,
-        "logits and recomputation": own.working,
+    footprint = estimate.footprint
+    bytes_by_kind = {
+        "weights, gradients and moments": footprint.weights + footprint.gradients + footprint.moments,
+        "copies in the compute dtype": footprint.copies,
+        "activations": footprint.activations,
+        "logits and recomputation": footprint.working,
     }
-    most = max(kinds, key=lambda kind: kinds[kind])
-    over = estimate.memory_gib - machine.device.memory_gib
-    return f"{over:.1f} GiB too much: {kinds[most] / 2**30:.1f} GiB of {most}"
+    largest = max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
+    excess_gib = estimate.memory_gib - machine.device.memory_gib
+    return f"{excess_gib:.1f} GiB too much: {bytes_by_kind[largest] / 2**30:.1f} GiB of {largest}"
 
 
 def _describe_link(cost_name: str, estimate: Estimate, machine: Machine) -> str:
-    """Over which link."""
-    layout, a_node = estimate.choice.layout, machine.per_node
-    spans = {
+    """Describe the link that this cost component uses, empty if it uses none."""
+    layout, ranks_per_node = estimate.choice.layout, machine.per_node
+    group_sizes = {
         "tensor": layout.tp,
         "context": layout.tp * layout.cp,
         "experts": layout.tp * layout.ep,
         "data": layout.world_size // layout.pp,
         "pipeline": layout.world_size,
     }
-    if cost_name not in spans:
+    if cost_name not in group_sizes:
         return ""
-    return f" over {machine.across.name if spans[cost_name] > a_node else machine.inside.name}"
+    return f" over {machine.across.name if group_sizes[cost_name] > ranks_per_node else machine.inside.name}"
 
 
 def _format_duration(seconds: float) -> str:
@@ -109,7 +118,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def describe_estimate(estimate: Estimate, best: Estimate, workload: Workload, machine: Machine) -> dict[str, Any]:
-    """An estimate as JSON values: the keys that `plan --json` promises, and what they are made of."""
+    """Return an estimate as JSON values, with the keys that `plan --json` documents."""
     choice, layout = estimate.choice, estimate.choice.layout
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero")
     return {

@@ -1,4 +1,4 @@
-"""Devices and the links between them, as plain data: what a plan assumes of a cluster."""
+"""Devices and links as plain data: the hardware that a plan assumes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any, TypeVar
 
 from raytrain_hpc.errors import ConfigError
 
-_LAUNCH_S = 60e-6  # from asking for a collective until anything moves
+_LAUNCH_S = 60e-6  # from the launch of a collective to its first byte
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `tflops`: dense bf16 peak; `exact_tflops`: of fp32 without shortcuts. `memory_gib`: what a
-    process can use, `reserved_gib` of it for its own context, kernels and communication buffers. `memory_gbs`: its
-    memory's bandwidth in GB/s. `inside`, `across`: the names of the links that its nodes most often have."""
+    """One accelerator.
+
+    `tflops`: dense bf16 peak; `exact_tflops`: fp32 peak without TF32. `memory_gib`: memory usable by a process, of
+    which `reserved_gib` go to its context, kernels and communication buffers. `memory_gbs`: memory bandwidth in GB/s.
+    `inside`, `across`: names of the links that its nodes usually have, within a node and across nodes.
+    """
 
     name: str
     tflops: float
@@ -31,11 +34,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins devices. `gbs`: GB/s a device in one direction. `latency_s`: of one message.
+    """A link between devices.
 
-    `all_reduce`, `gather`: bus bandwidth that collectives reach, as shares of that (`gather` is for all-gather,
-    reduce-scatter and all-to-all): within a node one number; between 2, 4, 8, ... nodes one each, the last also for
-    more.
+    `gbs`: GB/s per device in one direction. `latency_s`: latency of one message. `all_reduce`, `gather`: bus bandwidth
+    that collectives reach, as shares of `gbs`; `gather` is for all-gather, reduce-scatter and all-to-all. Within a node
+    this is one number; across nodes, one for each of 2, 4, 8, ... nodes, the last also for more.
     """
 
     name: str
@@ -45,19 +48,23 @@ class Link:
     gather: tuple[float, ...]
 
     def get_efficiency(self, kind: str, doublings: float) -> float:
-        """The share at a number of nodes, `doublings` of the first number listed; between two listed, geometric."""
+        """Return the share of the bandwidth that collectives reach.
+
+        `doublings`: log2 of the number of nodes relative to the first listed one. Geometric interpolation between the
+        listed numbers.
+        """
         shares = self.all_reduce if kind == "all_reduce" else self.gather
-        at = min(max(doublings, 0.0), len(shares) - 1.0)
-        low = min(int(at), len(shares) - 2) if len(shares) > 1 else 0
+        position = min(max(doublings, 0.0), len(shares) - 1.0)
+        lower = min(int(position), len(shares) - 2) if len(shares) > 1 else 0
         if len(shares) == 1:
             return shares[0]
-        part = at - low
-        return exp(log(shares[low]) * (1 - part) + log(shares[low + 1]) * part)
+        fraction = position - lower
+        return exp(log(shares[lower]) * (1 - fraction) + log(shares[lower + 1]) * fraction)
 
 
 _Preset = TypeVar("_Preset", Device, Link)
 
-# Dense bf16 peaks and memory as in the makers' data sheets (a PVC device is both tiles of a Max 1550).
+# Dense bf16 peaks and memory from the vendors' data sheets (a PVC device is both tiles of a Max 1550).
 DEVICES = {
     device.name: device
     for device in (
@@ -71,10 +78,10 @@ DEVICES = {
     )
 }
 
-# Bus bandwidth of 256 MB messages measured on nodes of eight H100 (Ultrascale playbook, Hugging Face 2025): inside one
-# 436 GB/s for all-reduce and 250 for all-gather and reduce-scatter, of 450 that NVLink 4 has in one direction; over 2,
-# 4, ..., 64 nodes 362, 160, 100, 85, 65, 33 and 185, 119, 69, 55, 28, 11 of the 400 of a node's eight adapters. No
-# other fabric's figures are known here: all are taken to reach the same shares.
+# Bus bandwidth of 256 MB messages on nodes of eight H100 (Ultrascale playbook, Hugging Face 2025). Within a node: 436
+# GB/s for all-reduce and 250 for all-gather and reduce-scatter, of 450 that NVLink 4 has in one direction. On 2, 4,
+# ..., 64 nodes: 362, 160, 100, 85, 65, 33 and 185, 119, 69, 55, 28, 11 of the 400 GB/s of a node's eight adapters.
+# Other fabrics are assumed to reach the same shares.
 _INTRA_NODE_EFFICIENCY = ((436 / 450,), (250 / 450,))
 _INTER_NODE_EFFICIENCY = (
     tuple(gbs / 400 for gbs in (362, 160, 100, 85, 65, 33)),
@@ -100,7 +107,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster: `nodes` of `per_node` devices each."""
+    """A cluster of `nodes` nodes with `per_node` devices each."""
 
     device: Device
     inside: Link
@@ -110,16 +117,17 @@ class Machine:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """Number of devices in the cluster."""
         return self.nodes * self.per_node
 
     def estimate_collective_s(self, kind: str, bytes_sent: float, ranks: int, ranks_per_node: int) -> float:
-        """Seconds of one collective in which each of `ranks` ranks, `a_node` of them a node, sends `sent` bytes.
+        """Estimate the seconds of a collective of `ranks` ranks, `ranks_per_node` on a node, each sending `bytes_sent`.
 
-        Alpha-beta: a message to the neighbour for each other rank, and what is sent by the bandwidth of a rank. Within
-        a node that is the link's; across nodes the least of that, of the adapters of the group's ranks on a node, and
-        of what as many nodes have been seen to reach. `sent` is (p-1)/p n for all-gather, reduce-scatter and
-        all-to-all of n bytes and twice that for all-reduce, for which the latency counts twice, too.
+        Alpha-beta model: one message per other rank, plus the bytes divided by the bandwidth. Within a node that is the
+        bandwidth of the link. Across nodes it is the smallest of the link in a node, the network adapters of the
+        group's ranks on a node, and the bandwidth reached on that number of nodes. `bytes_sent` is (p-1)/p n for
+        all-gather, reduce-scatter and all-to-all of n bytes; for all-reduce it is twice that, and the latency counts
+        twice too.
         """
         if ranks == 1 or not bytes_sent:
             return 0.0
@@ -127,20 +135,20 @@ class Machine:
         gbs = self.inside.gbs * self.inside.get_efficiency(kind, 0)
         nodes = -(-ranks // ranks_per_node)
         if nodes > 1:
-            reached = self.across.gbs * self.per_node * self.across.get_efficiency(kind, log2(nodes) - 1)
-            gbs = min(gbs, self.across.gbs * ranks_per_node, reached)
-        crossed = rounds // ranks_per_node if nodes > 1 else 0
-        latency = crossed * self.across.latency_s + (rounds - crossed) * self.inside.latency_s
+            network_gbs = self.across.gbs * self.per_node * self.across.get_efficiency(kind, log2(nodes) - 1)
+            gbs = min(gbs, self.across.gbs * ranks_per_node, network_gbs)
+        rounds_across = rounds // ranks_per_node if nodes > 1 else 0
+        latency = rounds_across * self.across.latency_s + (rounds - rounds_across) * self.inside.latency_s
         return _LAUNCH_S + latency + bytes_sent / (gbs * 1e9)
 
     def estimate_transfer_s(self, size: float, *, across: bool) -> float:
-        """Seconds of one message of `size` bytes from one device to another."""
+        """Estimate the seconds of one message of `size` bytes between two devices."""
         link = self.across if across else self.inside
         return _LAUNCH_S + link.latency_s + size / (link.gbs * 1e9)
 
 
 def find_device_preset(name: str) -> str:
-    """The device that is meant by a maker's name, such as "NVIDIA H100 80GB HBM3"; nothing where none is known."""
+    """Return the preset for a vendor's device name such as "NVIDIA H100 80GB HBM3", empty if there is none."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     return next((device for device in DEVICES if device in words), "")
 
@@ -153,43 +161,43 @@ def make_machine(
     across: str = "",
     measured: tuple[Link | None, Link | None] = (None, None),
 ) -> Machine:
-    """A cluster by the names of its parts.
+    """Return a cluster from the names of its device and links.
 
-    Links that are not named are those that were measured, inside a node and across, else those its device most often
-    has. A name may be followed by numbers that differ, as in "h100,memory_gib=64" or "nvlink4,gbs=200". Raises
-    ConfigError for a name that is not known, and a number that it has not.
+    Links that are not named are the `measured` ones, within a node and across nodes, else those that the device usually
+    has. A name may be followed by overrides, as in "h100,memory_gib=64" or "nvlink4,gbs=200". Raises ConfigError for an
+    unknown name or field.
     """
-    found = _apply_overrides(
+    preset = _apply_overrides(
         device, DEVICES, "device", ("tflops", "exact_tflops", "memory_gib", "memory_gbs", "reserved_gib")
     )
     links = []
-    for key, named, usual, own in (
-        ("inside", inside, found.inside, measured[0]),
-        ("across", across, found.across, measured[1]),
+    for key, name, default, measured_link in (
+        ("inside", inside, preset.inside, measured[0]),
+        ("across", across, preset.across, measured[1]),
     ):
-        preset = _apply_overrides(named or usual, LINKS, key, ("gbs", "latency_s"))
-        links.append(own if own is not None and not named else preset)
-    return Machine(found, links[0], links[1], nodes, per_node)
+        link = _apply_overrides(name or default, LINKS, key, ("gbs", "latency_s"))
+        links.append(measured_link if measured_link is not None and not name else link)
+    return Machine(preset, links[0], links[1], nodes, per_node)
 
 
 def get_preset_name(text: str) -> str:
-    """The name alone, of one that numbers may follow."""
+    """Return the name alone, without the overrides that may follow it."""
     return text.lower().partition(",")[0]
 
 
-def _apply_overrides(text: str, presets: Mapping[str, _Preset], key: str, numbers: Sequence[str]) -> _Preset:
-    found = presets.get(get_preset_name(text))
-    if found is None:
+def _apply_overrides(text: str, presets: Mapping[str, _Preset], key: str, fields: Sequence[str]) -> _Preset:
+    preset = presets.get(get_preset_name(text))
+    if preset is None:
         raise ConfigError(key, text, "command line", f"known: {', '.join(presets)}")
-    changes: dict[str, Any] = {}
-    for change in text.lower().split(",")[1:]:
-        name, _, value = change.partition("=")
-        if name not in numbers:
+    overrides: dict[str, Any] = {}
+    for override in text.lower().split(",")[1:]:
+        name, _, value = override.partition("=")
+        if name not in fields:
             raise ConfigError(
-                key, text, "command line", f"{name!r} is no number of it; these are: {', '.join(numbers)}"
+                key, text, "command line", f"{name!r} is not a field of {key}; use one of: {', '.join(fields)}"
             )
-        changes[name] = _parse_positive(value, key, text)
-    return replace(found, **changes)
+        overrides[name] = _parse_positive(value, key, text)
+    return replace(preset, **overrides)
 
 
 def _parse_positive(value: str, key: str, text: str) -> float:

@@ -1,4 +1,4 @@
-"""Axis sizes, rank <-> coordinate, which layouts are legal, and how a step's microbatches are shared out."""
+"""Parallel layout: mesh axis sizes (torchtitan: ParallelDims), rank coordinates, validity checks, and microbatches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.planner.pipeline_schedule import PipelineSchedule, ScheduleName
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: the last axis has neighbouring ranks
-EP_FOLDED_AXES = ("cp", "dp_shard", "dp_replicate")  # the axes that experts are shared out over, innermost first
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: ranks along the last axis are adjacent
+EP_FOLDED_AXES = ("cp", "dp_shard", "dp_replicate")  # axes that expert parallelism is folded out of, innermost first
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of every mesh axis and the ZeRO stage. `world` ranks in row-major order over AXES."""
+    """A parallel layout: the size of every mesh axis and the ZeRO stage.
+
+    The `world_size` ranks are in row-major order over AXES. Expert parallelism has no axis of its own: the `ep` ranks
+    are folded out of the axes in EP_FOLDED_AXES.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -25,10 +29,10 @@ class Layout:
     cp: int = 1
     tp: int = 1
     zero: int = 0
-    ulysses: int = 1  # ranks of cp that exchange positions for heads; the rest of cp is a ring
-    schedule: ScheduleName = "1f1b"  # of the pipeline
-    virtual_stages: int = 1  # stages a pipeline rank
-    ep: int = 1  # ranks that share out experts, folded out of cp, dp_shard and dp_replicate, innermost first
+    ulysses: int = 1  # cp ranks that exchange positions for heads; the rest of cp is a ring
+    schedule: ScheduleName = "1f1b"  # pipeline schedule
+    virtual_stages: int = 1  # stages per pipeline rank
+    ep: int = 1  # ranks that the experts are split over, see EP_FOLDED_AXES
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
@@ -42,73 +46,74 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different microbatches."""
+        """Number of ranks that read different microbatches."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def num_state_replicas(self) -> int:
-        """Ranks that hold the same part of the state: replicas, and context-parallel peers."""
+        """Number of ranks that hold the same shard of the dense state: replicas and context-parallel peers."""
         return self.dp_replicate * self.cp
 
     def get_state_replica(self, rank: int) -> int:
-        """Which of the replicas of the whole state a rank belongs to; with expert parallelism there is but one."""
-        at = self.get_coordinates(rank)
-        return 0 if self.ep > 1 else at["dp_replicate"] * self.cp + at["cp"]
+        """Return the replica of the whole state that a rank belongs to. With expert parallelism there is only one."""
+        coordinates = self.get_coordinates(rank)
+        return 0 if self.ep > 1 else coordinates["dp_replicate"] * self.cp + coordinates["cp"]
 
     def get_expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands among those of its pp and tp coordinates, as far as experts go.
+        """Return the coordinates of a rank for expert state, among the ranks with the same pp and tp coordinates.
 
-        `ep`: which of the experts it has; `dp_shard`: which shard of them; `copies`: which copy of that.
+        `ep`: the group of experts that the rank holds; `dp_shard`: the shard of these experts; `copies`: the replica of
+        that shard.
         """
-        at, left = self.get_coordinates(rank), self.ep
-        rest = {}
+        coordinates, ep_left = self.get_coordinates(rank), self.ep
+        remaining = {}
         for axis in EP_FOLDED_AXES:
             size = getattr(self, axis)
-            taken = min(left, size)
-            left //= taken
-            rest[axis] = at[axis] // taken, size // taken
-        data = self.get_dp_rank(rank) * self.cp + at["cp"]
-        copy = rest["dp_replicate"][0] * rest["cp"][1] + rest["cp"][0]
-        return {"ep": data % self.ep, "dp_shard": rest["dp_shard"][0], "copies": copy}
+            ep_taken = min(ep_left, size)
+            ep_left //= ep_taken
+            remaining[axis] = coordinates[axis] // ep_taken, size // ep_taken
+        dp_cp_rank = self.get_dp_rank(rank) * self.cp + coordinates["cp"]
+        replica = remaining["dp_replicate"][0] * remaining["cp"][1] + remaining["cp"][0]
+        return {"ep": dp_cp_rank % self.ep, "dp_shard": remaining["dp_shard"][0], "copies": replica}
 
     @property
     def expert_axis_sizes(self) -> dict[str, int]:
-        """How many of each of `place_of_experts` there are."""
+        """Axis sizes for expert state, with the keys of `get_expert_coordinates`."""
         last = self.get_expert_coordinates(self.world_size - 1)
-        return {axis: number + 1 for axis, number in last.items()}
+        return {axis: coordinate + 1 for axis, coordinate in last.items()}
 
     @property
     def pipeline(self) -> PipelineSchedule:
-        """The schedule of the pipeline; without one it has one rank and one stage."""
+        """Pipeline schedule. Without pipeline parallelism it has one rank and one stage."""
         return PipelineSchedule(self.schedule, self.pp, self.virtual_stages if self.pp > 1 else 1)
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether collectives run between the passes of a step, so that all ranks must run the same number of them."""
+        """Whether collectives run between the passes of a step, so that all ranks must run equally many passes."""
         return self.ep > self.cp or (self.dp_shard > 1 and (self.zero >= 2 or self.pp > 1))
 
     def get_coordinates(self, rank: int) -> dict[str, int]:
-        """Axis -> coordinate of a rank."""
-        result = {}
+        """Return the coordinate of a rank on every mesh axis."""
+        coordinates = {}
         for axis, size in zip(reversed(AXES), reversed(self.axis_sizes), strict=True):
-            result[axis] = rank % size
+            coordinates[axis] = rank % size
             rank //= size
-        return {axis: result[axis] for axis in AXES}
+        return {axis: coordinates[axis] for axis in AXES}
 
     def get_rank(self, coordinates: dict[str, int]) -> int:
-        """The rank that stands at these coordinates; axes left out count as 0."""
+        """Return the rank at these coordinates. Axes left out count as 0."""
         rank = 0
         for axis, size in zip(AXES, self.axis_sizes, strict=True):
             rank = rank * size + coordinates.get(axis, 0)
         return rank
 
     def get_dp_rank(self, rank: int) -> int:
-        """Which of the `data_parallel` shares of the batch a rank reads."""
-        at = self.get_coordinates(rank)
-        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+        """Return the data-parallel rank, which selects the share of the batch that a rank reads."""
+        coordinates = self.get_coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def describe(self) -> str:
-        """One phrase for the console and for records."""
+        """Format the layout as a phrase for the console and for records."""
         sizes = [*zip(AXES, self.axis_sizes, strict=True), ("ep", self.ep)]
         axes = " ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
         return f"{self.world_size} x {axes or 'one rank'}, zero={self.zero}" if self.world_size > 1 else "1 rank"
@@ -116,32 +121,33 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batching:
-    """How a step's global batch is cut: `count` logical microbatches of `size` sequences, for the life of a run."""
+    """The split of a step's global batch into `count` microbatches of `size` sequences, fixed for the whole run."""
 
     count: int
     size: int
 
     def split_by_rank(self, dp_size: int) -> list[range]:
-        """The microbatches of each data-parallel rank: contiguous runs, sizes at most one apart."""
+        """Return the microbatches of each data-parallel rank, as contiguous ranges of sizes at most one apart."""
         return [range(r * self.count // dp_size, (r + 1) * self.count // dp_size) for r in range(dp_size)]
 
 
 def find_first_rank(layout: Layout, batching: Batching, microbatches: Collection[int]) -> int | None:
-    """The lowest rank that one of these microbatches goes to; None where there is none."""
+    """Return the lowest rank that reads one of these microbatches, or None."""
     shares = batching.split_by_rank(layout.dp_size)
-    mine = (
-        any(number in shares[layout.get_dp_rank(rank)] for number in microbatches) for rank in range(layout.world_size)
+    reads_any = (
+        any(microbatch in shares[layout.get_dp_rank(rank)] for microbatch in microbatches)
+        for rank in range(layout.world_size)
     )
-    return next((rank for rank, found in enumerate(mine) if found), None)
+    return next((rank for rank, reads in enumerate(reads_any) if reads), None)
 
 
 def get_model_parallel_size(config: Config) -> int:
-    """Ranks that one microbatch takes: the axes that cut a model or a sequence."""
+    """Return the number of ranks per model replica: tp x cp x pp."""
     return config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
 def get_fixed_world_size(config: Config) -> int | None:
-    """Number of ranks that the settings fix by themselves, None where the cluster decides."""
+    """Return the number of ranks that the settings fix, or None if it depends on the cluster."""
     if config.cluster.workers != AUTO:
         return max(1, int(config.cluster.workers))
     data_axes = (config.parallel.dp_replicate, config.parallel.dp_shard)
@@ -152,7 +158,7 @@ def get_fixed_world_size(config: Config) -> int | None:
 
 
 def get_min_world_size(config: Config) -> int:
-    """The fewest ranks that the settings allow: axes left `auto` count as one."""
+    """Return the fewest ranks that the settings allow. Axes left `auto` count as one."""
     p = config.parallel
     axes = (p.dp_replicate, p.dp_shard) if p.zero else (p.dp_replicate,)
     return get_fixed_world_size(config) or get_model_parallel_size(config) * prod(
@@ -161,47 +167,51 @@ def get_min_world_size(config: Config) -> int:
 
 
 def check_axes(config: Config) -> None:
-    """Raise LayoutError for an axis that no number of ranks can make fit."""
+    """Raise LayoutError for settings that are invalid for every number of ranks."""
     p = config.parallel
     if p.ep > 1 and config.model.num_experts < p.ep:
         remedy = f"there are {config.model.num_experts} experts (model.num_experts); use at most as many ranks"
         raise LayoutError("parallel.ep", p.ep, config.origin("parallel.ep"), remedy)
     if p.virtual_stages != AUTO and not _is_valid_virtual_stages(p.schedule, int(p.virtual_stages)):
-        remedy = f"{p.schedule} has {'two stages' if p.schedule == 'zbv' else 'one stage'} a rank; leave it auto"
+        remedy = f"{p.schedule} has {'two stages' if p.schedule == 'zbv' else 'one stage'} per rank; leave it auto"
         raise LayoutError("parallel.virtual_stages", p.virtual_stages, config.origin("parallel.virtual_stages"), remedy)
     for axis in ("tp", "cp", "pp"):
         if config.train.compile and getattr(p, axis) > 1:
-            remedy = "train.compile is not proven together with it yet; set train.compile=false"
+            remedy = "not tested with train.compile yet; set train.compile=false"
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
     if p.cp % p.ulysses:
         raise LayoutError("parallel.ulysses", p.ulysses, config.origin("parallel.ulysses"), f"must divide cp={p.cp}")
-    for key, needed in (("reshard_over", 3), ("quantize", 1)):
-        if getattr(p, key) not in (0, "none") and p.zero < needed:
-            stages = "parallel.zero=3" if needed == 3 else "parallel.zero=1, 2 or 3"
+    for key, min_zero in (("reshard_over", 3), ("quantize", 1)):
+        if getattr(p, key) not in (0, "none") and p.zero < min_zero:
+            stages = "parallel.zero=3" if min_zero == 3 else "parallel.zero=1, 2 or 3"
             raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
     if config.train.deterministic == "elastic":
         _check_elastic(config)
     if p.tile_mib and (p.zero != 3 or config.train.compile):
         remedy = "only ZeRO-3 gathers weights layer by layer; set parallel.zero=3 or parallel.tile_mib=0"
         if p.zero == 3:
-            remedy = "train.compile is not proven together with it yet; set train.compile=false"
+            remedy = "not tested with train.compile yet; set train.compile=false"
         raise LayoutError("parallel.tile_mib", p.tile_mib, config.origin("parallel.tile_mib"), remedy)
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
-        remedy = "zero=0 shards nothing; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
+        remedy = "nothing is sharded under parallel.zero=0; set parallel.zero to 1, 2 or 3, or dp_shard to 1"
         raise LayoutError("parallel.dp_shard", p.dp_shard, config.origin("parallel.dp_shard"), remedy)
 
 
 def _check_elastic(config: Config) -> None:
-    p, remedy = config.parallel, "not bit for bit under train.deterministic=elastic; set it to false or true, or {}"
-    apart = [
+    p, remedy = config.parallel, "not bit-exact under train.deterministic=elastic; set that to false or true, or use {}"
+    unsupported = [
         ("ep", p.ep > 1, "parallel.ep=1"),
         ("quantize", p.quantize in ("gradients", "both"), "parallel.quantize=weights"),
-        ("schedule", p.pp > 1 and p.schedule in ("interleaved_zero_bubble", "zbv"), "a schedule without split passes"),
+        (
+            "schedule",
+            p.pp > 1 and p.schedule in ("interleaved_zero_bubble", "zbv"),
+            "a schedule that does not split backward passes",
+        ),
     ]
-    for axis, broken, other in apart:
-        if broken:
-            key = f"parallel.{axis}"
-            raise LayoutError(key, getattr(p, axis), config.origin(key), remedy.format(other))
+    for key_name, is_set, alternative in unsupported:
+        if is_set:
+            key = f"parallel.{key_name}"
+            raise LayoutError(key, getattr(p, key_name), config.origin(key), remedy.format(alternative))
 
 
 def _is_valid_virtual_stages(schedule: ScheduleName, virtual: int) -> bool:
@@ -209,57 +219,59 @@ def _is_valid_virtual_stages(schedule: ScheduleName, virtual: int) -> bool:
 
 
 def get_virtual_stages(config: Config) -> int:
-    """Stages a pipeline rank: what the settings say, else two for schedules that know more than one."""
+    """Return the stages per pipeline rank: the setting, else two for schedules that support several."""
     p = config.parallel
     if p.virtual_stages != AUTO:
         return int(p.virtual_stages)
     return 1 if p.schedule in ("gpipe", "1f1b") else 2
 
 
-def check_model_divisible(config: Config, shape: ModelSpec) -> None:
-    """Raise LayoutError where a rank would be left without a part of the model or of the sequence."""
+def check_model_divisible(config: Config, spec: ModelSpec) -> None:
+    """Raise LayoutError if a rank would be left without a part of the model or of the sequence."""
     p, length = config.parallel, config.train.seq_len
-    tensor = {
-        "attention heads": shape.num_heads,
-        "feed-forward channels": shape.ffn_size,
+    tp_items = {
+        "attention heads": spec.num_heads,
+        "feed-forward channels": spec.ffn_size,
     }
-    needs = [("tp", p.tp, what, count) for what, count in tensor.items()]
+    requirements = [("tp", p.tp, item, count) for item, count in tp_items.items()]
     heads = f"attention heads on each of {p.tp} tensor-parallel ranks"
-    needs.append(("ulysses", p.ulysses, heads, shape.num_heads // p.tp))
-    # The members of a ring hold two chunks each; every chunk and every share of one needs a position.
-    parts = 2 * p.cp * p.tp if p.cp > 1 else p.tp
-    needs.append(("cp" if p.cp > 1 else "tp", parts, "positions in a sequence", length))
+    requirements.append(("ulysses", p.ulysses, heads, spec.num_heads // p.tp))
+    # Each rank of a ring holds two chunks; every tp shard of a chunk needs a position.
+    sequence_parts = 2 * p.cp * p.tp if p.cp > 1 else p.tp
+    requirements.append(("cp" if p.cp > 1 else "tp", sequence_parts, "positions in a sequence", length))
     if p.pp > 1:
-        needs.append(("pp", p.pp * get_virtual_stages(config), "layers", shape.num_layers))
-    for axis, count, what, there in needs:
-        if count > there:
+        requirements.append(("pp", p.pp * get_virtual_stages(config), "layers", spec.num_layers))
+    for axis, count, item, available in requirements:
+        if count > available:
             value = getattr(p, axis)
-            remedy = f"there are {there} {what}, and this layout needs at least {count}; use a smaller one"
+            remedy = f"there are {available} {item}, and this layout needs at least {count}; use a smaller size"
             raise LayoutError(f"parallel.{axis}", value, config.origin(f"parallel.{axis}"), remedy)
 
 
 def resolve_layout(config: Config, world_size: int) -> Layout:
-    """Fill the `auto` data axes for `world` ranks. Raises LayoutError naming the axis that does not fit."""
+    """Fill the `auto` data axes for `world_size` ranks. Raises LayoutError naming the axis that does not fit."""
     check_axes(config)
     p = config.parallel
-    data = world_size
-    for number, axis in enumerate(inner := ("tp", "cp", "pp")):
+    dp_size = world_size
+    for index, axis in enumerate(inner := ("tp", "cp", "pp")):
         size = getattr(p, axis)
-        if data % size:
-            taken = " and ".join(f"{other}={getattr(p, other)}" for other in inner[:number] if getattr(p, other) > 1)
-            remedy = f"must divide the {data} workers" + (f" that {taken} leaves" if taken else "")
+        if dp_size % size:
+            taken_axes = " and ".join(
+                f"{outer}={getattr(p, outer)}" for outer in inner[:index] if getattr(p, outer) > 1
+            )
+            remedy = f"must divide the {dp_size} workers" + (f" that {taken_axes} leaves" if taken_axes else "")
             raise LayoutError(f"parallel.{axis}", size, config.origin(f"parallel.{axis}"), remedy)
-        data //= size
+        dp_size //= size
     if p.zero == 0:
-        replicate, shard = data if p.dp_replicate == AUTO else int(p.dp_replicate), 1
+        replicate, shard = dp_size if p.dp_replicate == AUTO else int(p.dp_replicate), 1
     else:
         replicate = 1 if p.dp_replicate == AUTO else int(p.dp_replicate)
-        if p.dp_shard == AUTO and p.dp_replicate != AUTO and data % replicate:
-            remedy = f"must divide the {data} data-parallel ranks"
+        if p.dp_shard == AUTO and p.dp_replicate != AUTO and dp_size % replicate:
+            remedy = f"must divide the {dp_size} data-parallel ranks"
             raise LayoutError("parallel.dp_replicate", replicate, config.origin("parallel.dp_replicate"), remedy)
-        shard = data // replicate if p.dp_shard == AUTO else int(p.dp_shard)
-        if p.dp_replicate == AUTO and data % shard == 0:
-            replicate = data // shard
+        shard = dp_size // replicate if p.dp_shard == AUTO else int(p.dp_shard)
+        if p.dp_replicate == AUTO and dp_size % shard == 0:
+            replicate = dp_size // shard
     layout = Layout(
         dp_replicate=replicate,
         dp_shard=shard,
@@ -275,7 +287,10 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
     if layout.world_size != world_size:
         axes = f"dp_replicate={replicate} x dp_shard={shard}"
         axes += "".join(f" x {axis}={getattr(p, axis)}" for axis in ("pp", "cp", "tp") if getattr(p, axis) > 1)
-        remedy = f"{axes} makes {layout.world_size} ranks, not {world_size}; set cluster.workers={layout.world_size} or leave an axis auto"
+        remedy = (
+            f"{axes} makes {layout.world_size} ranks, not {world_size}; "
+            f"set cluster.workers={layout.world_size} or leave an axis auto"
+        )
         raise LayoutError("cluster.workers", config.cluster.workers, config.origin("cluster.workers"), remedy)
     _check_folding(config, layout)
     if p.reshard_over and layout.dp_shard % p.reshard_over:
@@ -285,42 +300,46 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
 
 
 def _check_folding(config: Config, layout: Layout) -> None:
-    left = layout.ep
+    ep_left = layout.ep
     for axis in EP_FOLDED_AXES:
         size = getattr(layout, axis)
-        if left % size and size % left:
+        if ep_left % size and size % ep_left:
             break
-        left //= min(left, size)
-    if left > 1 or layout.dp_size * layout.cp % layout.ep:
+        ep_left //= min(ep_left, size)
+    if ep_left > 1 or layout.dp_size * layout.cp % layout.ep:
         axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in EP_FOLDED_AXES)
-        remedy = f"experts are shared out over {axes} in this order, and must fill one before the next"
+        remedy = f"experts are split over {axes}, in this order; ep must divide each or be a multiple of it"
         raise LayoutError("parallel.ep", layout.ep, config.origin("parallel.ep"), remedy)
 
 
 def resolve_batching(config: Config, layout: Layout, stored: Batching | None = None) -> Batching:
-    """The run's microbatches: those stored in its checkpoint, else from `train.micro_batch`.
+    """Return the microbatches of a run: those stored in its checkpoint, else those of `train.micro_batch`.
 
-    Raises LayoutError where a data-parallel rank would have no microbatch, or where the settings ask for another
-    cut than the one the run was started with.
+    Raises LayoutError if a data-parallel rank would have no microbatch, if the pipeline schedule does not accept their
+    number, or if the settings contradict the stored microbatches.
     """
-    t, origin, degree = config.train, config.origin, layout.dp_size
+    t, origin, dp_size = config.train, config.origin, layout.dp_size
     if stored is not None:
         if stored.count * stored.size != t.global_batch:
-            before = stored.count * stored.size
-            remedy = f"the run in {config.run.dir} was started with {before}; set it back or choose another run.dir"
+            stored_batch = stored.count * stored.size
+            remedy = (
+                f"the run in {config.run.dir} was started with {stored_batch}; set it back or choose another run.dir"
+            )
             raise LayoutError("train.global_batch", t.global_batch, origin("train.global_batch"), remedy)
         if t.micro_batch not in (AUTO, stored.size):
-            remedy = f"the run in {config.run.dir} was started with {stored.size}; its order depends on it"
+            remedy = (
+                f"the run in {config.run.dir} was started with {stored.size}, which fixes its data order; set it back"
+            )
             raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
         batching = stored
     elif t.micro_batch == AUTO:
         batching = _choose_batching(config, layout)
     else:
         batching = Batching(t.global_batch // int(t.micro_batch), int(t.micro_batch))
-    if batching.count < degree:
+    if batching.count < dp_size:
         remedy = (
-            f"global batch {t.global_batch} in microbatches of {batching.size} gives {batching.count} of them, too few "
-            f"for {degree} data-parallel ranks; use at most {batching.count} workers or a smaller micro_batch"
+            f"global batch {t.global_batch} in microbatches of {batching.size} gives {batching.count} microbatches, "
+            f"too few for {dp_size} data-parallel ranks; use at most {batching.count} workers or a smaller micro_batch"
         )
         raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
     if reason := _find_schedule_conflict(batching, layout):
@@ -330,16 +349,21 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
 
 
 def _choose_batching(config: Config, layout: Layout) -> Batching:
-    """As few microbatches as give every rank work; in a pipeline, four times as many as it has ranks, if there are."""
-    batch, degree = config.train.global_batch, layout.dp_size
-    counts = [v for v in range(degree, batch + 1) if batch % v == 0]
+    """Choose the fewest microbatches that give every rank one.
+
+    With pipeline parallelism, choose at least four per pipeline rank if the batch is large enough.
+    """
+    batch, dp_size = config.train.global_batch, layout.dp_size
+    counts = [count for count in range(dp_size, batch + 1) if batch % count == 0]
     if not counts:
-        remedy = f"{degree} data-parallel ranks need at least {degree} sequences a step"
+        remedy = f"{dp_size} data-parallel ranks need at least {dp_size} sequences per step"
         raise LayoutError("train.global_batch", batch, config.origin("train.global_batch"), remedy)
     if layout.pp == 1:
         return Batching(counts[0], batch // counts[0])
-    taken = [v for v in counts if _find_schedule_conflict(Batching(v, batch // v), layout) is None] or counts
-    count = next((v for v in taken if v >= 4 * layout.pp * degree), taken[-1])
+    accepted = [
+        count for count in counts if _find_schedule_conflict(Batching(count, batch // count), layout) is None
+    ] or counts
+    count = next((count for count in accepted if count >= 4 * layout.pp * dp_size), accepted[-1])
     return Batching(count, batch // count)
 
 

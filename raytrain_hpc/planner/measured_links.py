@@ -1,4 +1,4 @@
-"""The links of the user's own cluster, as they were measured: kept in a file, and taken for those of every plan."""
+"""Measured links and calibrations of the user's own cluster: saved in the cache and used by every later plan."""
 
 from __future__ import annotations
 
@@ -16,79 +16,86 @@ from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.hardware import LINKS, Link
 from raytrain_hpc.planner.link_fit import CollectiveTimings, fit_operations
 
-_LINKS_FILE, _CALIBRATIONS_FILE = "links.json", "calibration.json"  # in the cache
-_MIN_LATENCY_S = 1e-7  # a fit may come out at none
+_LINKS_FILE, _CALIBRATIONS_FILE = "links.json", "calibration.json"  # in the cache directory
+_MIN_LATENCY_S = 1e-7  # a fit may give 0
 
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Links between devices of one name; None where there was nothing to measure one on. `day`: of the measurement."""
+    """Measured links between devices of one name, each None if not measured. `day`: date of the measurement."""
 
     day: str
     inside: Link | None
     across: Link | None
 
 
-def derive_links(timings: Sequence[CollectiveTimings], day: str) -> MeasuredLinks:
-    """What was measured among workers of one node, and among one of each node."""
-    found = {reach.scope: _derive_link(reach, day) for reach in timings}
-    return MeasuredLinks(day, found.get("inside a node"), found.get("across nodes"))
+def derive_links(all_timings: Sequence[CollectiveTimings], day: str) -> MeasuredLinks:
+    """Derive the links from timings among workers of one node and among one worker per node."""
+    link_by_scope = {timings.scope: _derive_link(timings, day) for timings in all_timings}
+    return MeasuredLinks(day, link_by_scope.get("inside a node"), link_by_scope.get("across nodes"))
 
 
 def _derive_link(timings: CollectiveTimings, day: str) -> Link:
-    """Messages give latency and bandwidth; what collectives reach of it is measured at one number of nodes, and with
-    more or fewer of them goes down as it does elsewhere."""
-    found = fit_operations(timings)
-    one, gathers = found["send"], [found[name].gbs for name in ("all_gather", "reduce_scatter")]
-    shares = found["all_reduce"].gbs / one.gbs, sum(gathers) / 2 / one.gbs
+    """Derive a link: point-to-point messages give latency and bandwidth, collectives the efficiency.
+
+    Across nodes the efficiency is measured at one number of nodes; for other numbers it is scaled from InfiniBand's.
+    """
+    fits = fit_operations(timings)
+    send_fit, gather_gbs = fits["send"], [fits[name].gbs for name in ("all_gather", "reduce_scatter")]
+    shares = fits["all_reduce"].gbs / send_fit.gbs, sum(gather_gbs) / 2 / send_fit.gbs
     if timings.scope == "inside a node":
         curves: list[tuple[float, ...]] = [(share,) for share in shares]
     else:
-        known = LINKS["infiniband-ndr"]
-        at = log2(timings.nodes) - 1
-        usual = known.get_efficiency("all_reduce", at), known.get_efficiency("gather", at)
+        reference = LINKS["infiniband-ndr"]
+        doublings = log2(timings.nodes) - 1
+        reference_shares = (
+            reference.get_efficiency("all_reduce", doublings),
+            reference.get_efficiency("gather", doublings),
+        )
         curves = [
-            tuple(share * point / there for point in curve)
-            for share, there, curve in zip(shares, usual, (known.all_reduce, known.gather), strict=True)
+            tuple(share * efficiency / reference_share for efficiency in curve)
+            for share, reference_share, curve in zip(
+                shares, reference_shares, (reference.all_reduce, reference.gather), strict=True
+            )
         ]
-    return Link(f"measured {day}", one.gbs, max(one.alpha_s, _MIN_LATENCY_S), *curves)
+    return Link(f"measured {day}", send_fit.gbs, max(send_fit.alpha_s, _MIN_LATENCY_S), *curves)
 
 
 def load_links(device: str) -> tuple[Link | None, Link | None]:
-    """Inside a node and across, those that were measured between such devices. Raises ConfigError."""
-    found = load_saved_links(device)
-    return (None, None) if found is None else (found.inside, found.across)
+    """Return the measured links within a node and across nodes, each None if unknown. Raises ConfigError."""
+    links = load_saved_links(device)
+    return (None, None) if links is None else (links.inside, links.across)
 
 
 def save_links(device: str, links: MeasuredLinks, directory: Path | None = None) -> Path:
-    """Keep them, in the cache if no other directory is named, beside those of other devices. Raises OSError."""
+    """Save measured links for a device, by default in the cache. Other devices are kept. Raises OSError."""
     return _save((directory or get_cache_dir()) / _LINKS_FILE, device, asdict(links))
 
 
 def save_calibration(device: str, calibration: Calibration, directory: Path | None = None) -> Path:
-    """The same for what a machine makes of its work."""
+    """Save the calibration for a device, by default in the cache. Other devices are kept. Raises OSError."""
     return _save((directory or get_cache_dir()) / _CALIBRATIONS_FILE, device, asdict(calibration))
 
 
 def load_calibration(device: str, directory: Path | None = None) -> Calibration:
-    """As it was refitted on such devices, else the default. Raises ConfigError for a file that holds something else."""
+    """Return the saved calibration for a device, else the default. Raises ConfigError for a damaged file."""
     path = (directory or get_cache_dir()) / _CALIBRATIONS_FILE
-    kept = _load(path).get(device, {})
+    saved = _load(path).get(device, {})
     try:
-        return Calibration(**{name: float(value) for name, value in kept.items()})
+        return Calibration(**{name: float(value) for name, value in saved.items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError("calibration", device, str(path), "damaged; delete it and measure again") from error
 
 
 def load_saved_links(device: str, directory: Path | None = None) -> MeasuredLinks | None:
-    """Those of this device, if any were measured. Raises ConfigError for a file that holds something else."""
+    """Return the saved links for a device, or None. Raises ConfigError for a damaged file."""
     path = (directory or get_cache_dir()) / _LINKS_FILE
-    kept = _load(path).get(device)
-    if kept is None:
+    saved = _load(path).get(device)
+    if saved is None:
         return None
     try:
-        inside, across = (None if kept[key] is None else _parse_link(kept[key]) for key in ("inside", "across"))
-        return MeasuredLinks(kept["day"], inside, across)
+        inside, across = (None if saved[key] is None else _parse_link(saved[key]) for key in ("inside", "across"))
+        return MeasuredLinks(saved["day"], inside, across)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError("links", device, str(path), "damaged; delete it and measure again (bench comm)") from error
 
@@ -104,21 +111,21 @@ def _parse_link(fields: Mapping[str, Any]) -> Link:
 
 
 def _save(path: Path, device: str, values: dict[str, Any]) -> Path:
-    kept = _load(path) | {device: values}
+    saved = _load(path) | {device: values}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(kept, indent=2) + "\n")
-    beside.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(saved, indent=2) + "\n")
+    temporary.replace(path)
     return path
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        kept = json.loads(path.read_text())
+        saved = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError("links", path.name, str(path), "unreadable; delete it and measure again") from error
-    if not isinstance(kept, dict):
+    if not isinstance(saved, dict):
         raise ConfigError("links", path.name, str(path), "damaged; delete it and measure again (bench comm)")
-    return kept
+    return saved

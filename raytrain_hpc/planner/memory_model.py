@@ -1,4 +1,4 @@
-"""What a rank's device has to hold at the fullest moment of a step, part by part."""
+"""Memory model: bytes on a rank's device at the peak of a step, by kind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from raytrain_hpc.planner.pipeline_timeline import count_max_in_flight
 from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
-_FRAGMENTATION = 0.12  # of what is allocated, by which a device's caching allocator holds more
+_FRAGMENTATION = 0.12  # of allocated memory, lost in the caching allocator
 
 
 @dataclass(frozen=True)
 class MemoryFootprint:
-    """Bytes on one rank. `copies`: of weights, in the compute type, and what ZeRO has gathered of them; `activations`
-    of the microbatches in flight; `working`: logits, or what going back through a layer takes."""
+    """Peak bytes on one rank.
+
+    `copies`: copies of weights, in the compute dtype or gathered by ZeRO. `activations`: of the microbatches in flight.
+    `working`: logits, or the working memory of a layer's backward pass.
+    """
 
     weights: int
     gradients: int
@@ -31,17 +34,17 @@ class MemoryFootprint:
 
     @property
     def allocated(self) -> int:
-        """All of it."""
+        """Bytes allocated in total."""
         return self.weights + self.gradients + self.moments + self.copies + self.activations + self.working
 
     def compute_required_gib(self, device: Device) -> float:
-        """GiB that a device needs for it, with what is lost to fragments and taken by the device's own needs."""
-        lost = _FRAGMENTATION if device.reserved_gib else 0.0
-        return self.allocated * (1 + lost) / 2**30 + device.reserved_gib
+        """Return the GiB needed on a device, including fragmentation and the device's reserved memory."""
+        fragmentation = _FRAGMENTATION if device.reserved_gib else 0.0
+        return self.allocated * (1 + fragmentation) / 2**30 + device.reserved_gib
 
 
 class MemoryModel:
-    """Footprints of this work. Remembers what recurs in a search."""
+    """Estimates memory footprints of a workload. Caches what recurs in a layout search."""
 
     def __init__(self, workload: Workload):
         self._workload = workload
@@ -49,39 +52,53 @@ class MemoryModel:
         self._get_layer_bytes = cache(self._compute_layer_bytes)
 
     def estimate_footprint(self, choice: LayoutChoice) -> MemoryFootprint:
-        """Of the rank that needs most: early stages of a pipeline hold more microbatches, the last has the logits."""
-        work, layout = self._workload, choice.layout
-        pipeline, tokens = layout.pipeline, choice.batching.size * work.seq_len / layout.cp
+        """Estimate the footprint of the rank that needs the most memory.
+
+        Early pipeline stages hold more microbatches, and the last one holds the logits.
+        """
+        workload, layout = self._workload, choice.layout
+        pipeline, tokens = layout.pipeline, choice.batching.size * workload.seq_len / layout.cp
         stages = self._stages.get_layer_counts(pipeline.num_stages)
-        kept = tokens * self._get_layer_bytes(layout.tp, choice.recompute)
-        # Going back through a layer: what is computed again, gradients of both its widest tensors, and a few others.
-        back = (
-            tokens * (2 * work.shape.active_ffn_size + 4 * work.shape.hidden_size) / layout.tp * work.compute_itemsize
+        layer_bytes = tokens * self._get_layer_bytes(layout.tp, choice.recompute)
+        # Backward pass of a layer: recomputed activations, gradients of its two widest tensors, and a few others.
+        backward_bytes = (
+            tokens
+            * (2 * workload.spec.active_ffn_size + 4 * workload.spec.hidden_size)
+            / layout.tp
+            * workload.compute_itemsize
         )
-        back += tokens * self._get_layer_bytes(layout.tp, "none") - kept
-        handed = 2 * tokens * work.shape.hidden_size / layout.tp * work.state_itemsize if layout.pp > 1 else 0.0
-        flying = _count_max_in_flight(pipeline, choice.microbatches_per_rank)
-        found = []
-        for rank, own in enumerate(self._stages.get_parameters(layout)):
-            mine = pipeline.get_stages_of_rank(rank)
-            last = pipeline.num_stages - 1 in mine
-            held = sum(flying[rank][stage] * (stages[stage] * kept + handed) for stage in mine)
-            working = max(_compute_head_bytes(work, tokens, layout.tp) if last else 0.0, back)
-            whole = _estimate_rank(work, choice, own, held, working, has_head=last)
+        backward_bytes += tokens * self._get_layer_bytes(layout.tp, "none") - layer_bytes
+        boundary_bytes = (
+            2 * tokens * workload.spec.hidden_size / layout.tp * workload.state_itemsize if layout.pp > 1 else 0.0
+        )
+        in_flight = _count_max_in_flight(pipeline, choice.microbatches_per_rank)
+        footprints = []
+        for rank, rank_parameters in enumerate(self._stages.get_parameters(layout)):
+            own_stages = pipeline.get_stages_of_rank(rank)
+            has_head = pipeline.num_stages - 1 in own_stages
+            activation_bytes = sum(
+                in_flight[rank][stage] * (stages[stage] * layer_bytes + boundary_bytes) for stage in own_stages
+            )
+            working_bytes = max(_compute_head_bytes(workload, tokens, layout.tp) if has_head else 0.0, backward_bytes)
+            full = _estimate_rank(workload, choice, rank_parameters, activation_bytes, working_bytes, has_head=has_head)
             if choice.microbatches_per_rank > 1:
-                found.append(whole)
-            else:  # of a step's only microbatch there are no gradients yet where most is kept, and all of them later
-                first = (
-                    min(whole.gradients, work.bucket_bytes) if layout.num_state_replicas > 1 and layout.zero < 2 else 0
+                footprints.append(full)
+            else:  # with a single microbatch, gradients are still missing when activations peak
+                first_gradients = (
+                    min(full.gradients, workload.bucket_bytes)
+                    if layout.num_state_replicas > 1 and layout.zero < 2
+                    else 0
                 )
-                found.append(replace(whole, gradients=first))
-                found.append(replace(whole, activations=int(kept + handed), working=int(back)))
-        return max(found, key=lambda one: one.allocated)
+                footprints.append(replace(full, gradients=first_gradients))
+                footprints.append(
+                    replace(full, activations=int(layer_bytes + boundary_bytes), working=int(backward_bytes))
+                )
+        return max(footprints, key=lambda footprint: footprint.allocated)
 
     def _compute_layer_bytes(self, tp: int, recompute: Recompute) -> float:
-        work = self._workload
+        workload = self._workload
         return compute_layer_bytes_per_token(
-            work.shape, tp=tp, dtype=work.dtype, recompute=recompute, compiled=work.compiled
+            workload.spec, tp=tp, dtype=workload.dtype, recompute=recompute, compiled=workload.compiled
         )
 
 
@@ -94,63 +111,70 @@ def _estimate_rank(
     *,
     has_head: bool,
 ) -> MemoryFootprint:
-    layout, wide, moments = choice.layout, workload.state_itemsize, 2 if workload.optimizer == "adamw" else 0
+    layout, state_itemsize, moments = choice.layout, workload.state_itemsize, 2 if workload.optimizer == "adamw" else 0
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
-    sums = [0.0] * 4
+    totals = [0.0] * 4
     for parameters, shards in ((rank_parameters.dense, layout.dp_shard), (rank_parameters.experts, expert_shards)):
-        zero = layout.zero if shards > 1 else 0
-        sums[0] += parameters * wide / (shards if zero else 1)
-        sums[1] += parameters * wide / (shards if zero >= 2 else 1)
-        sums[2] += parameters * wide * moments / (shards if zero else 1) if choice.offload == "none" else 0
-        # What ZeRO-1 and 2 gather stays for the step; what autocast has cast, as long as a backward pass needs it.
-        if zero in (1, 2) or (workload.compute_itemsize < wide and zero == 0 and choice.recompute == "none"):
-            sums[3] += parameters * workload.compute_itemsize
+        zero_stage = layout.zero if shards > 1 else 0
+        totals[0] += parameters * state_itemsize / (shards if zero_stage else 1)
+        totals[1] += parameters * state_itemsize / (shards if zero_stage >= 2 else 1)
+        totals[2] += (
+            parameters * state_itemsize * moments / (shards if zero_stage else 1) if choice.offload == "none" else 0
+        )
+        # Weights gathered by ZeRO-1 and 2 stay for the step; autocast copies until the backward pass has used them.
+        if zero_stage in (1, 2) or (
+            workload.compute_itemsize < state_itemsize and zero_stage == 0 and choice.recompute == "none"
+        ):
+            totals[3] += parameters * workload.compute_itemsize
     if (
-        workload.compute_itemsize < wide
+        workload.compute_itemsize < state_itemsize
         and choice.recompute != "none"
         and has_head
         and not (layout.zero and layout.dp_shard > 1)
     ):
-        sums[3] += _count_head_elements(workload, layout.tp) * workload.compute_itemsize
-    if layout.zero == 3 and layout.dp_shard > 1:  # the unit in use, the one ahead, and a gradient that is reduced next
-        sums[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + wide)
-    weights, gradients, kept, copies = (int(one) for one in sums)
-    return MemoryFootprint(weights, gradients, kept, copies, int(activation_bytes), int(working_bytes))
+        totals[3] += _count_head_elements(workload, layout.tp) * workload.compute_itemsize
+    if layout.zero == 3 and layout.dp_shard > 1:  # the unit in use, the prefetched one, and a gradient to reduce
+        totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + state_itemsize)
+    weight_bytes, gradient_bytes, moment_bytes, copy_bytes = (int(total) for total in totals)
+    return MemoryFootprint(
+        weight_bytes, gradient_bytes, moment_bytes, copy_bytes, int(activation_bytes), int(working_bytes)
+    )
 
 
 def _compute_head_bytes(workload: Workload, tokens: float, tp: int) -> float:
-    """At the start of the backward pass: logits and what they become, and the last norm's input and result.
+    """Return the bytes of logits, loss and last norm at the start of the backward pass.
 
-    A logit is the result of the head, and in fp32 its logarithm or probability and one gradient, or where the whole
-    vocabulary is on one rank two of them, the loss's being as large. Where the loss is compiled it is the result and
-    its gradient, once more where that is filled up to whole tiles, and beside them there is that of the head's table.
+    Kept are the input and output of the last norm, and each logit in the compute dtype. In the state dtype the loss
+    adds two values per logit, or three if the whole vocabulary is on one rank. A compiled loss instead keeps the logit
+    and its gradient in the compute dtype, a third value if the vocabulary is padded to whole tiles, and the gradient of
+    the head's weights.
     """
-    shape, wide, width = workload.shape, workload.state_itemsize, workload.compute_itemsize
-    norm = tokens * shape.hidden_size * (wide / tp + width)
-    logits = tokens * shape.vocab_size / tp
+    spec, state_itemsize, itemsize = workload.spec, workload.state_itemsize, workload.compute_itemsize
+    norm_bytes = tokens * spec.hidden_size * (state_itemsize / tp + itemsize)
+    logits = tokens * spec.vocab_size / tp
     if workload.compiled:
         return (
-            norm
-            + logits * (3 if shape.vocab_size % VOCAB_SIZE_MULTIPLE else 2) * width
-            + _count_head_elements(workload, tp) * width
+            norm_bytes
+            + logits * (3 if spec.vocab_size % VOCAB_SIZE_MULTIPLE else 2) * itemsize
+            + _count_head_elements(workload, tp) * itemsize
         )
-    return norm + logits * ((3 if tp == 1 else 2) * wide + width)
+    return norm_bytes + logits * ((3 if tp == 1 else 2) * state_itemsize + itemsize)
 
 
 def _count_head_elements(workload: Workload, tp: int) -> float:
-    """Elements of the head."""
-    return workload.shape.vocab_size * workload.shape.hidden_size / tp
+    """Return the number of weights of the head on a rank."""
+    return workload.spec.vocab_size * workload.spec.hidden_size / tp
 
 
 @lru_cache(maxsize=4096)
 def _count_max_in_flight(pipeline: PipelineSchedule, microbatches: int) -> tuple[dict[int, int], ...]:
-    """Most microbatches of each stage that each rank holds at once."""
+    """Return, for each rank, the most microbatches in flight of each of its stages."""
     if pipeline.name in ("gpipe", "1f1b"):
-        most = (
-            microbatches if pipeline.name == "gpipe" else min(microbatches, pipeline.num_ranks - r)
-            for r in range(pipeline.num_ranks)
+        max_counts = (
+            microbatches if pipeline.name == "gpipe" else min(microbatches, pipeline.num_ranks - rank)
+            for rank in range(pipeline.num_ranks)
         )
-        return tuple({rank: count} for rank, count in enumerate(most))
+        return tuple({rank: count} for rank, count in enumerate(max_counts))
     return tuple(
         count_max_in_flight(order)
         for order in pipeline.build_orders(pipeline.get_representative_microbatches(microbatches))

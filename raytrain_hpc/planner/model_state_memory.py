@@ -1,4 +1,4 @@
-"""Bytes of training state a rank holds."""
+"""Model state memory: parameters per rank, and bytes of weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,72 +12,75 @@ from raytrain_hpc.planner.stage_split import split_layers
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters that a rank holds before ZeRO shards them: of experts, which can be sharded over fewer ranks, and the
-    rest. `unit`: of its largest part that ZeRO-3 gathers as one, a layer or the tables."""
+    """Parameter counts of a rank before ZeRO shards them.
+
+    `experts`: parameters of experts, which may be sharded over fewer ranks; `dense`: all others. `largest_unit`: the
+    largest unit that ZeRO-3 gathers at once, a layer or the embedding tables.
+    """
 
     dense: int
     experts: int
     largest_unit: int
 
 
-def count_max_rank_parameters(shape: ModelSpec, layout: Layout, seq_len: int) -> RankParameters:
-    """Of the rank that holds most; with one rank all of them. See `parameters_by_stage`."""
-    return get_largest(count_parameters_by_pp_rank(shape, layout, seq_len))
+def count_max_rank_parameters(spec: ModelSpec, layout: Layout, seq_len: int) -> RankParameters:
+    """Count the parameters of the rank that holds the most. See `count_parameters_by_pp_rank`."""
+    return get_largest(count_parameters_by_pp_rank(spec, layout, seq_len))
 
 
 def get_largest(parameters_by_rank: Iterable[RankParameters]) -> RankParameters:
-    """The largest of them."""
-    return max(parameters_by_rank, key=lambda of_rank: of_rank.dense + of_rank.experts)
+    """Return the counts of the rank with the most parameters."""
+    return max(parameters_by_rank, key=lambda rank_parameters: rank_parameters.dense + rank_parameters.experts)
 
 
-def count_parameters_by_pp_rank(shape: ModelSpec, layout: Layout, seq_len: int) -> list[RankParameters]:
-    """Of a rank of each pipeline coordinate, the one with most; with one rank all of them.
+def count_parameters_by_pp_rank(spec: ModelSpec, layout: Layout, seq_len: int) -> list[RankParameters]:
+    """Count the parameters per pipeline rank, for the tensor-parallel rank that holds the most.
 
-    Over tp, heads, feed-forward channels and vocabulary rows are shared out; norms, positions, routers, biases of the
-    products that are summed, and key-value heads that the ranks do not divide are held whole. Over ep, experts are.
-    Over pp, layers are; the last stage of a pipeline has a tied table of its own.
+    Over tp, heads, feed-forward channels and vocabulary rows are split. Norms, position embeddings, routers, biases
+    after row-parallel products, and key-value heads that tp does not divide are replicated. Over ep, experts are split.
+    Over pp, layers are split, and the last stage has its own copy of a tied table.
     """
     pipeline = layout.pipeline
-    stages = split_layers(shape, seq_len, pipeline.num_stages)
-    per_layer = max(_count_layer_parameters(shape, layout.tp, rank) for rank in range(layout.tp))
-    of_experts = _ceil_div(shape.num_experts, layout.ep) * _ceil_div(shape.ffn_size, layout.tp)
-    of_experts *= shape.num_ffn_matrices * shape.hidden_size
-    held = []
-    for pp in range(pipeline.num_ranks):
-        mine = pipeline.get_stages_of_rank(pp)
-        layers = sum(len(stages[stage]) for stage in mine)
+    stages = split_layers(spec, seq_len, pipeline.num_stages)
+    layer_parameters = max(_count_layer_parameters(spec, layout.tp, rank) for rank in range(layout.tp))
+    expert_parameters = _ceil_div(spec.num_experts, layout.ep) * _ceil_div(spec.ffn_size, layout.tp)
+    expert_parameters *= spec.num_ffn_matrices * spec.hidden_size
+    counts = []
+    for pp_rank in range(pipeline.num_ranks):
+        own_stages = pipeline.get_stages_of_rank(pp_rank)
+        layers = sum(len(stages[stage]) for stage in own_stages)
         tables = _count_table_parameters(
-            shape, layout.tp, 0 in mine, pipeline.num_stages - 1 in mine, pipeline.num_stages
+            spec, layout.tp, 0 in own_stages, pipeline.num_stages - 1 in own_stages, pipeline.num_stages
         )
-        unit = max(per_layer + of_experts, tables)
-        held.append(RankParameters(layers * per_layer + tables, layers * of_experts, unit))
-    return held
+        largest_unit = max(layer_parameters + expert_parameters, tables)
+        counts.append(RankParameters(layers * layer_parameters + tables, layers * expert_parameters, largest_unit))
+    return counts
 
 
-def _count_layer_parameters(shape: ModelSpec, tp: int, rank: int) -> int:
-    """Parameters of a layer but for its experts."""
+def _count_layer_parameters(spec: ModelSpec, tp: int, rank: int) -> int:
+    """Count the parameters of a layer without its experts."""
 
     def share(total: int) -> int:
         return (rank + 1) * total // tp - rank * total // tp
 
-    queries = share(shape.num_heads) * shape.head_dim
-    channels = share(shape.shared_expert_size if shape.num_experts else shape.ffn_size)
-    kv = 2 * shape.kv_size // (1 if shape.num_kv_heads % tp else tp)
-    matrices = shape.num_ffn_matrices
-    rows = 2 * queries + kv + matrices * channels + shape.num_experts
-    layer = rows * shape.hidden_size + 2 * shape.num_norm_parameters + shape.num_qk_norm_parameters
-    if shape.bias:
-        layer += queries + kv + shape.hidden_size
-        if shape.shared_expert_size or not shape.num_experts:
-            layer += (matrices - 1) * channels + shape.hidden_size
+    queries = share(spec.num_heads) * spec.head_dim
+    channels = share(spec.shared_expert_size if spec.num_experts else spec.ffn_size)
+    kv = 2 * spec.kv_size // (1 if spec.num_kv_heads % tp else tp)
+    matrices = spec.num_ffn_matrices
+    rows = 2 * queries + kv + matrices * channels + spec.num_experts
+    layer = rows * spec.hidden_size + 2 * spec.num_norm_parameters + spec.num_qk_norm_parameters
+    if spec.bias:
+        layer += queries + kv + spec.hidden_size
+        if spec.shared_expert_size or not spec.num_experts:
+            layer += (matrices - 1) * channels + spec.hidden_size
     return layer
 
 
-def _count_table_parameters(shape: ModelSpec, tp: int, first: bool, last: bool, stages: int) -> int:
-    """Embedding, positions, head and last norm, as far as a rank has the first or the last stage."""
-    rows = _ceil_div(shape.vocab_size, tp)
-    tables = (rows + shape.max_positions) * first + rows * (last and (stages > 1 or not shape.tie_embeddings))
-    return tables * shape.hidden_size + shape.num_norm_parameters * last
+def _count_table_parameters(spec: ModelSpec, tp: int, first: bool, last: bool, stages: int) -> int:
+    """Count embedding, position embedding, head and last norm, as far as a rank has the first or the last stage."""
+    rows = _ceil_div(spec.vocab_size, tp)
+    tables = (rows + spec.max_positions) * first + rows * (last and (stages > 1 or not spec.tie_embeddings))
+    return tables * spec.hidden_size + spec.num_norm_parameters * last
 
 
 def _ceil_div(total: int, ranks: int) -> int:
@@ -87,14 +90,14 @@ def _ceil_div(total: int, ranks: int) -> int:
 def compute_state_bytes(
     parameters: RankParameters, layout: Layout, dtype: str, optimizer: str, offload: str = "none"
 ) -> int:
-    """Weights, gradients and optimizer state in bytes, of one rank that has these `parameters` before ZeRO.
+    """Return the bytes of weights, gradients and optimizer state of a rank with these `parameters` before ZeRO.
 
-    torch-native mixed precision (weights and gradients kept in fp32, compute copies not counted): 4 + 4 + 8 bytes a
-    parameter, of which ZeRO-1 shards the optimizer and keeps full weights beside their shard, ZeRO-2 shards the
-    gradients too and ZeRO-3 everything (Rajbhandari et al. 2020, arXiv 1910.02054). In a pipeline ZeRO-1 is the same.
+    PyTorch mixed precision keeps weights and gradients in fp32: 4 + 4 + 8 bytes per parameter, without compute copies.
+    ZeRO-1 shards the optimizer state and keeps full weights beside their shard, ZeRO-2 also shards gradients, and
+    ZeRO-3 shards everything (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    What is counted is the device's memory: moments that are offloaded, to host memory or disk, are not, though a
-    device that is a CPU has them in the same memory under offload=cpu. Their copies of a chunk are not counted either.
+    Only device memory counts: offloaded moments are excluded, although a CPU device has them in the same memory under
+    offload=cpu. Staging buffers for offloaded chunks are not counted either.
     """
     moments = 2 if optimizer == "adamw" and offload == "none" else 0
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
@@ -105,14 +108,14 @@ def compute_state_bytes(
 
 
 def _compute_bytes(parameters: int, zero: int, shards: int, dtype: str, moments: int) -> int:
-    width = 8 if dtype == "fp64" else 4
-    sharded = moments * width
+    itemsize = 8 if dtype == "fp64" else 4
+    sharded = moments * itemsize
     full = 0
     for stage in (2, 3):  # gradients, then weights
         if zero >= stage:
-            sharded += width
+            sharded += itemsize
         else:
-            full += width
+            full += itemsize
     if zero in (1, 2):
-        sharded += width  # the sharded weights that the optimizer steps, beside the gathered ones
+        sharded += itemsize  # the weight shard that the optimizer updates, beside the gathered weights
     return full * parameters + -(-sharded * parameters // shards)

@@ -1,4 +1,4 @@
-"""What a pipeline does when: simulated from a schedule and times, or recorded; its bubble and its picture."""
+"""Pipeline timelines, simulated from a schedule or recorded: bubble, activations in flight, and an SVG picture."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ class Span:
 def simulate(
     orders: Sequence[PipelineOrder], seconds: Callable[[Action], float], num_stages: int, transfer_s: float = 0.0
 ) -> list[Span]:
-    """The earliest times at which ranks that keep to these orders can do everything.
+    """Simulate the ranks' orders and return when each action runs, as early as its inputs allow.
 
-    A forward needs the one of the stage before, a backward that of the stage after and its own forward, weights their
-    inputs; what comes from another rank arrives `transfer_s` later. Raises ValueError where ranks wait for each other.
+    A forward pass needs that of the stage before it. A backward pass needs that of the stage after it and its own
+    forward pass. A weight pass needs its own input pass. Results from another rank arrive `transfer_s` later. Raises
+    ValueError if the ranks wait for each other.
     """
     done: dict[Action, Span] = {}
-    clocks, at = [0.0] * len(orders), [0] * len(orders)
-    while any(number < len(order) for number, order in zip(at, orders, strict=True)):
-        moved = False
+    clocks, next_index = [0.0] * len(orders), [0] * len(orders)
+    while any(index < len(order) for index, order in zip(next_index, orders, strict=True)):
+        has_progress = False
         for rank, order in enumerate(orders):
-            while at[rank] < len(order) and all(
-                need in done for need in _list_dependencies(order[at[rank]], num_stages, done)
+            while next_index[rank] < len(order) and all(
+                dependency in done for dependency in _list_dependencies(order[next_index[rank]], num_stages, done)
             ):
-                action = order[at[rank]]
+                action = order[next_index[rank]]
                 ready = [
-                    done[need].end + (transfer_s if done[need].rank != rank else 0.0)
-                    for need in _list_dependencies(action, num_stages, done)
+                    done[dependency].end + (transfer_s if done[dependency].rank != rank else 0.0)
+                    for dependency in _list_dependencies(action, num_stages, done)
                 ]
                 begin = max([clocks[rank], *ready])
                 clocks[rank] = begin + seconds(action)
                 done[action] = Span(rank, action, begin, clocks[rank])
-                at[rank] += 1
-                moved = True
-        if not moved:
-            waiting = [str(order[number]) for number, order in zip(at, orders, strict=True) if number < len(order)]
-            raise ValueError(f"these orders never end: the ranks wait at {', '.join(waiting)}")
+                next_index[rank] += 1
+                has_progress = True
+        if not has_progress:
+            waiting = [str(order[index]) for index, order in zip(next_index, orders, strict=True) if index < len(order)]
+            raise ValueError(f"deadlock in the pipeline orders: the ranks wait at {', '.join(waiting)}")
     return list(done.values())
 
 
@@ -59,55 +60,63 @@ def _list_dependencies(action: Action, num_stages: int, done: dict[Action, Span]
         return [Action("F", stage - 1, m)] if stage else []
     if action.kind == "W":
         return [Action("I", stage, m)]
-    own = Action("F", stage, m)
+    forward = Action("F", stage, m)
     if stage == num_stages - 1:
-        return [own]
-    whole = Action("B", stage + 1, m)  # the stage after may have split its backward pass, or not
-    return [own, whole if whole in done else Action(action.kind, stage + 1, m)]
+        return [forward]
+    backward = Action("B", stage + 1, m)  # the next stage may or may not split its backward pass
+    return [forward, backward if backward in done else Action(action.kind, stage + 1, m)]
 
 
 def compute_idle_fraction(spans: Iterable[Span], num_ranks: int) -> float:
-    """Share of the time of all ranks, from the first action of any to the last of any, in which they do nothing."""
+    """Return the share of all ranks' time, from the first action to the last, in which they are idle."""
     spans = list(spans)
     wall = max(span.end for span in spans) - min(span.begin for span in spans)
     return 1.0 - sum(span.end - span.begin for span in spans) / (num_ranks * wall)
 
 
 def compute_bubble_s(spans: Iterable[Span]) -> float:
-    """Longest time that a rank waits between its own first and last action (Qi et al. 2023, arXiv 2401.10241).
+    """Return the longest time that a rank waits between its own first and last action.
 
-    It leaves out that ranks start one after the other, since they can also end and begin the next step so.
+    As defined by Qi et al. 2023 (arXiv 2401.10241). The staggered start of the ranks does not count, since the next
+    step can begin in the same staggered way.
     """
-    of_rank: dict[int, list[Span]] = {}
+    spans_by_rank: dict[int, list[Span]] = {}
     for span in spans:
-        of_rank.setdefault(span.rank, []).append(span)
-    longest = max(max(s.end for s in of) - min(s.begin for s in of) for of in of_rank.values())
-    busy = max(sum(s.end - s.begin for s in of) for of in of_rank.values())
+        spans_by_rank.setdefault(span.rank, []).append(span)
+    longest = max(
+        max(span.end for span in rank_spans) - min(span.begin for span in rank_spans)
+        for rank_spans in spans_by_rank.values()
+    )
+    busy = max(sum(span.end - span.begin for span in rank_spans) for rank_spans in spans_by_rank.values())
     return longest - busy
 
 
 def count_max_in_flight(order: PipelineOrder) -> dict[int, int]:
-    """Most microbatches of each stage whose activations a rank holds at once: from the forward to the last backward."""
-    held: dict[int, int] = {}
-    most: dict[int, int] = {}
+    """Return, for each stage, the most microbatches whose activations a rank holds at once.
+
+    Activations are held from the forward pass to the last backward pass of a microbatch.
+    """
+    in_flight: dict[int, int] = {}
+    max_in_flight: dict[int, int] = {}
     for action in order:
         if action.kind == "F":
-            held[action.stage] = held.get(action.stage, 0) + 1
-            most[action.stage] = max(most.get(action.stage, 0), held[action.stage])
+            in_flight[action.stage] = in_flight.get(action.stage, 0) + 1
+            max_in_flight[action.stage] = max(max_in_flight.get(action.stage, 0), in_flight[action.stage])
         elif action.kind in ("B", "W"):
-            held[action.stage] -= 1
-    return most
+            in_flight[action.stage] -= 1
+    return max_in_flight
 
 
 def render_svg(spans: Iterable[Span], num_ranks: int) -> str:
-    """The timeline as an SVG picture: a row a rank, forwards blue, backwards red, weights green."""
+    """Render the timeline as SVG with one row per rank: forward blue, backward red, weights green."""
     spans = list(spans)
     start, end = min(span.begin for span in spans), max(span.end for span in spans)
     scale = _WIDTH / (end - start)
     height = num_ranks * _ROW_HEIGHT + 36
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + _LEFT_MARGIN + 8}" height="{height}">',
-        f'<text x="4" y="16" font-size="12">idle {100 * compute_idle_fraction(spans, num_ranks):.1f} % of {end - start:.3f} s</text>',
+        f'<text x="4" y="16" font-size="12">idle {100 * compute_idle_fraction(spans, num_ranks):.1f} % '
+        f"of {end - start:.3f} s</text>",
     ]
     for rank in range(num_ranks):
         parts.append(f'<text x="4" y="{rank * _ROW_HEIGHT + 44}" font-size="12">rank {rank}</text>')
@@ -116,8 +125,8 @@ def render_svg(spans: Iterable[Span], num_ranks: int) -> str:
         y = span.rank * _ROW_HEIGHT + 28
         title = f"{span.action} {1000 * (span.end - span.begin):.2f} ms"
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 4}" fill="{_COLORS[span.action.kind]}" '
-            f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW_HEIGHT - 4}" '
+            f'fill="{_COLORS[span.action.kind]}" stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
         )
         if width > 14:
             parts.append(

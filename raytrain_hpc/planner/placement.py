@@ -1,4 +1,4 @@
-"""Which node gets how many workers, and which of them which rank: what sends most to one another stays near."""
+"""Placement: the number of workers per node, and which worker gets which rank, so that heavy traffic stays local."""
 
 from __future__ import annotations
 
@@ -11,52 +11,58 @@ from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.layout import AXES, Layout
 from raytrain_hpc.planner.topology import Node, Topology
 
-_PERMUTED_AXES = ("pp", "dp_replicate", "dp_shard")  # tp and cp, on whose exchanges every layer waits, stay innermost
+_PERMUTED_AXES = ("pp", "dp_replicate", "dp_shard")  # tp and cp stay innermost: every layer waits for them
 
 
-_MAX_SWAPPED_GROUPS = 24  # groups: pairs grow with the square
+_MAX_SWAPPED_GROUPS = 24  # groups; the number of pairs grows quadratically
 
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """Where a worker is: its node, and the rack or switch that this hangs on, if anything is known of that."""
+    """The location of a worker: its node, and the rack or switch of that node, empty if unknown."""
 
     rack: str
     node: str
 
 
 def assign_workers_to_nodes(world_size: int, topology: Topology, group_size: int = 1) -> dict[str, int]:
-    """Workers on each node used, by its id: one node-shaped bundle each.
+    """Return the number of workers on each node used, by node id. Each entry becomes one placement group bundle.
 
-    The rack that is just large enough, or else the largest ones, and of a rack the largest nodes first, so that the run
-    touches as few as possible; `together` neighbouring ranks (a tensor-parallel group) never straddle two nodes. Raises
-    ClusterError where the cluster has too few slots.
+    As few nodes as possible are used: the smallest rack that is large enough, else the largest racks, and in a rack the
+    largest nodes first. Groups of `group_size` adjacent ranks (tensor-parallel groups) never span two nodes. Raises
+    ClusterError if the cluster has too few slots.
     """
     if world_size > topology.total_slots:
         kind = "GPU" if topology.device == "cuda" else "CPU"
         raise ClusterError(
-            f"cluster.workers={world_size}: the cluster has {topology.total_slots} free {kind} slots on {len(topology.nodes)} "
-            f"nodes; use cluster.workers={topology.total_slots} or add nodes"
+            f"cluster.workers={world_size}: the cluster has {topology.total_slots} free {kind} slots "
+            f"on {len(topology.nodes)} nodes; use cluster.workers={topology.total_slots} or add nodes"
         )
-    racks: Counter[str] = Counter()
+    slots_by_rack: Counter[str] = Counter()
     for node in topology.nodes:
-        racks[node.rack] += node.slots
+        slots_by_rack[node.rack] += node.slots
 
     def preference(node: Node) -> tuple[bool, int, str, int, str]:
-        there = racks[node.rack]
-        return there < world_size, there if there >= world_size else -there, node.rack, -node.slots, node.id
+        rack_slots = slots_by_rack[node.rack]
+        return (
+            rack_slots < world_size,
+            rack_slots if rack_slots >= world_size else -rack_slots,
+            node.rack,
+            -node.slots,
+            node.id,
+        )
 
-    shares, left = {}, world_size
+    shares, remaining = {}, world_size
     for node in sorted(topology.nodes, key=preference):
-        share = min(left, node.slots // group_size * group_size)
+        share = min(remaining, node.slots // group_size * group_size)
         if share:
             shares[node.id] = share
-            left -= share
-    if left:
+            remaining -= share
+    if remaining:
         slots = ", ".join(str(node.slots) for node in topology.nodes)
         raise ClusterError(
-            f"parallel.tp={group_size}: {world_size // group_size} groups of {group_size} ranks do not fit, each within one node, "
-            f"on nodes with {slots} slots; use a smaller parallel.tp or larger nodes"
+            f"parallel.tp={group_size}: {world_size // group_size} groups of {group_size} ranks, each within one node, "
+            f"do not fit on nodes with {slots} slots; use a smaller parallel.tp or larger nodes"
         )
     return shares
 
@@ -64,34 +70,35 @@ def assign_workers_to_nodes(world_size: int, topology: Topology, group_size: int
 def select_active_workers(
     workers_per_node: Mapping[str, int], world_size: int, group_size: int = 1
 ) -> dict[str, int] | None:
-    """How many of the workers on each node train, the others being spares; None where groups of `together`, each on
-    one node, make too few.
+    """Return how many workers on each node train; the others are spares. None if too few groups of `group_size` fit.
 
-    Whole nodes are left to spares as long as there are so many, which makes up for the loss of a node; then each node
-    keeps about as many, so that no node's loss takes all of them.
+    Each group is on one node. Whole nodes are left as spares if possible, which makes up for the loss of a node.
+    Remaining spares are spread evenly, so that no single node holds all of them.
     """
-    taken = {node: count // group_size * group_size for node, count in workers_per_node.items()}
-    over = sum(taken.values()) - world_size
-    if over < 0:
+    counts = {node: count // group_size * group_size for node, count in workers_per_node.items()}
+    excess = sum(counts.values()) - world_size
+    if excess < 0:
         return None
-    for node in sorted(sorted(taken, reverse=True), key=lambda node: taken[node]):
-        if 0 < taken[node] <= over:
-            over -= taken[node]
-            taken[node] = 0
-    while over >= group_size:
-        fullest = max(taken, key=lambda node: (taken[node], node))
-        taken[fullest] -= group_size
-        over -= group_size
-    return taken if over == 0 else None
+    for node in sorted(sorted(counts, reverse=True), key=lambda node: counts[node]):
+        if 0 < counts[node] <= excess:
+            excess -= counts[node]
+            counts[node] = 0
+    while excess >= group_size:
+        fullest = max(counts, key=lambda node: (counts[node], node))
+        counts[fullest] -= group_size
+        excess -= group_size
+    return counts if excess == 0 else None
 
 
 def place_ranks(layout: Layout, sites: Sequence[Site], bytes_by_axis: Mapping[str, float]) -> tuple[int, ...]:
-    """Which of the sites each rank gets, as indexes, so that the fewest bytes leave a node, and a rack twice counted.
+    """Return the index into `sites` for each rank, so that the fewest bytes cross nodes.
 
-    `sent[axis]`: bytes that a rank sends to the next one along an axis in a step (plan.traffic). Sites in order of
-    racks and nodes take tensor-parallel ranks first, context-parallel ones next, so that both are inside a node as long
-    as they fit, and then a ring over the nearest; of the orders of all other axes the best, of equals the mesh's own.
-    Where nodes are uneven, which cuts through every order, a few groups change places as long as that helps.
+    `bytes_by_axis[axis]`: bytes that a rank sends per step to the next rank along an axis, see `compute_bytes_by_axis`.
+    Bytes between racks count twice.
+
+    Tensor-parallel ranks are placed innermost, then context-parallel ranks, both inside a node if they fit. All orders
+    of the other axes are tried, and the mesh's own order wins ties. If the nodes have different sizes, small layouts
+    are improved by swapping tensor-parallel groups as long as that helps.
     """
     order = sorted(range(len(sites)), key=lambda index: (sites[index], index))
     best: tuple[float, tuple[int, ...]] | None = None
@@ -100,53 +107,58 @@ def place_ranks(layout: Layout, sites: Sequence[Site], bytes_by_axis: Mapping[st
     movable = [axis for axis in _PERMUTED_AXES if getattr(layout, axis) > 1]
     for outer in permutations(movable):
         sequence = _list_ranks_in_order(layout, (*outer, "cp", "tp"))
-        placed = [0] * layout.world_size
+        placement = [0] * layout.world_size
         for index, rank in zip(order, sequence, strict=True):
-            placed[rank] = index
-        crossed = compute_crossing_bytes(layout, [sites[index] for index in placed], bytes_by_axis)
-        if best is None or crossed < best[0]:
-            best = crossed, tuple(placed)
+            placement[rank] = index
+        crossing_bytes = compute_crossing_bytes(layout, [sites[index] for index in placement], bytes_by_axis)
+        if best is None or crossing_bytes < best[0]:
+            best = crossing_bytes, tuple(placement)
     if best is None:
         return tuple(order)
-    there = Counter(sites)
-    uneven, groups = len(set(there.values())) > 1, layout.world_size // layout.tp
-    return _swap_groups(layout, best, sites, bytes_by_axis) if uneven and groups <= _MAX_SWAPPED_GROUPS else best[1]
+    workers_by_site = Counter(sites)
+    is_uneven, num_groups = len(set(workers_by_site.values())) > 1, layout.world_size // layout.tp
+    return (
+        _swap_groups(layout, best, sites, bytes_by_axis) if is_uneven and num_groups <= _MAX_SWAPPED_GROUPS else best[1]
+    )
 
 
 def _swap_groups(
     layout: Layout, initial: tuple[float, tuple[int, ...]], sites: Sequence[Site], bytes_by_axis: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """The same places with tensor-parallel groups exchanged, pair by pair, for as long as any exchange helps."""
-    crossed, placed = initial
+    """Swap pairs of tensor-parallel groups as long as a swap saves bytes, and return the placement."""
+    crossing_bytes, placement = initial
     tp, improved = layout.tp, True
     while improved:
         improved = False
-        for one, other in combinations(range(0, layout.world_size, tp), 2):
-            if sites[placed[one]] == sites[placed[other]]:
+        for first, second in combinations(range(0, layout.world_size, tp), 2):
+            if sites[placement[first]] == sites[placement[second]]:
                 continue
-            tried = list(placed)
-            tried[one : one + tp], tried[other : other + tp] = placed[other : other + tp], placed[one : one + tp]
-            now = compute_crossing_bytes(layout, [sites[index] for index in tried], bytes_by_axis)
-            if now < crossed:
-                crossed, placed, improved = now, tuple(tried), True
-    return placed
+            candidate = list(placement)
+            candidate[first : first + tp], candidate[second : second + tp] = (
+                placement[second : second + tp],
+                placement[first : first + tp],
+            )
+            candidate_bytes = compute_crossing_bytes(layout, [sites[index] for index in candidate], bytes_by_axis)
+            if candidate_bytes < crossing_bytes:
+                crossing_bytes, placement, improved = candidate_bytes, tuple(candidate), True
+    return placement
 
 
 def compute_crossing_bytes(layout: Layout, sites: Sequence[Site], bytes_by_axis: Mapping[str, float]) -> float:
-    """Bytes a step between ranks on different nodes, those between racks counted twice. `sites[r]`: rank r's.
+    """Return the bytes sent between nodes per step, with those between racks counted twice.
 
-    Ranks along an axis send in a ring, stages of a pipeline in a row.
+    `sites[r]` is the site of rank r. Ranks along an axis send in a ring, pipeline stages in a line.
     """
     total, stride = 0.0, 1
     for axis in reversed(AXES):
         size, bytes_sent = getattr(layout, axis), bytes_by_axis.get(axis, 0.0)
         if size > 1 and bytes_sent:
-            edges = sum(
-                _compute_distance(sites[rank], sites[rank + stride * ((at + 1) % size - at)])
+            distance_sum = sum(
+                _compute_distance(sites[rank], sites[rank + stride * ((coordinate + 1) % size - coordinate)])
                 for rank in range(layout.world_size)
-                if (at := rank // stride % size) + 1 < size or axis != "pp"
+                if (coordinate := rank // stride % size) + 1 < size or axis != "pp"
             )
-            total += edges * bytes_sent
+            total += distance_sum * bytes_sent
         stride *= size
     return total
 
@@ -156,7 +168,7 @@ def _compute_distance(first: Site, second: Site) -> int:
 
 
 def _list_ranks_in_order(layout: Layout, axes: Sequence[str]) -> list[int]:
-    """All ranks, those that differ in the last of these axes next to one another."""
+    """Return all ranks in row-major order over `axes`, the last of which varies fastest."""
     strides, stride = {}, 1
     for axis in reversed(AXES):
         strides[axis] = stride
@@ -168,7 +180,7 @@ def _list_ranks_in_order(layout: Layout, axes: Sequence[str]) -> list[int]:
 
 
 def describe_placement(layout: Layout, sites: Sequence[Site]) -> str:
-    """Which axes stay inside nodes and which cross them, in a phrase. `sites[r]`: rank r's."""
+    """Describe which axes stay inside nodes and which cross them. `sites[r]` is the site of rank r."""
     nodes = Counter(site.node for site in sites)
     if len(nodes) == 1:
         return "all on one node"
@@ -176,7 +188,7 @@ def describe_placement(layout: Layout, sites: Sequence[Site]) -> str:
     across: list[str] = []
     for axis in reversed(AXES):
         if getattr(layout, axis) > 1:
-            one = {axis: 1.0}
-            (across if compute_crossing_bytes(layout, sites, one) else inside).append(axis)
-    kept = f"{', '.join(inside)} inside nodes" if inside else ""
-    return ", ".join(filter(None, [kept, f"{', '.join(across)} across {len(nodes)}" if across else ""]))
+            unit_bytes = {axis: 1.0}
+            (across if compute_crossing_bytes(layout, sites, unit_bytes) else inside).append(axis)
+    inside_text = f"{', '.join(inside)} inside nodes" if inside else ""
+    return ", ".join(filter(None, [inside_text, f"{', '.join(across)} across {len(nodes)}" if across else ""]))

@@ -1,4 +1,4 @@
-"""Which layout? All legal ones for a model, a batch and a machine, with what each costs and needs, best first."""
+"""Layout search: enumerate all legal layouts for a model, a batch and a machine, and rank them by step time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from raytrain_hpc.planner.memory_model import MemoryFootprint, MemoryModel
 from raytrain_hpc.planner.search_space import SearchSpace
 from raytrain_hpc.planner.workload import LayoutChoice, Offload, make_workload
 
-_RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")  # in the order in which they are tried
+_RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")  # tried in this order
 _OFFLOAD_ORDER: tuple[Offload, ...] = ("none", "cpu")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way to train, and what is expected of it. `fits`: on the machine's devices."""
+    """The expected cost and memory of a layout choice. `fits`: whether the memory fits the machine's devices."""
 
     choice: LayoutChoice
     cost: StepCost
@@ -36,47 +36,52 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return self.cost.total
 
 
 def rank_layouts(
-    config: Config, shape: ModelSpec, machine: Machine, calibration: Calibration, space: SearchSpace
+    config: Config, spec: ModelSpec, machine: Machine, calibration: Calibration, space: SearchSpace
 ) -> list[Estimate]:
-    """All legal ways to train on all devices of the machine, those that fit first and each kind by its step time.
+    """Return an estimate of every legal layout on all devices of the machine, best first.
 
-    `free`: the settings that are to be chosen, see plan.freedom; all others are kept. Of recompute and offload the
-    least is taken with which a layout fits. Raises LayoutError where no legal layout exists, with the reason against
-    the last one tried.
+    Layouts that fit come first, by step time; the others follow by memory. `space` holds the settings to choose, see
+    `build_search_space`; all others are kept. Recomputation and offloading are only as strong as needed for a layout to
+    fit. Raises LayoutError if no layout is legal, with the reason against the last one tried.
     """
-    work = make_workload(config, shape)
-    models = _Models(machine, CostModel(work, machine, calibration), MemoryModel(work))
-    found, reason = [], None
-    for settings in _iter_configs(config, shape, machine, space):
+    workload = make_workload(config, spec)
+    models = _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
+    estimates, reason = [], None
+    for settings in _iter_configs(config, spec, machine, space):
         try:
-            found += [
+            estimates += [
                 _estimate_with_least_savings(choice, models, config, space)
-                for choice in _list_choices(settings, shape, machine, space)
+                for choice in _list_choices(settings, spec, machine, space)
             ]
         except LayoutError as error:
             reason = error
-    if not found and reason is None:  # what is fixed does not divide the devices, which this says
-        check_model_divisible(config, shape)
+    if not estimates and reason is None:  # the fixed settings do not fit the devices: raise the reason
+        check_model_divisible(config, spec)
         resolve_batching(config, resolve_layout(config, machine.num_devices))
-    if not found:
-        remedy = f"no layout is legal on {machine.num_devices} devices; fix fewer axes, or use another number of them"
+    if not estimates:
+        remedy = f"no layout is legal on {machine.num_devices} devices; fix fewer axes or use another number of devices"
         raise reason or LayoutError("parallel", "auto", "", remedy)
     return sorted(
-        found, key=lambda one: (not one.fits, one.step_s if one.fits else one.memory_gib, _compute_complexity(one))
+        estimates,
+        key=lambda estimate: (
+            not estimate.fits,
+            estimate.step_s if estimate.fits else estimate.memory_gib,
+            _compute_complexity(estimate),
+        ),
     )
 
 
 def estimate_layout(
-    config: Config, shape: ModelSpec, machine: Machine, calibration: Calibration, layout: Layout, batching: Batching
+    config: Config, spec: ModelSpec, machine: Machine, calibration: Calibration, layout: Layout, batching: Batching
 ) -> Estimate:
-    """What is expected of these settings on one layout, settled as it is."""
-    work = make_workload(config, shape)
-    models = _Models(machine, CostModel(work, machine, calibration), MemoryModel(work))
+    """Estimate cost and memory of one layout with the given settings."""
+    workload = make_workload(config, spec)
+    models = _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
     choice = LayoutChoice(layout, batching, config.parallel.recompute, config.parallel.offload)
     return models.estimate(choice, models.memory.estimate_footprint(choice))
 
@@ -107,47 +112,47 @@ def _compute_complexity(estimate: Estimate) -> tuple[int, ...]:
 
 
 def _estimate_with_least_savings(choice: LayoutChoice, models: _Models, config: Config, space: SearchSpace) -> Estimate:
-    """The estimate with as little recomputed and offloaded as makes it fit, or with most where nothing does."""
-    tried, device = choice, models.machine.device
+    """Estimate with the least recomputation and offloading that fits, or with the most if nothing fits."""
+    candidate, device = choice, models.machine.device
     for offload in _list_options("offload", config.parallel.offload, _OFFLOAD_ORDER, space):
         for recompute in _list_options("recompute", config.parallel.recompute, _RECOMPUTE_ORDER, space):
-            tried = replace(choice, recompute=recompute, offload=offload)
-            needed = models.memory.estimate_footprint(tried)
-            if needed.compute_required_gib(device) <= device.memory_gib:
-                return models.estimate(tried, needed)
-    return models.estimate(tried, needed)
+            candidate = replace(choice, recompute=recompute, offload=offload)
+            footprint = models.memory.estimate_footprint(candidate)
+            if footprint.compute_required_gib(device) <= device.memory_gib:
+                return models.estimate(candidate, footprint)
+    return models.estimate(candidate, footprint)
 
 
 def _list_options(key: str, fixed: Any, order: Sequence[Any], space: SearchSpace) -> list[Any]:
     if key not in space:
         return [fixed]
-    among = space[key]
-    return list(order) if among is None else [one for one in order if one in among]
+    allowed = space[key]
+    return list(order) if allowed is None else [option for option in order if option in allowed]
 
 
-def _iter_configs(config: Config, shape: ModelSpec, machine: Machine, space: SearchSpace) -> Iterator[Config]:
-    """The config once for every combination of the axes that cut a model, the ZeRO stage and the schedule."""
-    world = machine.num_devices
+def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: SearchSpace) -> Iterator[Config]:
+    """Yield the config for every combination of model-parallel axes, ZeRO stage, schedule and data axes."""
+    world_size = machine.num_devices
 
-    def sizes(key: str, limit: int, within: int = world) -> Sequence[int]:
+    def sizes(key: str, limit: int, within: int = world_size) -> Sequence[int]:
         fixed = getattr(config.parallel, key)
         if key not in space:
             return [int(fixed)]
-        among = space[key]
-        return among if among is not None else [n for n in _list_divisors(within) if n <= limit]
+        allowed = space[key]
+        return allowed if allowed is not None else [n for n in _list_divisors(within) if n <= limit]
 
-    longest = max(1, config.train.seq_len // 1024)  # a shorter share of a sequence is not worth its exchanges
-    for tp in sizes("tp", min(shape.num_heads, machine.per_node), machine.per_node):
-        for pp in sizes("pp", shape.num_layers):
-            for cp in sizes("cp", longest):
-                if world % (tp * pp * cp):
+    max_cp = max(1, config.train.seq_len // 1024)  # shorter sequence shards are not worth their communication
+    for tp in sizes("tp", min(spec.num_heads, machine.per_node), machine.per_node):
+        for pp in sizes("pp", spec.num_layers):
+            for cp in sizes("cp", max_cp):
+                if world_size % (tp * pp * cp):
                     continue
-                data = world // (tp * pp * cp)
-                for ep in sizes("ep", shape.num_experts or 1, data * cp):
+                dp_size = world_size // (tp * pp * cp)
+                for ep in sizes("ep", spec.num_experts or 1, dp_size * cp):
                     for zero in space["zero"] or (0, 1, 2, 3) if "zero" in space else (config.parallel.zero,):
                         for schedule in _list_schedules(config, pp, space):
-                            parts = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "schedule": schedule}
-                            yield from _iter_data_axes(config, machine, parts, data, space)
+                            parallel = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "schedule": schedule}
+                            yield from _iter_data_axes(config, machine, parallel, dp_size, space)
 
 
 def _list_schedules(config: Config, pp: int, space: SearchSpace) -> Sequence[Any]:
@@ -159,55 +164,66 @@ def _list_schedules(config: Config, pp: int, space: SearchSpace) -> Sequence[Any
 def _iter_data_axes(
     config: Config, machine: Machine, parallel: Mapping[str, Any], dp_size: int, space: SearchSpace
 ) -> Iterator[Config]:
-    """Replicas and shards: all shards; under ZeRO-3, which gathers all the time, also those of a node with replicas."""
+    """Yield configs with the sizes of the data axes: all ranks shard the state.
+
+    Under ZeRO-3, which gathers weights in every pass, also shards within a node with replicas across nodes.
+    """
     if parallel["zero"] == 0:
-        copies = space.get("dp_replicate")
-        if copies is None or dp_size in copies:
-            yield _override_parallel(config, **parallel, **({} if copies is None else {"dp_replicate": dp_size}))
+        replicas = space.get("dp_replicate")
+        if replicas is None or dp_size in replicas:
+            yield _override_parallel(config, **parallel, **({} if replicas is None else {"dp_replicate": dp_size}))
         return
     if space.get("dp_shard") is not None:
         shards: Sequence[int] = space["dp_shard"] or []
     elif space.get("dp_replicate") is not None:
-        shards = [dp_size // copies for copies in space["dp_replicate"] or [] if dp_size % copies == 0]
+        shards = [dp_size // replicas for replicas in space["dp_replicate"] or [] if dp_size % replicas == 0]
     elif config.parallel.dp_shard != AUTO or config.parallel.dp_replicate != AUTO:
         yield _override_parallel(config, **parallel)
         return
     else:
-        near = max(1, machine.per_node // (parallel["tp"] * parallel["cp"]))
-        shards = sorted({dp_size, near} if parallel["zero"] == 3 and dp_size % near == 0 and near > 1 else {dp_size})
-    wanted = space.get("dp_replicate")
+        shards_per_node = max(1, machine.per_node // (parallel["tp"] * parallel["cp"]))
+        shards = sorted(
+            {dp_size, shards_per_node}
+            if parallel["zero"] == 3 and dp_size % shards_per_node == 0 and shards_per_node > 1
+            else {dp_size}
+        )
+    allowed_replicas = space.get("dp_replicate")
     for shard in shards:
-        if dp_size % shard == 0 and (shard > 1 or dp_size == 1) and (wanted is None or dp_size // shard in wanted):
+        if (
+            dp_size % shard == 0
+            and (shard > 1 or dp_size == 1)
+            and (allowed_replicas is None or dp_size // shard in allowed_replicas)
+        ):
             yield _override_parallel(config, **parallel, dp_shard=shard, dp_replicate=dp_size // shard)
 
 
 def _override_parallel(config: Config, **parallel: Any) -> Config:
-    """The same settings but for these; only the section that they are in is copied."""
-    other = copy(config)
-    other.parallel = replace(config.parallel, **parallel)
-    return other
+    """Return the config with these parallel settings. Only the parallel section is copied."""
+    overridden = copy(config)
+    overridden.parallel = replace(config.parallel, **parallel)
+    return overridden
 
 
-def _list_choices(config: Config, shape: ModelSpec, machine: Machine, space: SearchSpace) -> list[LayoutChoice]:
-    """Every cut of the batch under these settings. Raises LayoutError where they are not legal."""
+def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: SearchSpace) -> list[LayoutChoice]:
+    """Return a choice for every micro-batch size of these settings. Raises LayoutError if they are not legal."""
     layout = resolve_layout(config, machine.num_devices)
-    check_model_divisible(config, shape)
+    check_model_divisible(config, spec)
     if "micro_batch" not in space:
         return [LayoutChoice(layout, resolve_batching(config, layout))]
-    among, batch, found = space["micro_batch"], config.train.global_batch, []
+    allowed, global_batch, choices = space["micro_batch"], config.train.global_batch, []
     reason = None
-    for size in _list_divisors(batch // layout.dp_size, of=batch) if among is None else among:
-        cut = copy(config)
-        cut.train = replace(config.train, micro_batch=size)
+    for size in _list_divisors(global_batch // layout.dp_size, of=global_batch) if allowed is None else allowed:
+        sized = copy(config)
+        sized.train = replace(config.train, micro_batch=size)
         try:
-            found.append(LayoutChoice(layout, resolve_batching(cut, layout)))
+            choices.append(LayoutChoice(layout, resolve_batching(sized, layout)))
         except LayoutError as error:
             reason = error
-    if not found and reason is not None:
+    if not choices and reason is not None:
         raise reason
-    return found
+    return choices
 
 
 def _list_divisors(limit: int, of: int | None = None) -> list[int]:
-    """Divisors of a number up to a limit, which is the number where none is given."""
+    """Return the divisors of `of`, or of the limit if `of` is not given, up to the limit."""
     return [n for n in range(1, limit + 1) if (of or limit) % n == 0]

@@ -1,4 +1,4 @@
-"""Nodes and their slots, as plain data."""
+"""Cluster topology as plain data: nodes and their slots."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: `slots` workers fit on it (its free GPUs, or its free CPUs where the run trains on CPU)."""
+    """A node that fits `slots` workers: its free GPUs, or its free CPUs if the run trains on CPU."""
 
     id: str
     address: str
     slots: int
-    rack: str = ""  # or the switch it hangs on, where that is known
+    rack: str = ""  # or the switch, empty if unknown
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a cluster, in node-id order, and what a slot is."""
+    """The nodes of a cluster, in order of their ids, and the device type of a slot."""
 
     nodes: tuple[Node, ...]
     device: str  # "cuda" or "cpu"
-    accelerator: str = ""  # the GPUs' name in plan.hardware, where all have one that is known there
+    accelerator: str = ""  # device preset of the GPUs, empty if they differ or are unknown
 
     @property
     def ray_resource(self) -> str:
-        """Ray's word for a slot."""
+        """Name of the Ray resource that a slot takes."""
         return "GPU" if self.device == "cuda" else "CPU"
 
     @property
     def device_name(self) -> str:
-        """What plan.hardware calls the devices; nothing where it knows none of their name."""
+        """Name of the device preset in planner/hardware.py, empty if there is none."""
         return "cpu" if self.device == "cpu" else self.accelerator
 
     @property
     def has_racks(self) -> bool:
-        """Whether anything is known of racks."""
+        """Whether the rack of any node is known."""
         return any(node.rack for node in self.nodes)
 
     @property
     def total_slots(self) -> int:
-        """Workers that fit in all."""
+        """Number of workers that fit on all nodes together."""
         return sum(node.slots for node in self.nodes)

@@ -1,4 +1,4 @@
-"""What is to be trained, and one way to do so: what cost and memory are functions of."""
+"""Workload and layout choice: the inputs of the cost model and the memory model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Offload = Literal["none", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a step of its training: `global_batch` sequences of `seq_len` tokens, computed in `dtype`.
+    """A model and a training step: `global_batch` sequences of `seq_len` tokens, computed in `dtype`.
 
-    `compiled`: blocks and loss are. `bucket_bytes`: gradients that plain data parallelism sums together.
+    `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
+    parallelism.
     """
 
-    shape: ModelSpec
+    spec: ModelSpec
     seq_len: int
     global_batch: int
     dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
@@ -30,18 +31,18 @@ class Workload:
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes of an element of what is computed."""
+        """Bytes per element of the compute dtype."""
         return {"bf16": 2, "fp32": 4, "fp64": 8}[self.dtype]
 
     @property
     def state_itemsize(self) -> int:
-        """Bytes of an element of weights, gradients and moments."""
+        """Bytes per element of weights, gradients and moments."""
         return 8 if self.dtype == "fp64" else 4
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout, a cut of the batch, and what is done to save memory."""
+    """A layout, the microbatches, and the measures to save memory."""
 
     layout: Layout
     batching: Batching
@@ -50,11 +51,11 @@ class LayoutChoice:
 
     @property
     def microbatches_per_rank(self) -> int:
-        """Microbatches of a data-parallel rank, the one that has most."""
+        """Microbatches of the data-parallel rank that has the most."""
         return -(-self.batching.count // self.layout.dp_size)
 
 
-def make_workload(config: Config, shape: ModelSpec) -> Workload:
-    """What these settings train."""
-    train, bucket = config.train, config.parallel.bucket_mib << 20
-    return Workload(shape, train.seq_len, train.global_batch, train.dtype, train.optimizer, train.compile, bucket)
+def make_workload(config: Config, spec: ModelSpec) -> Workload:
+    """Return the workload that these settings train."""
+    train, bucket_bytes = config.train, config.parallel.bucket_mib << 20
+    return Workload(spec, train.seq_len, train.global_batch, train.dtype, train.optimizer, train.compile, bucket_bytes)

@@ -45,7 +45,7 @@ def test_the_quickstart_is_planned_without_a_word() -> None:
     ("argv", "named"),
     [
         (["--device", "h1000"], "known: a100"),
-        (["--device", "h100,memory=64"], "'memory' is no number of it; these are: tflops"),
+        (["--device", "h100,memory=64"], "'memory' is not a field of device; use one of: tflops"),
         (["--device", "h100,memory_gib=much"], "'much' must be a number above 0"),
         (["--device", "h100", "--nodes", "2", "--across", "ethernet,gbs=0"], "'0' must be a number above 0"),
         (["parallel.tp=3", "--nodes", "1", "--gpus-per-node", "8"], "parallel.tp=3"),

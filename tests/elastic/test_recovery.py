@@ -1,4 +1,4 @@
-"""Which workers go on, as which ranks of which layout, and from which step."""
+"""Recovery policy: members, ranks, layout and step of the next generation."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from raytrain_hpc.planner.layout import Batching
 BATCH = Batching(12, 2)
 
 
-def config(*words: str) -> Config:
-    return load_config(None, ["train.global_batch=24", "train.micro_batch=2", *words])
+def make_config(*overrides: str) -> Config:
+    return load_config(None, ["train.global_batch=24", "train.micro_batch=2", *overrides])
 
 
-def workers(text: str, parts: int = 1) -> list[Candidate]:
-    """ "a:7,8 a:1/8 b:" -> three workers on two nodes, by the steps that they hold: of part 0 if none is given."""
-    found = []
-    for number, word in enumerate(text.split()):
-        node, states = word.split(":")
-        held = [("0/" + state).split("/")[-2:] for state in states.split(",") if state]
-        states = tuple(StatePart(1, int(part), parts, int(step)) for part, step in held)
-        found.append(Candidate(number, node, 100 + number, states))
-    return found
+def parse_workers(text: str, num_parts: int = 1) -> list[Candidate]:
+    """Return one candidate per word: "a:7,8 a:1/8 b:" are three workers on two nodes with the steps they hold.
+
+    A step is of state part 0 unless a part is given before it.
+    """
+    candidates = []
+    for number, description in enumerate(text.split()):
+        node, states = description.split(":")
+        parts_and_steps = [("0/" + state).split("/")[-2:] for state in states.split(",") if state]
+        states = tuple(StatePart(1, int(part), num_parts, int(step)) for part, step in parts_and_steps)
+        candidates.append(Candidate(number, node, 100 + number, states))
+    return candidates
 
 
-def sizes(formation: Membership) -> tuple[int, int, int]:
-    layout = formation.layout
+def get_sizes(membership: Membership) -> tuple[int, int, int]:
+    layout = membership.layout
     return layout.world_size, layout.dp_replicate, layout.dp_shard
 
 
-def test_replicas_go_on_from_the_newest_step_that_any_holds() -> None:
-    formation = plan_membership(config(), BATCH, workers("a:7,8 a:8,9 b:8,9"), max_workers=4)
-    assert formation is not None
-    assert sizes(formation) == (3, 3, 1) and formation.members == (0, 1, 2) and formation.step == 9
+def test_replicas_resume_from_the_newest_step_that_any_holds() -> None:
+    membership = plan_membership(make_config(), BATCH, parse_workers("a:7,8 a:8,9 b:8,9"), max_workers=4)
+    assert membership is not None
+    assert get_sizes(membership) == (3, 3, 1) and membership.members == (0, 1, 2) and membership.step == 9
 
 
 @pytest.mark.parametrize(
-    ("left", "step"),
+    ("left_workers", "step"),
     [
         ("a:0/7,0/8 a:1/8,1/9", 8),
         ("a:0/8,0/9 a:1/7,1/8,0/8", 8),
@@ -49,55 +52,61 @@ def test_replicas_go_on_from_the_newest_step_that_any_holds() -> None:
         ("a:0/9 a:1/8", None),
     ],
 )
-def test_shards_go_on_from_a_step_of_which_all_are_there(left: str, step: int | None) -> None:
-    formation = plan_membership(config("parallel.zero=3"), BATCH, workers(left, parts=2), max_workers=4)
-    assert formation is not None and formation.step == step
+def test_shards_resume_from_the_newest_complete_step(left_workers: str, step: int | None) -> None:
+    membership = plan_membership(
+        make_config("parallel.zero=3"), BATCH, parse_workers(left_workers, num_parts=2), max_workers=4
+    )
+    assert membership is not None and membership.step == step
 
 
-def test_whoever_alone_holds_a_part_is_a_member() -> None:
-    left = workers("a:0/5 a:0/5 a:1/5 a:0/5", parts=2)
-    formation = plan_membership(config("parallel.zero=3"), BATCH, left, max_workers=2)
-    assert formation is not None and 2 in formation.members and formation.step == 5
+def test_the_only_holder_of_a_part_is_a_member() -> None:
+    left = parse_workers("a:0/5 a:0/5 a:1/5 a:0/5", num_parts=2)
+    membership = plan_membership(make_config("parallel.zero=3"), BATCH, left, max_workers=2)
+    assert membership is not None and 2 in membership.members and membership.step == 5
 
 
-def test_who_holds_nothing_takes_no_part_in_that() -> None:
-    formation = plan_membership(config(), BATCH, workers("a: a:8,9 a:9"), max_workers=3)
-    assert formation is not None and formation.step == 9 and sizes(formation)[0] == 3
-    formation = plan_membership(config(), BATCH, workers("a: a: a:"), max_workers=3)
-    assert formation is not None and formation.step is None
+def test_workers_without_state_do_not_affect_the_step() -> None:
+    membership = plan_membership(make_config(), BATCH, parse_workers("a: a:8,9 a:9"), max_workers=3)
+    assert membership is not None and membership.step == 9 and get_sizes(membership)[0] == 3
+    membership = plan_membership(make_config(), BATCH, parse_workers("a: a: a:"), max_workers=3)
+    assert membership is not None and membership.step is None
 
 
-def test_those_who_hold_state_come_before_spares() -> None:
-    formation = plan_membership(config(), BATCH, workers("b: a: a:4 b:4 b:4"), max_workers=3)
-    assert formation is not None and formation.members == (2, 3, 4)
+def test_workers_with_state_are_preferred_to_spares() -> None:
+    membership = plan_membership(make_config(), BATCH, parse_workers("b: a: a:4 b:4 b:4"), max_workers=3)
+    assert membership is not None and membership.members == (2, 3, 4)
 
 
-def test_no_more_than_wanted_and_no_fewer_than_the_least() -> None:
-    assert sizes(plan_membership(config(), BATCH, workers("a:1 a:1 a:1 a:1"), max_workers=2)) == (2, 2, 1)  # type: ignore[arg-type]
-    assert plan_membership(config("cluster.min_workers=3"), BATCH, workers("a:1 a:1"), max_workers=4) is None
-    assert get_min_workers(config("parallel.tp=2")) == 2
-    assert plan_membership(config("parallel.tp=2"), BATCH, workers("a:1"), max_workers=4) is None
+def test_world_size_stays_between_minimum_and_maximum() -> None:
+    assert get_sizes(plan_membership(make_config(), BATCH, parse_workers("a:1 a:1 a:1 a:1"), max_workers=2)) == (
+        2,
+        2,
+        1,
+    )  # type: ignore[arg-type]
+    assert plan_membership(make_config("cluster.min_workers=3"), BATCH, parse_workers("a:1 a:1"), max_workers=4) is None
+    assert get_min_workers(make_config("parallel.tp=2")) == 2
+    assert plan_membership(make_config("parallel.tp=2"), BATCH, parse_workers("a:1"), max_workers=4) is None
 
 
 def test_a_tensor_parallel_group_stays_on_one_node() -> None:
-    left = workers("a:5 b:5 b:5")
-    formation = plan_membership(config("parallel.tp=2"), BATCH, left, max_workers=4)
-    assert formation is not None and formation.members == (1, 2) and formation.layout.tp == 2
-    formation = plan_membership(config("parallel.tp=2"), BATCH, workers("a:5 b:5 c:5"), max_workers=4)
-    assert formation is None, "three workers on three nodes make no group"
-    formation = plan_membership(config("parallel.tp=2"), BATCH, workers("b:5 a:5 b:5 a:5"), max_workers=4)
-    assert formation is not None and formation.members == (1, 3, 0, 2)
+    left = parse_workers("a:5 b:5 b:5")
+    membership = plan_membership(make_config("parallel.tp=2"), BATCH, left, max_workers=4)
+    assert membership is not None and membership.members == (1, 2) and membership.layout.tp == 2
+    membership = plan_membership(make_config("parallel.tp=2"), BATCH, parse_workers("a:5 b:5 c:5"), max_workers=4)
+    assert membership is None, "one worker per node makes no group of two"
+    membership = plan_membership(make_config("parallel.tp=2"), BATCH, parse_workers("b:5 a:5 b:5 a:5"), max_workers=4)
+    assert membership is not None and membership.members == (1, 3, 0, 2)
 
 
-def test_axes_that_cut_a_model_keep_their_size() -> None:
-    formation = plan_membership(
-        config("parallel.pp=2", "model.num_layers=4"), BATCH, workers("a:5 " * 5), max_workers=6
+def test_model_parallel_axes_keep_their_size() -> None:
+    membership = plan_membership(
+        make_config("parallel.pp=2", "model.num_layers=4"), BATCH, parse_workers("a:5 " * 5), max_workers=6
     )
-    assert formation is not None and formation.layout.pp == 2 and formation.layout.world_size == 4
+    assert membership is not None and membership.layout.pp == 2 and membership.layout.world_size == 4
 
 
 @pytest.mark.parametrize(
-    ("words", "left", "expected"),
+    ("overrides", "num_left", "expected"),
     [
         (["parallel.zero=3"], 3, (3, 1, 3)),
         (["parallel.zero=3", "parallel.dp_shard=2"], 4, (4, 2, 2)),
@@ -106,11 +115,13 @@ def test_axes_that_cut_a_model_keep_their_size() -> None:
         (["parallel.dp_replicate=4"], 3, (3, 3, 1)),
     ],
 )
-def test_data_parallel_axes_are_fitted(words: list[str], left: int, expected: tuple[int, int, int]) -> None:
-    formation = plan_membership(config(*words), BATCH, workers("a:5 " * left), max_workers=6)
-    assert formation is not None and sizes(formation) == expected
+def test_data_parallel_axes_are_resized(overrides: list[str], num_left: int, expected: tuple[int, int, int]) -> None:
+    membership = plan_membership(make_config(*overrides), BATCH, parse_workers("a:5 " * num_left), max_workers=6)
+    assert membership is not None and get_sizes(membership) == expected
 
 
 def test_a_rank_needs_a_microbatch() -> None:
-    formation = plan_membership(config("train.micro_batch=12"), Batching(2, 12), workers("a:5 " * 4), max_workers=4)
-    assert formation is not None and sizes(formation) == (2, 2, 1)
+    membership = plan_membership(
+        make_config("train.micro_batch=12"), Batching(2, 12), parse_workers("a:5 " * 4), max_workers=4
+    )
+    assert membership is not None and get_sizes(membership) == (2, 2, 1)

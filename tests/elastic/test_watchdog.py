@@ -1,4 +1,4 @@
-"""When a worker is given up on, and which rank is to blame where many stand still."""
+"""Watchdog and fault attribution: when a worker is a suspect, and which rank caused a hang."""
 
 from __future__ import annotations
 
@@ -20,154 +20,163 @@ from raytrain_hpc.elastic.watchdog import (
     is_deadlocked,
 )
 
-WELL = WorkerHealth(0, True, False, 0.05, 0.1, "training", 12, 0.2)
-BOUNDS = Timeouts(0.6, 1.0, 300.0)
+HEALTHY = WorkerHealth(0, True, False, 0.05, 0.1, "training", 12, 0.2)
+TIMEOUTS = Timeouts(0.6, 1.0, 300.0)
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
         ({}, None),
-        ({"frozen": True, "beat_age_s": 0.5}, None),
-        ({"frozen": True, "beat_age_s": 0.7}, "frozen"),
-        ({"beat_age_s": 0.9, "progress_age_s": 0.9}, None),
-        ({"beat_age_s": 1.1, "progress_age_s": 1.1}, "interpreter held"),
+        ({"is_frozen": True, "heartbeat_age_s": 0.5}, None),
+        ({"is_frozen": True, "heartbeat_age_s": 0.7}, "frozen"),
+        ({"heartbeat_age_s": 0.9, "progress_age_s": 0.9}, None),
+        ({"heartbeat_age_s": 1.1, "progress_age_s": 1.1}, "interpreter held"),
         ({"progress_age_s": 1.1}, "stalled"),
         ({"progress_age_s": 200.0, "phase": "saving"}, None),
         ({"progress_age_s": 200.0, "phase": "loading"}, None),
         ({"progress_age_s": 200.0, "phase": "evaluating"}, None),
         ({"progress_age_s": 301.0, "phase": "building"}, "stalled"),
         ({"progress_age_s": 1e6, "phase": "idle"}, None),
-        ({"alive": False, "beat_age_s": 9.0}, None),
+        ({"is_alive": False, "heartbeat_age_s": 9.0}, None),
     ],
 )
-def test_what_counts_as_a_silence(change: dict, kind: SuspectKind | None) -> None:
-    found = find_suspects([WELL, replace(WELL, rank=1, **change)], BOUNDS)
-    assert [one.kind for one in found] == ([] if kind is None else [kind])
-    assert all(one.rank == 1 for one in found)
+def test_timeouts_decide_which_workers_are_suspects(change: dict, kind: SuspectKind | None) -> None:
+    suspects = find_suspects([HEALTHY, replace(HEALTHY, rank=1, **change)], TIMEOUTS)
+    assert [suspect.kind for suspect in suspects] == ([] if kind is None else [kind])
+    assert all(suspect.rank == 1 for suspect in suspects)
 
 
-def test_who_waits_for_a_frozen_one_is_not_named_beside_it() -> None:
-    waiting = [replace(WELL, rank=rank, progress_age_s=1.5) for rank in (0, 2)]
-    frozen = replace(WELL, rank=1, is_frozen=True, heartbeat_age_s=1.5, progress_age_s=1.5)
-    assert find_suspects([*waiting, frozen], BOUNDS) == [Suspect(1, "frozen", 1.5, 0.6)]
-    assert len(find_suspects(waiting, BOUNDS)) == 2
+def test_ranks_waiting_for_a_frozen_rank_are_not_suspects() -> None:
+    waiting = [replace(HEALTHY, rank=rank, progress_age_s=1.5) for rank in (0, 2)]
+    frozen = replace(HEALTHY, rank=1, is_frozen=True, heartbeat_age_s=1.5, progress_age_s=1.5)
+    assert find_suspects([*waiting, frozen], TIMEOUTS) == [Suspect(1, "frozen", 1.5, 0.6)]
+    assert len(find_suspects(waiting, TIMEOUTS)) == 2
 
 
-def test_limits_follow_the_steps_and_come_in_order() -> None:
+def test_timeouts_follow_step_times_and_are_ordered() -> None:
     auto = load_config(None, [])
     for steps in ([], [0.01] * 3, [0.5, 2.0, 1.0], [40.0]):
-        bounds = compute_timeouts(auto, steps)
-        assert bounds.heartbeat_s < bounds.stall_s <= bounds.slow_phase_s
+        timeouts = compute_timeouts(auto, steps)
+        assert timeouts.heartbeat_s < timeouts.stall_s <= timeouts.slow_phase_s
     assert compute_timeouts(auto, [0.01]).stall_s == 0.8
     assert compute_timeouts(auto, [0.5, 2.0, 1.0]).stall_s == 2.7
     assert compute_timeouts(auto, []).stall_s == 300.0
-    chosen = compute_timeouts(load_config(None, ["fault.stall_timeout=0.3"]), [5.0])
-    assert chosen.stall_s == 0.3 and chosen.heartbeat_s <= 0.3
+    timeouts = compute_timeouts(load_config(None, ["fault.stall_timeout=0.3"]), [5.0])
+    assert timeouts.stall_s == 0.3 and timeouts.heartbeat_s <= 0.3
 
 
-def test_a_node_is_given_up_on_sooner_where_ranks_are_gone_too() -> None:
-    silent = {"a": 0.2, "b": 0.7, "c": 12.0}
-    assert find_lost_nodes(silent, has_lost_ranks=True) == ["b", "c"] and find_lost_nodes(
-        silent, has_lost_ranks=False
+def test_a_node_times_out_sooner_if_ranks_have_failed() -> None:
+    silent_s = {"a": 0.2, "b": 0.7, "c": 12.0}
+    assert find_lost_nodes(silent_s, has_lost_ranks=True) == ["b", "c"] and find_lost_nodes(
+        silent_s, has_lost_ranks=False
     ) == ["c"]
-    assert find_lost_nodes(silent, has_lost_ranks=True, dead_nodes=["a"]) == ["a", "b", "c"], (
-        "it need not be waited for"
+    assert find_lost_nodes(silent_s, has_lost_ranks=True, dead_nodes=["a"]) == ["a", "b", "c"], (
+        "a dead node needs no timeout"
     )
 
 
-def looks(*waiting: int, of: int = 100, steps: int = 20) -> dict[int, WorkerHealth]:
-    """What was seen of ranks that waited in so many of these looks."""
+def make_health(*waiting: int, num_samples: int = 100, step: int = 20) -> dict[int, WorkerHealth]:
+    """Return one health sample per rank, in which rank r was waiting in `waiting[r]` of `num_samples` stack samples."""
     return {
-        rank: replace(WELL, rank=rank, num_samples=of, num_waiting_samples=count, step=steps)
+        rank: replace(HEALTHY, rank=rank, num_samples=num_samples, num_waiting_samples=count, step=step)
         for rank, count in enumerate(waiting)
     }
 
 
-EVEN = [1, 1, 1]
+EVEN_LOAD = [1, 1, 1]
 
 
-def test_who_keeps_the_others_waiting() -> None:
-    before = looks(0, 0, 0, of=0, steps=0)
-    assert find_stragglers(before, looks(70, 10, 70), 2.0, EVEN) == {1: pytest.approx(3.0)}
-    assert find_stragglers(before, looks(30, 10, 30), 2.0, EVEN) == {}
-    assert find_stragglers(before, looks(20, 20, 20), 2.0, EVEN) == {}, "all work as much as each other"
-    assert find_stragglers(before, looks(90, 0), 2.0, EVEN) == {1: pytest.approx(10.0)}
-    assert find_stragglers(before, looks(100, 0, 100), 2.0, EVEN) == {1: pytest.approx(40.0)}, "whose others only wait"
-    assert find_stragglers({}, looks(70, 10, 70), 2.0, EVEN) is None, "nothing to compare with"
-    assert find_stragglers(before, looks(30, 5, 30, of=39), 2.0, EVEN) is None, "too few looks"
-    assert find_stragglers(before, looks(70, 10, 70, steps=4), 2.0, EVEN) is None, "too few steps"
-    assert find_stragglers(before, looks(0, of=100), 2.0, EVEN) == {}, "alone"
+def test_stragglers_are_the_ranks_that_wait_least() -> None:
+    before = make_health(0, 0, 0, num_samples=0, step=0)
+    assert find_stragglers(before, make_health(70, 10, 70), 2.0, EVEN_LOAD) == {1: pytest.approx(3.0)}
+    assert find_stragglers(before, make_health(30, 10, 30), 2.0, EVEN_LOAD) == {}
+    assert find_stragglers(before, make_health(20, 20, 20), 2.0, EVEN_LOAD) == {}, "all ranks are equally fast"
+    assert find_stragglers(before, make_health(90, 0), 2.0, EVEN_LOAD) == {1: pytest.approx(10.0)}
+    assert find_stragglers(before, make_health(100, 0, 100), 2.0, EVEN_LOAD) == {1: pytest.approx(40.0)}, (
+        "the other ranks only wait"
+    )
+    assert find_stragglers({}, make_health(70, 10, 70), 2.0, EVEN_LOAD) is None, "no earlier sample"
+    assert find_stragglers(before, make_health(30, 5, 30, num_samples=39), 2.0, EVEN_LOAD) is None, "too few samples"
+    assert find_stragglers(before, make_health(70, 10, 70, step=4), 2.0, EVEN_LOAD) is None, "too few steps"
+    assert find_stragglers(before, make_health(0, num_samples=100), 2.0, EVEN_LOAD) == {}, "a single rank"
 
 
-def test_who_has_more_to_do_is_not_slow_for_it() -> None:
-    before = looks(0, 0, 0, of=0, steps=0)
-    assert find_stragglers(before, looks(70, 10, 70), 2.0, [1, 3, 1]) == {}
-    assert find_stragglers(before, looks(10, 10, 10), 2.0, [9, 3, 9]) == {1: pytest.approx(3.0)}, (
-        "given less, and still slow"
+def test_a_rank_with_more_microbatches_is_not_a_straggler() -> None:
+    before = make_health(0, 0, 0, num_samples=0, step=0)
+    assert find_stragglers(before, make_health(70, 10, 70), 2.0, [1, 3, 1]) == {}
+    assert find_stragglers(before, make_health(10, 10, 10), 2.0, [9, 3, 9]) == {1: pytest.approx(3.0)}, (
+        "slow in spite of fewer microbatches"
     )
 
 
-def calls(text: str, group: str = "0") -> list[CollectiveCall]:
-    """ "a b *c" -> three calls, the last one pending."""
+def parse_calls(text: str, group: str = "0") -> list[CollectiveCall]:
+    """Return one call per word: "a b *c" are three calls of which the last one is pending."""
     return [
         CollectiveCall(group, number, word.strip("*"), word.startswith("*"))
         for number, word in enumerate(text.split(), 1)
     ]
 
 
-def test_who_is_in_no_collective_while_others_wait() -> None:
-    told = attribute_fault({0: calls("a a *b"), 1: calls("a a"), 2: calls("a a *b")})
-    assert told is not None and told.ranks == (1,) and told.operation.startswith("b, number 3 of group 0")
-    assert told.kind == "stalled"
-    assert attribute_fault({0: calls("a *b"), 1: calls("a *b")}) is None, "all wait: for somebody who said nothing"
-    assert attribute_fault({0: calls("a a"), 1: calls("a a")}) is None
+def test_a_rank_in_no_collective_is_stalled() -> None:
+    fault = attribute_fault({0: parse_calls("a a *b"), 1: parse_calls("a a"), 2: parse_calls("a a *b")})
+    assert fault is not None and fault.ranks == (1,) and fault.operation.startswith("b, number 3 of group 0")
+    assert fault.kind == "stalled"
+    assert attribute_fault({0: parse_calls("a *b"), 1: parse_calls("a *b")}) is None, "all ranks with records wait"
+    assert attribute_fault({0: parse_calls("a a"), 1: parse_calls("a a")}) is None
 
 
-def test_who_skipped_one() -> None:
-    told = attribute_fault({0: calls("a b *c"), 1: calls("a *c"), 2: calls("a b *c")})
-    assert told is not None and told.ranks == (1,) and "called c instead" in told.operation
-    assert told.kind == "out of step"
-    told = attribute_fault({0: calls("a a a *a"), 1: calls("a a *a"), 2: calls("a a a *a")})
-    assert told is not None and told.ranks == (1,) and "stands in number 3" in told.operation
+def test_a_skipped_collective_is_attributed() -> None:
+    fault = attribute_fault({0: parse_calls("a b *c"), 1: parse_calls("a *c"), 2: parse_calls("a b *c")})
+    assert fault is not None and fault.ranks == (1,) and "called c instead" in fault.operation
+    assert fault.kind == "out of step"
+    fault = attribute_fault({0: parse_calls("a a a *a"), 1: parse_calls("a a *a"), 2: parse_calls("a a a *a")})
+    assert fault is not None and fault.ranks == (1,) and "waits in number 3" in fault.operation
 
 
-def test_who_took_them_in_another_order() -> None:
-    told = attribute_fault({0: calls("a b *c"), 1: calls("a b *c"), 2: calls("b *a")})
-    assert told is not None and told.ranks == (2,)
+def test_collectives_in_another_order_are_attributed() -> None:
+    fault = attribute_fault({0: parse_calls("a b *c"), 1: parse_calls("a b *c"), 2: parse_calls("b *a")})
+    assert fault is not None and fault.ranks == (2,)
 
 
-def test_two_against_two_is_no_majority() -> None:
-    assert attribute_fault({0: calls("a *b"), 1: calls("a *b"), 2: calls("a *c"), 3: calls("a *c")}) is None
+def test_two_ranks_against_two_are_not_attributed() -> None:
+    assert (
+        attribute_fault(
+            {0: parse_calls("a *b"), 1: parse_calls("a *b"), 2: parse_calls("a *c"), 3: parse_calls("a *c")}
+        )
+        is None
+    )
 
 
-def test_one_against_one_is_told_by_what_steps_were_like() -> None:
-    told = attribute_fault({0: calls("x y z x y z x *x"), 1: calls("x y z x y z x *y")})
-    assert told is not None and (told.kind, told.ranks) == ("out of step", (0,))
-    assert told.operation == "y, number 8 of group 0; called x after x"
-    assert attribute_fault({0: calls("x *x"), 1: calls("x *y")}) is None, "too early to know what is usual"
-    assert attribute_fault({0: calls("x y x *y"), 1: calls("x y x *y")}) is None
+def test_one_rank_against_one_is_attributed_by_earlier_steps() -> None:
+    fault = attribute_fault({0: parse_calls("x y z x y z x *x"), 1: parse_calls("x y z x y z x *y")})
+    assert fault is not None and (fault.kind, fault.ranks) == ("out of step", (0,))
+    assert fault.operation == "y, number 8 of group 0; called x after x"
+    assert attribute_fault({0: parse_calls("x *x"), 1: parse_calls("x *y")}) is None, (
+        "too few calls to know the usual order"
+    )
+    assert attribute_fault({0: parse_calls("x y x *y"), 1: parse_calls("x y x *y")}) is None
 
 
-def test_all_that_stand_still_for_long_are_not_waited_for() -> None:
-    still = [Suspect(rank, "stalled", 4.5, 1.0) for rank in range(3)]
-    assert is_deadlocked(still, 3)
-    assert not is_deadlocked(still, 4), "somebody still moves"
-    assert not is_deadlocked([*still[:2], Suspect(2, "stalled", 3.0, 1.0)], 3)
+def test_all_ranks_stalled_for_long_are_deadlocked() -> None:
+    suspects = [Suspect(rank, "stalled", 4.5, 1.0) for rank in range(3)]
+    assert is_deadlocked(suspects, 3)
+    assert not is_deadlocked(suspects, 4), "one rank still makes progress"
+    assert not is_deadlocked([*suspects[:2], Suspect(2, "stalled", 3.0, 1.0)], 3)
 
 
-def test_waiting_in_another_group_for_one_who_waits() -> None:
+def test_a_rank_in_no_collective_is_stalled_when_others_wait_in_several_groups() -> None:
     records = {
-        0: [*calls("a"), *calls("*x", "1")],
-        1: [*calls("a"), *calls("*x", "1")],
-        2: calls("a"),
-        3: [*calls("a"), *calls("*x", "2")],
+        0: [*parse_calls("a"), *parse_calls("*x", "1")],
+        1: [*parse_calls("a"), *parse_calls("*x", "1")],
+        2: parse_calls("a"),
+        3: [*parse_calls("a"), *parse_calls("*x", "2")],
     }
-    told = attribute_fault(records)
-    assert told is not None and told.ranks == (2,)
+    fault = attribute_fault(records)
+    assert fault is not None and fault.ranks == (2,)
 
 
-def test_what_others_stood_in() -> None:
-    assert describe_pending_call({0: calls("a b *c"), 1: calls("a b")}) == "c, number 3 of group 0"
-    assert describe_pending_call({0: calls("a b")}) == "b, number 2 of group 0"
+def test_the_first_pending_call_is_described() -> None:
+    assert describe_pending_call({0: parse_calls("a b *c"), 1: parse_calls("a b")}) == "c, number 3 of group 0"
+    assert describe_pending_call({0: parse_calls("a b")}) == "b, number 2 of group 0"
     assert describe_pending_call({}) == ""

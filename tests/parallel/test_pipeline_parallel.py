@@ -61,12 +61,12 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
         (
             ["parallel.pp=2", "parallel.virtual_stages=2"],
             "virtual_stages=2",
-            "1f1b has one stage a rank; leave it auto",
+            "1f1b has one stage per rank; leave it auto",
         ),
         (
             ["parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=3"],
             "virtual_stages=3",
-            "two stages a rank",
+            "two stages per rank",
         ),
         (["parallel.pp=2", "train.compile=true"], "pp=2", "set train.compile=false"),
         (["parallel.tp=2", "parallel.pp=4"], "pp=4", "must divide the 2 workers that tp=2 leaves"),
@@ -83,7 +83,7 @@ def test_a_number_of_microbatches_that_a_schedule_refuses(tmp_path: Path) -> Non
     with pytest.raises(LayoutError) as refused:
         prepare_run(make_small_config(tmp_path, *words, "train.global_batch=5", "train.micro_batch=1"), None, print)
     assert "train.micro_batch=1" in str(refused.value)
-    assert "2 equal rounds, which 5 microbatches are not" in str(refused.value)
+    assert "2 equal rounds; 5 microbatches are not a multiple of 2" in str(refused.value)
     prepared = prepare_run(
         make_small_config(tmp_path, *words, "train.global_batch=5"), None, print
     )  # auto finds one that fits

@@ -1,4 +1,4 @@
-"""Numbers that fit what was measured, and where they are kept."""
+"""Calibration: numbers that fit measured steps, and where they are saved."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ from raytrain_hpc.planner.workload import make_workload
 
 
 @pytest.mark.parametrize("true", [Calibration(0.3, 5e-4, 0.7, 0.2), Calibration(0.8, 2e-5, 0.1, 0.6)])
-def test_other_numbers_are_found_from_what_they_predict(true: Calibration) -> None:
+def test_refit_recovers_a_calibration_from_its_predictions(true: Calibration) -> None:
     config = load_config(None, ["model.preset=llama3_8b", "train.global_batch=256", "train.dtype=bf16"])
-    shape, cluster = (
+    spec, cluster = (
         resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len),
         make_machine("h100", 2, 8),
     )
     choices = [
-        one.choice
-        for one in rank_layouts(config, shape, cluster, Calibration(), build_search_space(config, has_accelerator=True))
-        if one.fits
+        estimate.choice
+        for estimate in rank_layouts(
+            config, spec, cluster, Calibration(), build_search_space(config, has_accelerator=True)
+        )
+        if estimate.fits
     ][::40]
 
     def predict(calibration: Calibration) -> list[float]:
-        model = CostModel(make_workload(config, shape), cluster, calibration)
+        model = CostModel(make_workload(config, spec), cluster, calibration)
         return [model.estimate_step(choice).total for choice in choices]
 
     measured, before = predict(true), predict(Calibration())
-    found = predict(refit(predict, measured, Calibration()))
-    assert max(abs(one / other - 1) for one, other in zip(before, measured, strict=True)) > 0.3
-    assert max(abs(one / other - 1) for one, other in zip(found, measured, strict=True)) < 0.05
+    refitted = predict(refit(predict, measured, Calibration()))
+    assert max(abs(estimate / measured_s - 1) for estimate, measured_s in zip(before, measured, strict=True)) > 0.3
+    assert max(abs(estimate / measured_s - 1) for estimate, measured_s in zip(refitted, measured, strict=True)) < 0.05
 
 
-def test_nothing_measured_changes_nothing() -> None:
+def test_refit_without_measurements_keeps_the_calibration() -> None:
     assert refit(lambda calibration: [], [], Calibration()) == Calibration()
 
 
-def test_what_was_fitted_is_kept_by_device(tmp_path: Path) -> None:
+def test_calibrations_are_saved_per_device(tmp_path: Path) -> None:
     assert load_calibration("h100", tmp_path) == Calibration()
-    kept = save_calibration("h100", Calibration(0.5), tmp_path)
+    path = save_calibration("h100", Calibration(0.5), tmp_path)
     save_calibration("cpu", Calibration(0.9), tmp_path)
     assert (
         load_calibration("h100", tmp_path) == Calibration(0.5) and load_calibration("a100", tmp_path) == Calibration()
     )
-    kept.write_text('{"h100": {"speed": 3}}')
+    path.write_text('{"h100": {"speed": 3}}')
     with pytest.raises(ConfigError, match=r"calibration.json.*measure again"):
         load_calibration("h100", tmp_path)

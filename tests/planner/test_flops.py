@@ -1,3 +1,5 @@
+"""Model FLOPs against torch's FLOP counter and a published formula."""
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,37 +20,37 @@ from raytrain_hpc.planner.flops import compute_flops_per_token
     ],
 )
 def test_torch_counts_the_same_operations(keys: dict):
-    """On the meta device the counter sees every product; it counts attention over the full square of scores."""
-    shape = resolve_model_spec(ModelConfig(**keys), vocab_size=97, seq_len=48)
+    """On the meta device the counter sees every product. It counts attention over the full square of scores."""
+    spec = resolve_model_spec(ModelConfig(**keys), vocab_size=97, seq_len=48)
     with torch.device("meta"):
-        decoder, tokens = Decoder(shape), torch.zeros(3, 48, dtype=torch.int64)
+        decoder, tokens = Decoder(spec), torch.zeros(3, 48, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         loss_sum(decoder(tokens), tokens).backward()
-    assert counter.get_total_flops() == compute_flops_per_token(shape, 48, causal=False) * tokens.numel()
+    assert counter.get_total_flops() == compute_flops_per_token(spec, 48, causal=False) * tokens.numel()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_have_the_parameters_and_operations_that_are_counted(preset: str):
-    """On the meta device, at their full size."""
-    shape = resolve_model_spec(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=32)
+def test_presets_have_the_expected_parameters_and_flops(preset: str):
+    """On the meta device, at full size."""
+    spec = resolve_model_spec(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=32)
     with torch.device("meta"):
-        decoder, tokens = Decoder(shape), torch.zeros(1, 32, dtype=torch.int64)
-    assert sum(parameter.numel() for parameter in decoder.parameters()) == shape.num_parameters()
+        decoder, tokens = Decoder(spec), torch.zeros(1, 32, dtype=torch.int64)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.num_parameters()
     with FlopCounterMode(display=False) as counter:
         loss_sum(decoder(tokens), tokens).backward()
-    assert counter.get_total_flops() == compute_flops_per_token(shape, 32, causal=False) * tokens.numel()
+    assert counter.get_total_flops() == compute_flops_per_token(spec, 32, causal=False) * tokens.numel()
 
 
-def test_causal_attention_counts_half_of_the_square():
-    shape = resolve_model_spec(ModelConfig(hidden_size=192, num_heads=6), vocab_size=97, seq_len=48)
-    full, half = (compute_flops_per_token(shape, 4096, causal=causal) for causal in (False, True))
-    linear = compute_flops_per_token(shape, 0)
+def test_causal_attention_counts_half_of_the_scores():
+    spec = resolve_model_spec(ModelConfig(hidden_size=192, num_heads=6), vocab_size=97, seq_len=48)
+    full, half = (compute_flops_per_token(spec, 4096, causal=causal) for causal in (False, True))
+    linear = compute_flops_per_token(spec, 0)
     assert full - linear == 2 * (half - linear) == 12 * 4 * 192 * 4096
 
 
-def test_the_gpt_formula_of_narayanan_et_al():
+def test_flops_match_the_formula_of_narayanan_et_al():
     """72 B s L h^2 (1 + s/6h + V/12Lh), arXiv 2104.04473: full attention, feed-forward 4h, no recomputation."""
-    shape = resolve_model_spec(ModelConfig(**PRESETS["gpt2_1.5b"]), vocab_size=None, seq_len=1024)
-    s, h, layers, vocabulary = 1024, shape.hidden_size, shape.num_layers, shape.vocab_size
-    published = 72 * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
-    assert compute_flops_per_token(shape, s, causal=False) == pytest.approx(published, rel=1e-12)
+    spec = resolve_model_spec(ModelConfig(**PRESETS["gpt2_1.5b"]), vocab_size=None, seq_len=1024)
+    s, h, layers, vocab_size = 1024, spec.hidden_size, spec.num_layers, spec.vocab_size
+    published = 72 * layers * h**2 * (1 + s / (6 * h) + vocab_size / (12 * layers * h))
+    assert compute_flops_per_token(spec, s, causal=False) == pytest.approx(published, rel=1e-12)

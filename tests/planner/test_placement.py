@@ -1,4 +1,4 @@
-"""Where ranks go: beside every assignment of small clusters, one by one, and by rule on large ones."""
+"""Placement against a search over all assignments, and the number of workers per node."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ LAYOUTS = [
 ]
 
 
-def work(*words: str) -> Workload:
-    config = load_config(None, ["train.seq_len=64", "train.global_batch=32", *words])
+def make_test_workload(*overrides: str) -> Workload:
+    config = load_config(None, ["train.seq_len=64", "train.global_batch=32", *overrides])
     return make_workload(config, resolve_model_spec(config.model, vocab_size=256, seq_len=64))
 
 
-# Gradients are far more than what stages send one another, and the other way round.
-WORKS = {
-    "wide": (work("model.hidden_size=256"), Batching(32, 1)),
-    "long": (work("train.global_batch=65536"), Batching(4096, 16)),
+# In one case gradients dominate the traffic, in the other what pipeline stages send.
+WORKLOADS = {
+    "wide": (make_test_workload("model.hidden_size=256"), Batching(32, 1)),
+    "long": (make_test_workload("train.global_batch=65536"), Batching(4096, 16)),
 }
 
 
-def slots(sizes: Sequence[int]) -> list[Site]:
+def make_sites(sizes: Sequence[int]) -> list[Site]:
     return [Site("", f"node {number}") for number, size in enumerate(sizes) for _ in range(size)]
 
 
-def crossed(layout: Layout, nodes: Sequence[str], sent: dict[str, float]) -> float:
-    """Bytes between nodes, by coordinates."""
+def count_crossed_bytes(layout: Layout, nodes: Sequence[str], bytes_by_axis: dict[str, float]) -> float:
+    """Return the bytes between nodes, computed from coordinates."""
     total = 0.0
     for rank in range(layout.world_size):
-        at = layout.get_coordinates(rank)
+        coordinates = layout.get_coordinates(rank)
         for axis, size in zip(AXES, layout.axis_sizes, strict=True):
-            if size > 1 and (axis != "pp" or at[axis] + 1 < size):
-                following = layout.get_rank({**at, axis: (at[axis] + 1) % size})
-                total += sent[axis] * (nodes[rank] != nodes[following])
+            if size > 1 and (axis != "pp" or coordinates[axis] + 1 < size):
+                next_rank = layout.get_rank({**coordinates, axis: (coordinates[axis] + 1) % size})
+                total += bytes_by_axis[axis] * (nodes[rank] != nodes[next_rank])
     return total
 
 
-def assignments(groups: int, together: int, left: dict[str, int]) -> Iterator[list[str]]:
-    """Every way to put so many groups on nodes with so many slots."""
+def list_assignments(groups: int, group_size: int, free_slots: dict[str, int]) -> Iterator[list[str]]:
+    """Yield every assignment of `groups` groups to nodes with `free_slots` free slots."""
     if groups == 0:
         yield []
         return
-    for node, slots_left in left.items():
-        if slots_left >= together:
-            for rest in assignments(groups - 1, together, {**left, node: slots_left - together}):
-                yield [node] * together + rest
+    for node, slots_left in free_slots.items():
+        if slots_left >= group_size:
+            for other_groups in list_assignments(groups - 1, group_size, {**free_slots, node: slots_left - group_size}):
+                yield [node] * group_size + other_groups
 
 
-@pytest.mark.parametrize("kind", WORKS)
+@pytest.mark.parametrize("kind", WORKLOADS)
 @pytest.mark.parametrize(
     ("cluster", "layout"),
     [
@@ -85,78 +85,84 @@ def assignments(groups: int, together: int, left: dict[str, int]) -> Iterator[li
         if all(size % layout.tp == 0 for size in sizes)
     ],
 )
-def test_the_fewest_bytes_of_all_assignments_leave_a_node(cluster: str, layout: Layout, kind: str) -> None:
-    sent, sites = compute_bytes_by_axis(WORKS[kind][0], layout, WORKS[kind][1]), slots(CLUSTERS[cluster])
-    places = place_ranks(layout, sites, sent)
-    assert sorted(places) == list(range(8))
-    nodes = [sites[place].node for place in places]
-    least = min(
-        crossed(layout, tried, sent)
-        for tried in assignments(8 // layout.tp, layout.tp, dict(Counter(site.node for site in sites)))
+def test_no_assignment_sends_fewer_bytes_between_nodes(cluster: str, layout: Layout, kind: str) -> None:
+    bytes_by_axis, sites = (
+        compute_bytes_by_axis(WORKLOADS[kind][0], layout, WORKLOADS[kind][1]),
+        make_sites(CLUSTERS[cluster]),
     )
-    assert crossed(layout, nodes, sent) == pytest.approx(least, rel=1e-12)
+    placement = place_ranks(layout, sites, bytes_by_axis)
+    assert sorted(placement) == list(range(8))
+    nodes = [sites[index].node for index in placement]
+    fewest = min(
+        count_crossed_bytes(layout, assignment, bytes_by_axis)
+        for assignment in list_assignments(8 // layout.tp, layout.tp, dict(Counter(site.node for site in sites)))
+    )
+    assert count_crossed_bytes(layout, nodes, bytes_by_axis) == pytest.approx(fewest, rel=1e-12)
 
 
-def test_what_sends_most_stays_near() -> None:
-    """Stages go across nodes where gradients are large, and replicas where microbatches are many."""
-    layout, sites = Layout(dp_replicate=4, pp=2), slots([4, 4])
-    found = {}
-    for kind, (task, batching) in WORKS.items():
-        places = place_ranks(layout, sites, compute_bytes_by_axis(task, layout, batching))
-        found[kind] = describe_placement(layout, [sites[place] for place in places])
-    assert found == {"wide": "dp_replicate inside nodes, pp across 2", "long": "pp inside nodes, dp_replicate across 2"}
+def test_the_heaviest_traffic_stays_inside_nodes() -> None:
+    """Stages cross nodes if gradients are large, and replicas if microbatches are many."""
+    layout, sites = Layout(dp_replicate=4, pp=2), make_sites([4, 4])
+    descriptions = {}
+    for kind, (workload, batching) in WORKLOADS.items():
+        placement = place_ranks(layout, sites, compute_bytes_by_axis(workload, layout, batching))
+        descriptions[kind] = describe_placement(layout, [sites[index] for index in placement])
+    assert descriptions == {
+        "wide": "dp_replicate inside nodes, pp across 2",
+        "long": "pp inside nodes, dp_replicate across 2",
+    }
 
 
-def test_nothing_known_of_traffic_leaves_ranks_in_order() -> None:
-    assert place_ranks(Layout(dp_replicate=2, pp=2), slots([2, 2]), {}) == (0, 1, 2, 3)
-    apart = [Site("", "b"), Site("", "a"), Site("", "b"), Site("", "a")]
-    assert place_ranks(Layout(dp_replicate=4), apart, {}) == (1, 3, 0, 2)
+def test_unknown_traffic_keeps_ranks_in_order() -> None:
+    assert place_ranks(Layout(dp_replicate=2, pp=2), make_sites([2, 2]), {}) == (0, 1, 2, 3)
+    alternating = [Site("", "b"), Site("", "a"), Site("", "b"), Site("", "a")]
+    assert place_ranks(Layout(dp_replicate=4), alternating, {}) == (1, 3, 0, 2)
 
 
-def test_context_parallel_ranks_are_a_ring_over_the_nearest_nodes() -> None:
-    """Two racks of two nodes of four: tp 2 x cp 2 is a node, cp 8 the ring once around."""
+def test_context_parallel_ranks_form_a_ring_over_adjacent_nodes() -> None:
+    """Two racks of two nodes of four devices: tp 2 x cp 2 is a node, cp 8 goes once around the ring."""
     sites = [Site(f"rack {number // 8}", f"node {number // 4}") for number in range(16)]
-    task = work("model.hidden_size=64")
+    workload = make_test_workload("model.hidden_size=64")
     inside = Layout(dp_replicate=4, cp=2, tp=2)
-    places = place_ranks(inside, sites, compute_bytes_by_axis(task, inside, Batching(32, 1)))
+    placement = place_ranks(inside, sites, compute_bytes_by_axis(workload, inside, Batching(32, 1)))
     for rank in range(0, 16, 4):
-        assert len({sites[place].node for place in places[rank : rank + 4]}) == 1
+        assert len({sites[index].node for index in placement[rank : rank + 4]}) == 1
     ring = Layout(cp=8, tp=2)
-    nodes = [sites[place] for place in place_ranks(ring, sites, compute_bytes_by_axis(task, ring, Batching(32, 1)))]
-    neighbours = [(nodes[rank], nodes[(rank + 2) % 16]) for rank in range(0, 16, 2)]
-    assert sum(one.node != other.node for one, other in neighbours) == 4
-    assert sum(one.rack != other.rack for one, other in neighbours) == 2
+    nodes = [sites[index] for index in place_ranks(ring, sites, compute_bytes_by_axis(workload, ring, Batching(32, 1)))]
+    neighbors = [(nodes[rank], nodes[(rank + 2) % 16]) for rank in range(0, 16, 2)]
+    assert sum(first.node != second.node for first, second in neighbors) == 4
+    assert sum(first.rack != second.rack for first, second in neighbors) == 2
 
 
-def test_thousands_of_devices() -> None:
+def test_thousands_of_devices_are_placed() -> None:
     config = load_config(None, ["model.preset=llama3_70b", "train.global_batch=2048", "train.dtype=bf16"])
-    task = make_workload(config, resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len))
+    workload = make_workload(config, resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len))
     layout = Layout(dp_shard=64, pp=8, tp=8, zero=1)
     sites = [Site(f"rack {node // 32:02}", f"node {node:03}") for node in range(512) for _ in range(8)]
-    places = place_ranks(layout, sites, compute_bytes_by_axis(task, layout, Batching(2048, 1)))
-    assert sorted(places) == list(range(4096))
+    placement = place_ranks(layout, sites, compute_bytes_by_axis(workload, layout, Batching(2048, 1)))
+    assert sorted(placement) == list(range(4096))
     for first in range(0, 4096, 8):
-        assert len({sites[place].node for place in places[first : first + 8]}) == 1
+        assert len({sites[index].node for index in placement[first : first + 8]}) == 1
 
 
-def topology(*nodes: tuple[int, str]) -> Topology:
+def make_topology(*nodes: tuple[int, str]) -> Topology:
     return Topology(tuple(Node(f"n{i}", "", slots, rack) for i, (slots, rack) in enumerate(nodes)), "cuda")
 
 
-def test_the_fewest_racks_and_nodes_are_used() -> None:
-    racked = topology((4, "a"), (8, "b"), (4, "a"), (8, "c"), (8, "c"))
-    assert assign_workers_to_nodes(8, racked) == {"n0": 4, "n2": 4}, "the rack that is just large enough"
+def test_as_few_racks_and_nodes_as_possible_are_used() -> None:
+    racked = make_topology((4, "a"), (8, "b"), (4, "a"), (8, "c"), (8, "c"))
+    assert assign_workers_to_nodes(8, racked) == {"n0": 4, "n2": 4}, "the smallest rack that is large enough"
     assert assign_workers_to_nodes(16, racked) == {"n3": 8, "n4": 8}
-    assert assign_workers_to_nodes(20, racked) == {"n3": 8, "n4": 8, "n0": 4}, "the largest, then one that is"
-    assert assign_workers_to_nodes(6, topology((3, ""), (4, ""), (2, "")), group_size=2) == {"n1": 4, "n0": 2}
+    assert assign_workers_to_nodes(20, racked) == {"n3": 8, "n4": 8, "n0": 4}, "the largest rack, then the next"
+    assert assign_workers_to_nodes(6, make_topology((3, ""), (4, ""), (2, "")), group_size=2) == {"n1": 4, "n0": 2}
     with pytest.raises(ClusterError, match="use cluster.workers=9"):
-        assign_workers_to_nodes(10, topology((3, ""), (4, ""), (2, "")))
+        assign_workers_to_nodes(10, make_topology((3, ""), (4, ""), (2, "")))
     with pytest.raises(ClusterError, match="smaller parallel.tp"):
-        assign_workers_to_nodes(6, topology((3, ""), (3, "")), group_size=2)
+        assign_workers_to_nodes(6, make_topology((3, ""), (3, "")), group_size=2)
 
 
 @pytest.mark.parametrize(
-    ("there", "world", "together", "training"),
+    ("workers_per_node", "world_size", "group_size", "expected"),
     [
         ({"a": 4, "b": 4}, 6, 1, {"a": 3, "b": 3}),
         ({"a": 4, "b": 4}, 7, 1, {"a": 4, "b": 3}),
@@ -167,12 +173,14 @@ def test_the_fewest_racks_and_nodes_are_used() -> None:
         ({"a": 3, "b": 1}, 4, 2, None),
     ],
 )
-def test_spares_are_spread(there: dict[str, int], world: int, together: int, training: dict[str, int] | None) -> None:
-    assert select_active_workers(there, world, together) == training
+def test_spares_take_whole_nodes_or_are_spread(
+    workers_per_node: dict[str, int], world_size: int, group_size: int, expected: dict[str, int] | None
+) -> None:
+    assert select_active_workers(workers_per_node, world_size, group_size) == expected
 
 
-def test_copies_go_to_another_rack_where_there_is_one() -> None:
+def test_replicas_go_to_another_rack_if_there_is_one() -> None:
     sites = [Site("a", "1"), Site("a", "2"), Site("b", "3"), Site("b", "4")]
     pairs = dict(plan_replication_pairs(Layout(dp_shard=4, zero=3), sites))
-    assert all(sites[source].rack != sites[buddy].rack for source, buddy in pairs.items())
-    assert sorted(pairs) == sorted(pairs.values()) == [0, 1, 2, 3], "one each"
+    assert all(sites[source].rack != sites[target].rack for source, target in pairs.items())
+    assert sorted(pairs) == sorted(pairs.values()) == [0, 1, 2, 3], "one replica each"

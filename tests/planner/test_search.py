@@ -1,4 +1,4 @@
-"""What the planner takes into account, and what it refuses."""
+"""Layout search: legality, order, the search space, and the errors for impossible requests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LLAMA = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=256
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 
-def layouts(*words: str, **options: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = plan(load_config(None, list(words)), **options)["layouts"]
-    return found
+def plan_layouts(*overrides: str, **options: Any) -> list[dict[str, Any]]:
+    layouts: list[dict[str, Any]] = plan(load_config(None, list(overrides)), **options)["layouts"]
+    return layouts
 
 
-def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
-    rows = layouts(*LLAMA, nodes=2, gpus_per_node=8, device="h100")
+def test_layouts_that_fit_come_first_sorted_by_step_time() -> None:
+    rows = plan_layouts(*LLAMA, nodes=2, gpus_per_node=8, device="h100")
     fits = [row["fits"] for row in rows]
     assert fits == sorted(fits, reverse=True) and fits[0]
     seconds = [row["step_time_s"] for row in rows if row["fits"]]
@@ -38,45 +38,47 @@ def test_what_fits_comes_first_and_the_fastest_of_it() -> None:
         assert row["micro_batch"] * row["grad_acc"] * row["dp_replicate"] * row["dp_shard"] >= 256
 
 
-def test_every_layout_is_one_that_can_be_trained() -> None:
-    """The rules that a run is held to accept each of them; every fortieth is read from words, as a user writes them."""
+def test_every_layout_can_be_trained() -> None:
+    """The checks of a run accept each layout. Every fortieth is also parsed from overrides, as a user writes them."""
     config = load_config(None, LLAMA)
-    for number, row in enumerate(layouts(*LLAMA, "parallel.schedule=auto", nodes=2, gpus_per_node=4, device="h100")):
+    for index, row in enumerate(
+        plan_layouts(*LLAMA, "parallel.schedule=auto", nodes=2, gpus_per_node=4, device="h100")
+    ):
         assert row["dp_replicate"] * row["dp_shard"] * row["tp"] * row["cp"] * row["pp"] == 8
         chosen = {key: row[key] for key in (*AXES, "ep", "zero", "schedule", "recompute")}
         config.parallel = replace(config.parallel, **chosen)
         config.train = replace(config.train, micro_batch=row["micro_batch"])
-        if number % 40 == 0:
-            words = [f"parallel.{key}={value}" for key, value in chosen.items()]
-            read = load_config(None, [*LLAMA, *words, f"train.micro_batch={row['micro_batch']}"])
-            assert (read.parallel, read.train) == (config.parallel, config.train)
+        if index % 40 == 0:
+            overrides = [f"parallel.{key}={value}" for key, value in chosen.items()]
+            parsed = load_config(None, [*LLAMA, *overrides, f"train.micro_batch={row['micro_batch']}"])
+            assert (parsed.parallel, parsed.train) == (config.parallel, config.train)
         batching = resolve_batching(config, resolve_layout(config, 8))
         assert batching.size == row["micro_batch"]
 
 
-def test_nothing_legal_is_left_out() -> None:
-    """Beside all combinations of small numbers, tried one by one."""
-    words = ["model.num_layers=4", "model.num_heads=4", "train.global_batch=6", "train.seq_len=4096"]
-    found = {
+def test_no_legal_layout_is_left_out() -> None:
+    """Against all combinations of small numbers."""
+    overrides = ["model.num_layers=4", "model.num_heads=4", "train.global_batch=6", "train.seq_len=4096"]
+    planned = {
         (row["tp"], row["pp"], row["cp"], row["zero"], row["dp_shard"], row["micro_batch"])
-        for row in layouts(*words, "train.dtype=bf16", nodes=1, gpus_per_node=4, device="h100")
+        for row in plan_layouts(*overrides, "train.dtype=bf16", nodes=1, gpus_per_node=4, device="h100")
         if row["zero"] in (0, 1)
     }
-    wanted = set()
-    for tp, pp, cp, zero, micro in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (0, 1), (1, 2, 3, 6)):
-        cut = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.cp={cp}", f"parallel.zero={zero}"]
+    expected = set()
+    for tp, pp, cp, zero, micro_batch in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (0, 1), (1, 2, 3, 6)):
+        parallel = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.cp={cp}", f"parallel.zero={zero}"]
         try:
-            config = load_config(None, [*words, *cut, f"train.micro_batch={micro}"])
+            config = load_config(None, [*overrides, *parallel, f"train.micro_batch={micro_batch}"])
             layout = resolve_layout(config, 4)
             resolve_batching(config, layout)
         except LayoutError:
             continue
-        wanted.add((tp, pp, cp, zero, layout.dp_shard, micro))
-    assert found == wanted
+        expected.add((tp, pp, cp, zero, layout.dp_shard, micro_batch))
+    assert planned == expected
 
 
-def test_said_is_kept_and_lists_are_chosen_from() -> None:
-    rows = layouts(
+def test_set_values_are_kept_and_lists_are_chosen_from() -> None:
+    rows = plan_layouts(
         *LLAMA, "parallel.tp=[2,4]", "parallel.pp=2", "parallel.zero=1", nodes=1, gpus_per_node=8, device="h100"
     )
     assert {row["tp"] for row in rows} == {2, 4}
@@ -85,27 +87,27 @@ def test_said_is_kept_and_lists_are_chosen_from() -> None:
     }
 
 
-def test_replicas_are_chosen_from_a_list_too() -> None:
-    words = [*LLAMA, "parallel.dp_replicate=[2,4]", "parallel.zero=[0,3]"]
-    rows = layouts(*words, nodes=1, gpus_per_node=8, device="h100")
+def test_replicas_are_chosen_from_a_list() -> None:
+    overrides = [*LLAMA, "parallel.dp_replicate=[2,4]", "parallel.zero=[0,3]"]
+    rows = plan_layouts(*overrides, nodes=1, gpus_per_node=8, device="h100")
     assert {row["dp_replicate"] for row in rows} == {2, 4} and {row["zero"] for row in rows} == {0, 3}
 
 
-def test_on_cpus_nothing_is_chosen_that_was_not_asked_for() -> None:
+def test_on_cpus_only_auto_settings_are_chosen() -> None:
     config = load_config(None, [])
     assert build_search_space(config, has_accelerator=False) == {}
     assert "tp" in build_search_space(config, has_accelerator=True)
-    asked = load_config(None, ["parallel.tp=auto"])
-    assert build_search_space(asked, has_accelerator=False) == {"tp": None}
+    requested = load_config(None, ["parallel.tp=auto"])
+    assert build_search_space(requested, has_accelerator=False) == {"tp": None}
     elastic = load_config(None, ["train.deterministic=elastic"])
     assert not {"tp", "pp", "cp", "ep"} & build_search_space(elastic, has_accelerator=True).keys()
 
 
-def test_what_was_chosen_is_settled() -> None:
+def test_an_applied_choice_leaves_nothing_to_choose() -> None:
     config = load_config(None, [*LLAMA, "parallel.tp=[2]", "parallel.zero=[3]", "train.micro_batch=[1]"])
-    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=8192)
+    spec = resolve_model_spec(config.model, vocab_size=None, seq_len=8192)
     best = rank_layouts(
-        config, shape, make_machine("h100", 1, 8), Calibration(), build_search_space(config, has_accelerator=True)
+        config, spec, make_machine("h100", 1, 8), Calibration(), build_search_space(config, has_accelerator=True)
     )[0]
     chosen = apply_choice(config, best.choice)
     assert resolve_layout(chosen, 8) == best.choice.layout
@@ -113,13 +115,11 @@ def test_what_was_chosen_is_settled() -> None:
     assert (
         chosen.parallel.recompute == best.choice.recompute and build_search_space(chosen, has_accelerator=False) == {}
     )
-    assert (config.parallel.zero, config.auto_choices["parallel.tp"]) == (3, [2]), (
-        "the settings themselves are as they were"
-    )
+    assert (config.parallel.zero, config.auto_choices["parallel.tp"]) == (3, [2]), "the config itself is unchanged"
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "named"),
+    ("overrides", "options", "named"),
     [
         (["parallel.tp=3"], {"nodes": 1, "gpus_per_node": 8}, "parallel.tp"),
         (["train.global_batch=4", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1"], {"nodes": 8}, "global_batch"),
@@ -128,63 +128,67 @@ def test_what_was_chosen_is_settled() -> None:
         ([], {"device": "h100", "across": "string"}, "known: nvlink3"),
     ],
 )
-def test_impossible_requests_say_which_number_to_change(words: list[str], options: dict[str, Any], named: str) -> None:
+def test_impossible_requests_name_the_setting_to_change(
+    overrides: list[str], options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
-        plan(load_config(None, words), **options)
+        plan(load_config(None, overrides), **options)
 
 
 @pytest.mark.parametrize(
     "word", ["parallel.tp=[0,1]", "parallel.tp=[]", "parallel.tp=[a]", "parallel.schedule=[zbv,x]", "parallel.zero=[4]"]
 )
-def test_lists_hold_only_what_could_stand_alone(word: str) -> None:
+def test_list_entries_are_validated_like_single_values(word: str) -> None:
     with pytest.raises(ConfigError, match=word.split("=")[0]):
         load_config(None, [word])
 
 
-def test_too_large_a_model_comes_with_remedies() -> None:
-    made = plan(load_config(None, ["model.preset=llama3_70b", "train.dtype=bf16"]), nodes=1, gpus_per_node=2)
-    assert not made["fits"] and "does not fit" in made["verdict"]
-    assert 1 <= len(made["remedies"]) <= 3
-    assert all("too much" in row["why"] for row in made["layouts"])
+def test_a_model_that_does_not_fit_comes_with_remedies() -> None:
+    result = plan(load_config(None, ["model.preset=llama3_70b", "train.dtype=bf16"]), nodes=1, gpus_per_node=2)
+    assert not result["fits"] and "does not fit" in result["verdict"]
+    assert 1 <= len(result["remedies"]) <= 3
+    assert all("too much" in row["why"] for row in result["layouts"])
 
 
 class TestStrategies:
-    """Rules of thumb (FORMULAS) come out as special cases."""
+    """Rules of thumb for choosing a layout come out as special cases."""
 
-    def test_one_device_that_holds_the_model_trains_it_plain(self) -> None:
-        best = layouts("model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", nodes=1, gpus_per_node=1)[0]
+    def test_one_device_that_holds_the_model_saves_no_memory(self) -> None:
+        best = plan_layouts(
+            "model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", nodes=1, gpus_per_node=1
+        )[0]
         assert (best["zero"], best["recompute"], best["offload"]) == (0, "none", "none")
 
-    def test_one_device_that_does_not_offloads(self) -> None:
-        words = [*LLAMA, "model.num_layers=24", "model.vocab_size=32000", "train.seq_len=2048"]  # 5.5 B parameters
-        best = layouts(*words, "parallel.offload=auto", nodes=1, gpus_per_node=1, device="h100")[0]
+    def test_one_device_that_does_not_hold_the_model_offloads(self) -> None:
+        overrides = [*LLAMA, "model.num_layers=24", "model.vocab_size=32000", "train.seq_len=2048"]  # 5.5 B parameters
+        best = plan_layouts(*overrides, "parallel.offload=auto", nodes=1, gpus_per_node=1, device="h100")[0]
         assert best["offload"] == "cpu" and best["fits"]
-        assert not any(row["fits"] for row in layouts(*words, nodes=1, gpus_per_node=1, device="h100"))
+        assert not any(row["fits"] for row in plan_layouts(*overrides, nodes=1, gpus_per_node=1, device="h100"))
 
     def test_tensor_parallel_ranks_stay_inside_a_node(self) -> None:
         for per_node in (2, 4, 8):
-            rows = layouts("model.preset=llama3_70b", *LLAMA[1:], nodes=32 // per_node, gpus_per_node=per_node)
+            rows = plan_layouts("model.preset=llama3_70b", *LLAMA[1:], nodes=32 // per_node, gpus_per_node=per_node)
             assert max(row["tp"] for row in rows) <= per_node
 
-    def test_slow_links_ask_for_pipelines_and_fewer_bytes(self) -> None:
-        fast = layouts(*LLAMA, nodes=16, gpus_per_node=8, device="h100")[0]
-        slow = layouts(*LLAMA, nodes=16, gpus_per_node=8, device="h100", across="ethernet")[0]
+    def test_slow_links_favor_model_parallelism(self) -> None:
+        fast = plan_layouts(*LLAMA, nodes=16, gpus_per_node=8, device="h100")[0]
+        slow = plan_layouts(*LLAMA, nodes=16, gpus_per_node=8, device="h100", across="ethernet")[0]
         assert slow["step_time_s"] > fast["step_time_s"]
         assert slow["pp"] * slow["tp"] > fast["pp"] * fast["tp"]
 
-    def test_a_small_model_on_many_devices_needs_no_cut(self) -> None:
-        words = ["model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", "train.global_batch=512"]
-        best = layouts(*words, nodes=1, gpus_per_node=8, device="h100")[0]
+    def test_a_small_model_needs_no_model_parallelism(self) -> None:
+        overrides = ["model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", "train.global_batch=512"]
+        best = plan_layouts(*overrides, nodes=1, gpus_per_node=8, device="h100")[0]
         assert best["tp"] == best["pp"] == best["cp"] == 1
 
 
-def test_links_carry_what_they_can() -> None:
+def test_collectives_reach_the_measured_bandwidth() -> None:
     cluster = make_machine("h100", 8, 8)
     inside = cluster.estimate_collective_s("all_reduce", 2 * 7 / 8 * 256e6, 8, 8)
-    assert inside == pytest.approx(2 * 7 / 8 * 256e6 / 436e9, rel=0.2), "as measured, but for the latency"
+    assert inside == pytest.approx(2 * 7 / 8 * 256e6 / 436e9, rel=0.2), "as measured, except for the latency"
     across = cluster.estimate_collective_s("all_reduce", 2 * 63 / 64 * 1e9, 64, 8)
     assert across == pytest.approx(2 * 63 / 64 * 1e9 / 100e9, rel=0.2)
     alone = cluster.estimate_collective_s("all_reduce", 1e9, 8, 1)
-    assert alone >= 1e9 / 50e9, "a rank a node has one adapter"
+    assert alone >= 1e9 / 50e9, "one rank per node has one adapter"
     assert cluster.estimate_collective_s("gather", 1e9, 1, 1) == 0.0
     assert {device.inside for device in DEVICES.values()} | {device.across for device in DEVICES.values()} <= set(LINKS)
