@@ -1,4 +1,4 @@
-"""A wrong input costs the user one line and a second, and nothing on the disk."""
+"""Wrong input is rejected with one line, within seconds, and without writing to disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.wrong_inputs import TRAIN, WRONG, Wrong, answer_to, build_workshop, call, call_alone, tree
 
-# As a user meets them: what refuses settings, data, run directories and inputs.
+# Cases that also run in a new process: one each for settings, data, checkpoints and the lease.
 ALSO_ALONE = {"unknown key", "flipped byte in a shard", "checkpoint of another model", "second driver"}
 
 
@@ -43,20 +43,20 @@ def test_wrong_input(workshop: Path, monkeypatch: pytest.MonkeyPatch, wrong: Wro
 
 
 @pytest.mark.parametrize("wrong", [w for w in WRONG if w.case in ALSO_ALONE], ids=lambda wrong: wrong.case)
-def test_wrong_input_in_a_process_of_its_own(workshop: Path, wrong: Wrong) -> None:
+def test_wrong_input_in_a_new_process(workshop: Path, wrong: Wrong) -> None:
     before = tree(workshop)
     check(wrong, call_alone(wrong, workshop), workshop)
     assert tree(workshop) == before
 
 
-def test_more_workers_than_slots(workshop: Path, ray_cluster: None) -> None:
+def test_more_workers_than_cpu_slots_are_rejected(workshop: Path, ray_cluster: None) -> None:
     before = tree(workshop)
     wrong = Wrong("", f"{TRAIN} train.global_batch=20 cluster.workers=9", ("cluster.workers=9", "8 free CPU slots"))
     check(wrong, call(wrong.argv, workshop), workshop)
     assert tree(workshop) == before
 
 
-def test_a_configuration_is_refused_with_neither_torch_nor_ray() -> None:
+def test_config_is_rejected_without_importing_torch_or_ray() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, ray=None); from raytrain_hpc.cli.main import main; "
         "main(['train', 'data.path=synthetic', 'cluster.workers=13', 'train.global_batch=12'])"
@@ -68,6 +68,6 @@ def test_a_configuration_is_refused_with_neither_torch_nor_ray() -> None:
 @pytest.mark.parametrize(
     "argv", ["trian", "", "prepare", "prepare x", "inspect", "generate", "bench walk", "plan --workers 0"]
 )
-def test_usage_errors(workshop: Path, argv: str) -> None:
+def test_usage_errors_exit_with_code_2(workshop: Path, argv: str) -> None:
     answer = call(argv, workshop)
     assert answer.code == 2 and "Traceback" not in "\n".join(answer.errors)

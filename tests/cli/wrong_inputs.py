@@ -1,4 +1,4 @@
-"""Wrong inputs, and what the command line says to each. `python -m tests.cli.wrong_inputs` prints the table."""
+"""Wrong inputs and the error of the command line for each. `python -m tests.cli.wrong_inputs` prints the table."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class Wrong:
-    """A command line ({dir}: the workshop), and what its one line of complaint must name: the culprit, the remedy."""
+    """A command line ({dir}: the test directory), and the parts of its one-line error: the cause and the remedy."""
 
     case: str
     argv: str
     says: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
-    without: str = ""  # a package that is not installed
-    alone: bool = False  # only in a process of its own: it must not find a Ray that the tests have started
+    without: str = ""  # a package to hide
+    alone: bool = False  # run in a new process only, where no Ray of the tests is running
 
 
 def train(case: str, words: str, *says: str, **more: object) -> Wrong:
@@ -201,7 +201,7 @@ class Answer:
 
 
 def build_workshop(root: Path) -> None:
-    """Everything that the commands trip over."""
+    """Create the inputs of all cases: datasets, damaged copies, run directories, YAML files."""
     from raytrain_hpc.checkpoint.lease import Lease
     from raytrain_hpc.data.preprocess.prepare import prepare
 
@@ -233,7 +233,7 @@ def build_workshop(root: Path) -> None:
         shutil.copytree(root / "done", root / name)
     flip(root / "damaged" / "checkpoints" / "step-00000002" / "rank-00000.safetensors")
     (root / "lost" / "tokenizer.json").write_text("{")
-    Lease.acquire(root / "held", "the one that was first")
+    Lease.acquire(root / "held", "first driver")
 
 
 def flip(path: Path) -> None:
@@ -255,7 +255,7 @@ def call(argv: str, root: Path) -> Answer:
 
 
 def call_alone(wrong: Wrong, root: Path) -> Answer:
-    """Run a command line in a process of its own. Its seconds are those of the processor: a wait shows as none."""
+    """Run a command line in a new process and measure its CPU seconds."""
     blocked = f"import sys; sys.modules[{wrong.without!r}] = None; " if wrong.without else ""
     program = f"{blocked}from raytrain_hpc.cli.main import main; main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -277,13 +277,13 @@ def words_of(argv: str, root: Path) -> list[str]:
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path below, with its content."""
+    """Return every path below `root` with its content."""
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 
 @contextlib.contextmanager
 def lacking(package: str) -> Iterator[None]:
-    """As if a package were not installed."""
+    """Hide a package as if it were not installed."""
     if not package:
         yield
         return
@@ -305,7 +305,7 @@ def answer_to(wrong: Wrong, root: Path) -> Answer:
 
 
 def main() -> None:
-    """Print case | line | exit code | seconds."""
+    """Print a table of case, stderr, exit code and seconds."""
     with tempfile.TemporaryDirectory(prefix="wrong-") as name:
         root = Path(name)
         build_workshop(root)
