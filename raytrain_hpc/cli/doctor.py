@@ -17,6 +17,7 @@ import click
 from raytrain_hpc.cli.options import one_line_errors, split_words
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.link_fit import CollectiveTimings, compute_bus_gbs, fit_link
+from raytrain_hpc.planner.topology import Topology
 
 MESSAGE_SIZES = (1 << 12, 1 << 18, 1 << 23)  # bytes: enough to fit latency and bandwidth
 _MAX_CLOCK_SKEW_S = 1.0  # including the time of the query
@@ -122,11 +123,11 @@ def _marker_file(directory: Path) -> Iterator[tuple[Path, str]]:
             parent.rmdir()
 
 
-def _check_cluster(cluster: Any, facts: Sequence[dict[str, Any]]) -> Check:
+def _check_cluster(cluster: Topology, facts: Sequence[dict[str, Any]]) -> Check:
     hosts = len({fact["node"] for fact in facts})
     slots = ", ".join(str(node.slots) for node in cluster.nodes)
     racks = sorted({node.rack for node in cluster.nodes} - {""})
-    finding = f"{len(cluster.nodes)} {_pluralize_nodes(len(cluster.nodes))} with {slots} {cluster.resource} slots"
+    finding = f"{len(cluster.nodes)} {_pluralize_nodes(len(cluster.nodes))} with {slots} {cluster.ray_resource} slots"
     finding += f", racks {', '.join(racks)}" if racks else ""
     return Check(
         "cluster",

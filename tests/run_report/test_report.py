@@ -128,7 +128,7 @@ def test_status_from_another_shell(tmp_path: Path) -> None:
     assert lines[0].endswith("not running; repeat the same command to resume")
     assert lines[1] == "workers    2: 1 on host0, 1 on host1"
     assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
-    assert lines[4] == "incidents  1, the last: died: rank 1 at step 3, next step after 0.21 s"
+    assert lines[4] == "incidents  1, last: died: rank 1 at step 3, next step after 0.21 s"
     done = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "no run directory" in done.output
 
