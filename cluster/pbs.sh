@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# A training on a PBS allocation: Ray on every node, the driver on the first, a checkpoint before the time limit.
+# Train on a PBS allocation: Ray on every node, the driver on the first, a checkpoint before the time limit.
 #
 #   RUN_ARGS="conf/llama3_8b.yaml run.dir=/shared/runs/llama3_8b" qsub -V -l select=8:ncpus=64:ngpus=4 cluster/pbs.sh
 #
-# The shape above is Polaris's (four A100 a node). What differs from site to site (queue, account, file systems, modules)
-# goes on the qsub line or below "environment". RESUBMIT=cluster/pbs.sh beside RUN_ARGS: when the time limit ends a run
-# that is not done, the same job is submitted again and goes on from the checkpoint.
+# The shape above is that of Polaris (four A100 per node). Put site-specific settings (queue, account, file systems,
+# modules) on the qsub line or below "environment". With RESUBMIT=cluster/pbs.sh next to RUN_ARGS, a run that the time
+# limit has stopped is submitted again and resumes from the checkpoint.
 #PBS -N raytrain
 #PBS -l place=scatter:exclhost
 #PBS -l walltime=06:00:00
 #PBS -j oe
 #PBS -r n
 set -euo pipefail
-: "${RUN_ARGS:?set RUN_ARGS to what raytrain-hpc train is to be given, and qsub -V}"
+: "${RUN_ARGS:?set RUN_ARGS to the arguments of raytrain-hpc train, and use qsub -V}"
 cd "${PBS_O_WORKDIR:-.}"
 
 # --- environment ------------------------------------------------------------------------------------------------------
 # module load cudatoolkit; source /shared/venv/bin/activate
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
-# This script runs on the first node, which becomes the head. Its address must be one that the other nodes reach: where
-# `hostname --all-ip-addresses` does not begin with it, set HEAD_IP.
+# This script runs on the first node, which becomes the head. The other nodes must reach its address: if that is not the
+# first one of `hostname --all-ip-addresses`, set HEAD_IP.
 head_ip=${HEAD_IP:-$(hostname --all-ip-addresses | awk '{print $1}')}
 address="$head_ip:${RAY_PORT:-6379}"
 nodes=$(sort -u "$PBS_NODEFILE" | wc -l)
 cpus=${NCPUS:-$(nproc)}
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # one secret a job: nobody else on the network can use this Ray
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # one secret per job: other users of the network cannot use this Ray
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 unset RAY_ADDRESS
@@ -43,8 +43,8 @@ stop() { # the driver saves and stops; symmetric-run then ends Ray on all nodes
 trap stop USR1 TERM
 trap 'rm -f "$PID_FILE"; [ -z "$timer" ] || kill "$timer" 2>/dev/null || true' EXIT
 
-# PBS has no signal before the limit: a timer of our own, as long before it as MARGIN_S says. A `read` that nobody ever
-# answers, since a `sleep` would outlive whoever ends this.
+# PBS sends no signal before the limit: this timer fires MARGIN_S seconds before it. A `read` that never returns data
+# serves as the timer, because a `sleep` would outlive this script.
 limit_s=${WALLTIME_S:-$(qstat -f "$PBS_JOBID" | awk '/Resource_List.walltime/ {split($3, t, ":"); print t[1] * 3600 + t[2] * 60 + t[3]}')}
 margin_s=${MARGIN_S:-300}
 if [ "$limit_s" -gt "$margin_s" ]; then
@@ -56,7 +56,7 @@ if [ "$limit_s" -gt "$margin_s" ]; then
     timer=$!
 fi
 
-# symmetric-run starts the head here and a worker on every other node, and runs what follows -- on the head alone.
+# symmetric-run starts the head here and a worker on every other node, and runs the command after -- on the head only.
 read -r -a words <<<"$RUN_ARGS"
 # shellcheck disable=SC2016  # the inner shell is the one to expand it
 mpiexec -n "$nodes" --ppn 1 \

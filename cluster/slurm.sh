@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A training on a Slurm allocation: Ray on every node, the driver on the first, a checkpoint before the time limit.
+# Train on a Slurm allocation: Ray on every node, the driver on the first, a checkpoint before the time limit.
 #
 #   sbatch --nodes=8 cluster/slurm.sh conf/llama3_8b.yaml run.dir=/shared/runs/llama3_8b [key=value ...]
 #
-# What differs from site to site (partition, account, modules) goes on the sbatch line or below "environment".
+# Put site-specific settings (partition, account, modules) on the sbatch line or below "environment".
 #SBATCH --job-name=raytrain
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -12,7 +12,7 @@
 #SBATCH --time=12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Five minutes before the limit Slurm signals this script, and no other process: see stop() below.
+# Five minutes before the limit Slurm signals this script only, not the processes it started: see stop() below.
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
@@ -20,11 +20,11 @@ set -euo pipefail
 # module load cuda; source /shared/venv/bin/activate
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
-# This script runs on the first node, which becomes the head. Its address must be one that the other nodes reach: where
-# `hostname --all-ip-addresses` does not begin with it, set HEAD_IP.
+# This script runs on the first node, which becomes the head. The other nodes must reach its address: if that is not the
+# first one of `hostname --all-ip-addresses`, set HEAD_IP.
 head_ip=${HEAD_IP:-$(hostname --all-ip-addresses | awk '{print $1}')}
 address="$head_ip:${RAY_PORT:-6379}"
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # one secret a job: nobody else on the network can use this Ray
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # one secret per job: other users of the network cannot use this Ray
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -42,8 +42,8 @@ stop() { # the driver saves and stops; symmetric-run then ends Ray on all nodes
 trap stop USR1
 trap 'rm -f "$PID_FILE"' EXIT
 
-# symmetric-run starts the head here and a worker on every other node, and runs what follows -- on the head alone.
-# --wait, --kill-on-bad-exit: once the driver has ended the other nodes have nothing left to do.
+# symmetric-run starts the head here and a worker on every other node, and runs the command after -- on the head only.
+# --wait, --kill-on-bad-exit: end the other nodes' tasks once the driver has ended.
 # shellcheck disable=SC2016  # the inner shell is the one to expand it
 srun --wait=60 --kill-on-bad-exit=1 \
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
@@ -53,8 +53,8 @@ status=0
 wait $! || status=$?
 if [ -n "$stopping" ]; then
     wait || true # the first wait ended with the signal, not with srun
-    echo "time limit near: back into the queue"
-    scontrol requeue "$SLURM_JOB_ID" # the same command goes on from the checkpoint
+    echo "time limit near: requeueing"
+    scontrol requeue "$SLURM_JOB_ID" # the same command resumes from the checkpoint
     exit 0
 fi
 exit "$status"

@@ -1,8 +1,8 @@
-"""examples/plain_loop.py on any number of workers, which may come, die and go: the lines that differ are marked.
+"""examples/plain_loop.py, made elastic and fault-tolerant on any number of workers; the lines that differ are numbered.
 
     raytrain-hpc run examples/attached_loop.py train.steps=200 cluster.workers=3
 
-Run by python alone, it is the plain loop again.
+Started with plain `python`, the script trains in one process like examples/plain_loop.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """48 samples, which depend on the step alone."""
+    """Return 48 samples, which depend only on the step."""
     inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.prod(dim=1, keepdim=True).tanh() + inputs[:, :1]
 

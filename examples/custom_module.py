@@ -1,11 +1,11 @@
-"""Train a module of your own: an LSTM on bytes, with its own loss, on any data-parallel layout.
+"""Train your own nn.Module: an LSTM on bytes, with its own loss, on any data-parallel layout.
 
     python examples/custom_module.py [parallel.zero=3 cluster.workers=2 key=value ...]
 
-The platform asks two functions of you. `model(config)` gives an `nn.Module` that takes int64 tokens [batch, time].
-`loss(output, targets)` gives the *sum* of the losses over the valid targets, as a scalar: the platform divides by the
-valid tokens of the whole global batch, so that the split over workers does not change the result. For the same reason
-dropout draws its bits from the step and the sample, not from the worker.
+Pass two functions to `rt.train`. `model(config)` returns an `nn.Module` that takes int64 tokens [batch, time].
+`loss(output, targets)` returns the *sum* of the losses over the valid targets, as a scalar. The platform divides by the
+number of valid tokens of the global batch, so that the result does not depend on how samples are split over workers.
+For the same reason dropout derives its random bits from the step and the sample, not from the worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import raytrain_hpc as rt
 
 
 class ByteLstm(nn.Module):
-    """Predicts the next byte from those before it."""
+    """Model that predicts the next byte from the previous ones."""
 
     def __init__(self, hidden: int, layers: int, dropout: float):
         super().__init__()
@@ -35,12 +35,12 @@ class ByteLstm(nn.Module):
 
 
 def build(config: rt.Config) -> nn.Module:
-    """Your own sizes may come from the settings, or from anywhere else."""
+    """Build the model. Its sizes may come from the config or from anywhere else."""
     return ByteLstm(config.model.hidden_size, config.model.num_layers, config.model.dropout)
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over the targets; -100 marks those that do not count."""
+    """Return the cross-entropy summed over the targets; -100 marks targets to ignore."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
@@ -49,7 +49,7 @@ def main(words: list[str]) -> None:
     settings += ["model.dropout=0.1", "train.steps=200", "train.lr=3e-3", "train.micro_batch=4"]
     config = rt.load_config(None, [*settings, *words])
     result = rt.train(config, model=build, loss=loss)
-    print(f"{result.outcome}: {result.steps} steps, validation loss {result.val_loss:.3f} nats a byte")
+    print(f"{result.outcome}: {result.steps} steps, validation loss {result.val_loss:.3f} nats per byte")
     print(f"torch {torch.__version__}; checkpoint {result.checkpoint}")
 
 

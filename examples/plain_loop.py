@@ -1,8 +1,8 @@
-"""A plain PyTorch loop: a small network that learns a function, on one device.
+"""A plain PyTorch training loop: a small network that learns a function, on one device.
 
     python examples/plain_loop.py
 
-examples/attached_loop.py is the same with the lines that hand it to any number of workers.
+examples/attached_loop.py is the same loop with the five lines that make it run on any number of workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """48 samples, which depend on the step alone."""
+    """Return 48 samples, which depend only on the step."""
     inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.prod(dim=1, keepdim=True).tanh() + inputs[:, :1]
 

@@ -1,4 +1,4 @@
-"""Train from Python: start a run, follow it while it goes on, take its result, sample its text.
+"""Train from Python: start a run, follow its metrics, wait for its result, sample text from it.
 
 python examples/quickstart.py [train.steps=500 key=value ...]
 """
@@ -13,7 +13,7 @@ import raytrain_hpc as rt
 
 def main(words: list[str]) -> None:
     config = rt.load_config(None, ["run.name=quickstart_api", "train.steps=200", *words])
-    run = rt.start(config)  # behind this call; rt.train(config) would train in it
+    run = rt.start(config)  # returns at once; rt.train(config) blocks until the end
 
     shown = 0
     while run.running:
@@ -23,7 +23,7 @@ def main(words: list[str]) -> None:
             if shown % 20 == 0 or shown == config.train.steps:
                 print(f"step {shown:4d}  loss {step['train/loss']:.3f}  {step['throughput/tokens_per_sec']:.0f} tok/s")
 
-    result = run.result()  # raises what ended the run, if anything did
+    result = run.result()  # re-raises the error that ended the run, if any
     print(
         f"{result.outcome} after {result.steps} steps in {result.wall_s:.0f} s, validation loss {result.val_loss:.3f}"
     )

@@ -1,9 +1,9 @@
-"""The training-at-scale exercise: what fits, what tensor parallelism costs, how microbatches fill a pipeline.
+"""Training-at-scale exercise: memory per rank, cost of tensor parallelism, pipeline bubble by number of microbatches.
 
     python examples/training_at_scale.py [fits|tp|microbatches ...] [--steps N] [--out DIR] [key=value ...]
 
-`fits` only plans, in a second. `tp` and `microbatches` train small models in processes on this machine, with no GPU,
-and take a few minutes. No part named means all three. docs/training_at_scale.md walks through what is printed.
+`fits` only plans and takes a second. `tp` and `microbatches` train small models in processes on this machine, without a
+GPU, and take a few minutes. Without a part, all three run. docs/training_at_scale.md explains the output.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Row = dict[str, str | int | float]
 
 DEVICE_GIB = 80
 LARGE = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=64", "train.micro_batch=1"]
-LARGE += ["train.dtype=bf16", "parallel.pp=1", "parallel.cp=1"]  # left out, plan would choose them
-# (ranks, tp, ZeRO stage): data parallelism only, then the state sharded, then the model cut too.
+LARGE += ["train.dtype=bf16", "parallel.pp=1", "parallel.cp=1"]  # otherwise plan chooses them
+# (ranks, tp, ZeRO stage): data parallelism only, then sharded state, then tensor parallelism as well.
 CANDIDATES = [(1, 1, 0), (8, 1, 0), (64, 1, 0), (8, 1, 1), (8, 1, 2), (8, 1, 3)]
 CANDIDATES += [(8, 2, 1), (8, 2, 2), (8, 2, 3), (8, 4, 1), (8, 4, 3), (8, 8, 0)]
 PARTS = ("fits", "tp", "microbatches")
@@ -35,13 +35,13 @@ PARTS = ("fits", "tp", "microbatches")
 SMALL = ["model.hidden_size=256", "model.num_layers=8", "model.num_heads=8", "model.vocab_size=256"]
 SMALL += ["data.path=synthetic", "train.seq_len=128", "train.schedule=constant", "train.warmup=0"]
 SMALL += ["train.eval_samples=1", "observe.sample_tokens=0", "observe.tensorboard=false", "cluster.device=cpu"]
-SMALL += ["run.resume=never"]  # an --out that holds runs already is refused, not taken for a measurement
-WARMUP = 2  # steps at the start of a run that do not count
-STAGES = 2  # of the pipeline, one a rank
+SMALL += ["run.resume=never"]  # refuse an --out with existing runs instead of reading them as measurements
+WARMUP = 2  # steps at the start of a run that are not measured
+STAGES = 2  # pipeline stages, one per rank
 
 
 def fits(words: Sequence[str]) -> list[Row]:
-    """Bytes of state a rank holds under each layout, from the settings alone."""
+    """Compute the size of the state per rank under each layout. Plans only; nothing is trained."""
     rows: list[Row] = []
     for ranks, tp, zero in CANDIDATES:
         config = rt.load_config(None, [*LARGE, *words, f"parallel.tp={tp}", f"parallel.zero={zero}"])
@@ -55,7 +55,7 @@ def fits(words: Sequence[str]) -> list[Row]:
 def tensor_parallel(
     words: Sequence[str], out: Path, steps: int, degrees: Sequence[int] = (1, 2, 4), parts: Sequence[int] = (1, 2, 4)
 ) -> list[Row]:
-    """Iteration times of a model, and of the same with a half and a quarter of its layers, for every degree."""
+    """Measure step times of a model, and of the model with a half and a quarter of its layers, for every tp degree."""
     words = [*SMALL, "train.global_batch=4", "train.micro_batch=4", *words]
     layers = rt.load_config(None, words).model.num_layers
     rows: list[Row] = []
@@ -72,7 +72,7 @@ def tensor_parallel(
 
 
 def a_layer(rows: Iterable[Row], cores: int) -> list[Row]:
-    """What one layer costs, and all the rest of a step: the line through the most and the fewest layers."""
+    """Compute the time per layer and of the rest of a step, by the line through the most and the fewest layers."""
     times: dict[int, dict[int, float]] = {}
     for row in rows:
         times.setdefault(int(row["tp"]), {})[int(row["layers"])] = float(row["step ms"])
@@ -81,7 +81,7 @@ def a_layer(rows: Iterable[Row], cores: int) -> list[Row]:
         few, many = min(of_layers), max(of_layers)
         slope = (of_layers[many] - of_layers[few]) / (many - few)
         whole = float(result[0]["ms a layer"]) if result else slope
-        # Ranks beyond the number of cores take turns on them, and divide the time no further.
+        # More ranks than cores share the cores and do not reduce the time further.
         row = {"tp": tp, "ms a layer": slope, "arithmetic alone": whole / min(tp, cores)}
         result.append(row | {"ms beside the layers": of_layers[few] - few * slope})
     return result
@@ -90,7 +90,7 @@ def a_layer(rows: Iterable[Row], cores: int) -> list[Row]:
 def microbatches(
     words: Sequence[str], out: Path, steps: int, counts: Sequence[int] = (1, 2, 4, 8, 16), size: int = 2
 ) -> list[Row]:
-    """Throughput of 1F1B for numbers of microbatches of one size, beside the closed form and the recorded timeline."""
+    """Measure the throughput of 1F1B by number of microbatches, with the closed form and the recorded timeline."""
     words = [*SMALL, f"train.micro_batch={size}", *words, f"parallel.pp={STAGES}", f"cluster.workers={STAGES}"]
     words += ["parallel.schedule=1f1b", "observe.timeline_every=1"]
     rows: list[Row] = []
@@ -110,25 +110,25 @@ def microbatches(
 
 
 def idle(timeline: Path) -> float:
-    """Share of the time of all pipeline ranks, from the first pass of any to the last, in which they compute none."""
+    """Return the idle share of all pipeline ranks between the first and the last pass of the timeline."""
     passes: list[tuple[float, float]] = [(begin, end) for *_, begin, end in json.loads(timeline.read_text())["rows"]]
     wall = max(end for _, end in passes) - min(begin for begin, _ in passes)
     return 1.0 - sum(end - begin for begin, end in passes) / (STAGES * wall)
 
 
 def measure(words: Sequence[str], run_dir: Path, steps: int) -> list[float]:
-    """Train so many steps; the seconds that each took, without the first few."""
+    """Train `steps` steps. Return the seconds of each, without the warm-up steps."""
     config = rt.load_config(None, [*words, f"run.dir={run_dir}", f"train.steps={steps}"])
     if rt.train(config, quiet=True).outcome != "done":
         sys.exit("stopped")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     seconds = [float(json.loads(line)["time/step_s"]) for line in lines][WARMUP:]
-    print(f"{run_dir.name}: {1000 * median(seconds):.0f} ms a step", file=sys.stderr, flush=True)
+    print(f"{run_dir.name}: {1000 * median(seconds):.0f} ms per step", file=sys.stderr, flush=True)
     return seconds
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Rows with the same keys as a table."""
+    """Format rows with the same keys as a Markdown table."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * (width - 1) + ":" for width in widths])
@@ -144,7 +144,7 @@ def _cell(value: str | int | float) -> str:
 
 @contextmanager
 def one_ray() -> Iterator[None]:
-    """One Ray on this machine, such as each run would start for itself: a run uses the one that its process is in."""
+    """Start one Ray on this machine that all runs of this process use, instead of one Ray per run."""
     import ray
 
     if ray.is_initialized():
@@ -162,13 +162,13 @@ def report(part: str, words: Sequence[str], out: Path, steps: int) -> None:
     """Measure or plan one part, and print its tables."""
     cores = os.cpu_count() or 1
     if part == "fits":
-        print(f"## fits: state of a model by plan, on devices of {DEVICE_GIB} GiB\n\n{markdown(fits(words))}")
-        print("State: weights, gradients and optimizer. Activations are not counted; they need room in what is left.\n")
+        print(f"## fits: planned state of a model, on devices of {DEVICE_GIB} GiB\n\n{markdown(fits(words))}")
+        print("State: weights, gradients and optimizer. Activations are not counted; they must fit into the rest.\n")
     elif part == "tp":
         rows = tensor_parallel(words, out, steps)
-        print(f"## tp: iteration times on {cores} CPU cores, one thread a rank\n\n{markdown(rows)}")
+        print(f"## tp: iteration times on {cores} CPU cores, one thread per rank\n\n{markdown(rows)}")
         print(markdown(a_layer(rows, cores)))
-        print("arithmetic alone: a layer's time at the first tp, over the ranks or the cores, whichever are fewer.\n")
+        print("arithmetic alone: a layer's time at the first tp, divided by the smaller number of ranks and cores.\n")
     else:
         rows = microbatches(words, out, steps)
         print(f"## microbatches: 1F1B on {STAGES} pipeline ranks, {cores} CPU cores\n\n{markdown(rows)}")
@@ -178,7 +178,7 @@ def report(part: str, words: Sequence[str], out: Path, steps: int) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="parts (fits, tp, microbatches) and settings (key=value)")
-    parser.add_argument("--steps", type=int, default=12, help=f"steps of a run; the first {WARMUP} do not count")
+    parser.add_argument("--steps", type=int, default=12, help=f"steps per run; the first {WARMUP} are not measured")
     parser.add_argument("--out", type=Path, help="keep the runs in this directory")
     given = parser.parse_intermixed_args(arguments)
     settings = [word for word in given.words if "=" in word]

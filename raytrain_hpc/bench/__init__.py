@@ -1,4 +1,4 @@
-"""Benchmarks against a peer, interleaved in one run: `raytrain-hpc bench NAME` calls `run` of the module NAME."""
+"""Benchmarks that alternate between the platform and a peer. `raytrain-hpc bench NAME` calls `run` of module NAME."""
 
 BENCHMARKS = (
     "step",

@@ -1,4 +1,4 @@
-"""`bench checkpoint`: what asynchronous checkpoints cost a run, and saving and loading beside torch's DCP."""
+"""`bench checkpoint`: overhead of asynchronous checkpoints, and saving and loading compared with torch's DCP."""
 
 from __future__ import annotations
 
@@ -12,51 +12,57 @@ from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.workloads import MEDIUM, make_settings
 
 GOAL = 0.05
-INTERVAL = 10  # steps a checkpoint has to be paid from
+INTERVAL = 10  # steps over which the overhead of a checkpoint is measured
 CYCLES_PER_ROUND = 2
 
 
 def run(rounds: int) -> Table:
-    """Runs that alternate ten steps with a checkpoint and ten without, then saves and loads of the two formats."""
+    """Measure runs that alternate ten steps with a checkpoint and ten without, then save and load in both formats."""
     table = Table(
-        f"bench checkpoint: a checkpoint every {INTERVAL} steps, written behind them; 25M parameters, 1,024 tokens a step",
+        f"bench checkpoint: an asynchronous checkpoint every {INTERVAL} steps; 25M parameters, 1,024 tokens per step",
         ("measure", "workers", "platform", "peer", "change", "change each time", "goal", "met"),
     )
     with idle_ray(cpus=4) as address:
         for workers in (1, 2):
             _measure_throughput(workers, rounds * CYCLES_PER_ROUND, address, table)
-    for measure, (ours, theirs) in measure_formats(rounds).items():
-        ratios = [mine / peer - 1 for mine, peer in zip(ours, theirs, strict=True)]
-        table.add_row(f"{measure}, ms", None, median(ours), median(theirs), median(ratios), ratios, None, None)
+    for measure, (platform_ms, peer_ms) in measure_formats(rounds).items():
+        ratios = [platform / peer - 1 for platform, peer in zip(platform_ms, peer_ms, strict=True)]
+        table.add_row(f"{measure}, ms", None, median(platform_ms), median(peer_ms), median(ratios), ratios, None, None)
     table.notes += [
-        f"tok/s: of {INTERVAL} steps with a checkpoint behind their first, from its copy to the end of its writing; peer: "
-        f"of the {INTERVAL} steps before and after them, which pay for none, in the same run; change: throughput lost",
-        "save and load: weights and AdamW state in one process, in turn; peer: torch.distributed.checkpoint; ours "
-        "writes, takes a SHA-256 on the way, syncs and renames; change: the platform's time over the peer's, minus 1",
+        f"tok/s: {INTERVAL} steps during which a checkpoint is staged and written; peer: the {INTERVAL} steps before "
+        "and after them in the same run, without a checkpoint; change: throughput lost",
+        "save and load: weights and AdamW state in one process, alternating; peer: torch.distributed.checkpoint; the "
+        "platform also computes a SHA-256, syncs and renames; change: the platform's time over the peer's, minus 1",
         "medians",
     ]
     return table
 
 
 def _measure_throughput(workers: int, cycles: int, address: str, table: Table) -> None:
-    steps = 2 * INTERVAL * (cycles + 1) + 2  # the last step of a run is left out: evaluation and saving follow it
-    words, config = make_settings((*MEDIUM, f"checkpoint.every={2 * INTERVAL}"), workers, steps)
-    ran = run_platform([*words, f"cluster.address={address}"])
-    paying, free = measure_windows(ran.commit_times)
+    steps = 2 * INTERVAL * (cycles + 1) + 2  # the last step is excluded: evaluation and saving follow it
+    overrides, config = make_settings((*MEDIUM, f"checkpoint.every={2 * INTERVAL}"), workers, steps)
+    platform_run = run_platform([*overrides, f"cluster.address={address}"])
+    with_checkpoint, without_checkpoint = measure_windows(platform_run.commit_times)
     tokens = INTERVAL * config.train.global_batch * config.train.seq_len
-    lost = [1 - (before + after) / 2 / pays for pays, before, after in zip(paying, free, free[1:], strict=False)]
-    log_progress(f"{workers} workers, throughput lost to each checkpoint: {', '.join(f'{one:.1%}' for one in lost)}")
-    rates = (tokens / median(paying), tokens / median(free))
+    lost = [
+        1 - (before + after) / 2 / between
+        for between, before, after in zip(with_checkpoint, without_checkpoint, without_checkpoint[1:], strict=False)
+    ]
+    log_progress(
+        f"{workers} workers, throughput lost per checkpoint: {', '.join(f'{fraction:.1%}' for fraction in lost)}"
+    )
+    rates = (tokens / median(with_checkpoint), tokens / median(without_checkpoint))
     table.add_row("tok/s", workers, *rates, median(lost), lost, GOAL, median(lost) <= GOAL)
-    waits = [1000 * line["time/checkpoint_s"] for line in ran.metrics[:-1] if line["time/checkpoint_s"]]
-    table.add_row("wait of a step for its checkpoint, ms", workers, median(waits), None, None, None, None, None)
+    waits = [1000 * line["time/checkpoint_s"] for line in platform_run.metrics[:-1] if line["time/checkpoint_s"]]
+    table.add_row("time a step waits for staging, ms", workers, median(waits), None, None, None, None, None)
 
 
 def measure_windows(commit_times: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Seconds of the EVERY steps after each checkpoint but the first, and of the EVERY before it and before the next.
+    """Return the seconds of each window of INTERVAL steps after a checkpoint, and of each window without one.
 
-    `unix[k]` is when step k + 1 was committed; a checkpoint of step k is paid from the commit of k on.
+    `commit_times[k]` is the time at which step k + 1 was committed. A checkpoint of step k affects the steps after k.
+    The window of the first checkpoint is excluded; the windows without one lie before and after each counted window.
     """
-    ends = [commit_times[step - 1] for step in range(3 * INTERVAL, len(commit_times), INTERVAL)]
-    spans = [after - before for before, after in zip(ends, ends[1:], strict=False)]
-    return spans[1::2], spans[0::2]
+    window_ends = [commit_times[step - 1] for step in range(3 * INTERVAL, len(commit_times), INTERVAL)]
+    durations = [after - before for before, after in zip(window_ends, window_ends[1:], strict=False)]
+    return durations[1::2], durations[0::2]

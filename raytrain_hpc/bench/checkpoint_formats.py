@@ -1,4 +1,4 @@
-"""Saving and loading one state in the platform's format and in torch's own (DCP), in turn."""
+"""Time saving and loading of the same state in the platform's format and in torch's DCP, alternating."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from raytrain_hpc.model.param_init import init_weights
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 State = dict[str, Any]  # name -> tensor
-Timings = dict[str, tuple[list[float], list[float]]]  # milliseconds of the platform and of the peer, each round
+Timings = dict[str, tuple[list[float], list[float]]]  # operation -> (platform ms, peer ms), one value per round
 
 
 def measure_formats(rounds: int) -> Timings:
-    """Milliseconds of each round, by what was done."""
+    """Measure both formats for `rounds` rounds, after one warm-up round."""
     torch.set_num_threads(1)
     state = build_adamw_state()
     timings: Timings = {"save": ([], []), "load": ([], []), "load, checksums verified": ([], [])}
-    for turn in range(rounds + 1):
+    for round_number in range(rounds + 1):
         with scratch_dir() as directory:
-            found = _run_round(state, directory)
-        if turn == 0:  # allocations and imports of the first use
+            round_ms = _run_round(state, directory)
+        if round_number == 0:  # warm-up: first allocations and imports
             continue
-        for measure, (ours, theirs) in timings.items():
-            ours.append(found[f"platform {measure}"])
-            theirs.append(found.get(f"dcp {measure}", found["dcp load"]))
+        for operation, (platform_ms, peer_ms) in timings.items():
+            platform_ms.append(round_ms[f"platform {operation}"])
+            peer_ms.append(round_ms.get(f"dcp {operation}", round_ms["dcp load"]))
     return timings
 
 
 def build_adamw_state() -> State:
-    """Weights and moments of the 25M model, by name."""
+    """Build weights and AdamW moments of the 25M model, by name."""
     _, config = make_settings(MEDIUM, 1, 1)
     model = Decoder(resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len))
     init_weights(model, config.run.seed)
@@ -57,13 +57,13 @@ def build_adamw_state() -> State:
 
 def _run_round(state: State, directory: Path) -> dict[str, float]:
     store = CheckpointStore(directory / "checkpoints")
-    holding = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in state.items())
-    peer = directory / "dcp"
-    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    target = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in into.items())
+    source = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in state.items())
+    dcp_dir = directory / "dcp"
+    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    target = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in loaded.items())
 
     def save() -> None:
-        report = write_shard(store.create_staging(1, 1) / get_shard_name(0), holding)
+        report = write_shard(store.create_staging(1, 1) / get_shard_name(0), source)
         store.publish(1, 1, [report], {}, lambda: None)
 
     def load() -> None:
@@ -72,20 +72,20 @@ def _run_round(state: State, directory: Path) -> dict[str, float]:
     def load_verified() -> None:
         read_state(store.verify(1), target)
 
-    found = {
+    round_ms = {
         "platform save": _time_ms(save),
-        "dcp save": _time_ms(lambda: dcp_save(state, checkpoint_id=peer, no_dist=True)),
+        "dcp save": _time_ms(lambda: dcp_save(state, checkpoint_id=dcp_dir, no_dist=True)),
         "platform load": _time_ms(load),
-        "dcp load": _time_ms(lambda: dcp_load(into, checkpoint_id=peer, no_dist=True)),
+        "dcp load": _time_ms(lambda: dcp_load(loaded, checkpoint_id=dcp_dir, no_dist=True)),
         "platform load, checksums verified": _time_ms(load_verified),
     }
-    if any(not torch.equal(into[name], tensor) for name, tensor in state.items()):
-        raise RuntimeError("what was loaded is not what was saved")
-    shutil.rmtree(peer)
-    return found
+    if any(not torch.equal(loaded[name], tensor) for name, tensor in state.items()):
+        raise RuntimeError("the loaded state differs from the saved state")
+    shutil.rmtree(dcp_dir)
+    return round_ms
 
 
 def _time_ms(action: Callable[[], None]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     action()
-    return 1000 * (time.perf_counter() - began)
+    return 1000 * (time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""bench comm: collectives between the workers that a run would have, and the links that plans are made with."""
+"""`bench comm`: time collectives between the workers of a run, and fit the link model that the planner uses."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ MESSAGE_SIZES = tuple(1 << power for power in (10, 13, 16, 19, 22, 24))  # bytes
 
 
 def run(rounds: int) -> Table:
-    """Every operation at every size, `rounds` times around; what is fitted is kept for plans."""
-    with open_cluster_probe(load_config(None, [])) as there:
-        turns = [there.measure_collectives(MESSAGE_SIZES) for _ in range(rounds)]
-        device = there.cluster.device_name
-    reaches = [_median_over_rounds([turn[place] for turn in turns]) for place in range(len(turns[0]))]
-    table = build_table(reaches)
+    """Time every collective at every message size, `rounds` times, and save the fitted links for later plans."""
+    with open_cluster_probe(load_config(None, [])) as probe:
+        rounds_of_timings = [probe.measure_collectives(MESSAGE_SIZES) for _ in range(rounds)]
+        device = probe.cluster.device_name
+    timings = [
+        _median_over_rounds([round_timings[group] for round_timings in rounds_of_timings])
+        for group in range(len(rounds_of_timings[0]))
+    ]
+    table = build_table(timings)
     if not device:
-        table.notes.append("not kept: plan knows no device of this name (raytrain_hpc/planner/hardware.py)")
+        table.notes.append("links not saved: the planner has no device of this name (raytrain_hpc/planner/hardware.py)")
     else:
-        kept = save_links(device, derive_links(reaches, f"{datetime.now(UTC):%Y-%m-%d}"))
+        path = save_links(device, derive_links(timings, f"{datetime.now(UTC):%Y-%m-%d}"))
         table.notes.append(
-            f"kept in {kept}: plans for {device} take these links, unless --inside and --across say others"
+            f"links saved in {path}: later plans for {device} use them, unless --inside or --across is given"
         )
     return table
 
 
 def build_table(timings: list[CollectiveTimings]) -> Table:
-    """A row for every operation among every set of workers."""
+    """Format the timings, one row per operation and set of workers."""
     columns = ("among", "workers", "nodes", "operation", "latency us", "GB/s", "fit off by %", "bus GB/s by size")
     table = Table("bench comm: seconds of a collective as latency + bytes / bandwidth", columns)
-    for reach in timings:
-        for name, seconds in reach.seconds.items():
-            line = fit_link(name, reach.ranks, seconds)
-            bus = [compute_bus_gbs(name, reach.ranks, size, took) for size, took in seconds.items()]
-            scope = (reach.scope, reach.ranks, reach.nodes, name)
+    for group in timings:
+        for name, seconds in group.seconds.items():
+            line = fit_link(name, group.ranks, seconds)
+            bus = [compute_bus_gbs(name, group.ranks, size, elapsed) for size, elapsed in seconds.items()]
+            scope = (group.scope, group.ranks, group.nodes, name)
             table.add_row(*scope, 1e6 * line.alpha_s, line.gbs, 100 * line.error, bus)
     table.notes += [
-        f"sizes {', '.join(_format_size(size) for size in MESSAGE_SIZES)}; the slowest rank counts, medians; GB/s are bus bandwidth",
-        "send: from the first of them to the last; fits weigh relative errors, and are of all sizes at once",
+        f"sizes {', '.join(_format_size(size) for size in MESSAGE_SIZES)}; time of the slowest rank, median over "
+        "rounds; GB/s: bus bandwidth",
+        "send: from the first worker to the last; fits minimize relative errors over all sizes",
     ]
     return table
 
 
 def _median_over_rounds(rounds: list[CollectiveTimings]) -> CollectiveTimings:
-    """The median over turns."""
+    """Take the median over rounds for each operation and size."""
     first = rounds[0]
     seconds = {
-        name: {size: median(turn.seconds[name][size] for turn in rounds) for size in sizes}
+        name: {size: median(timings.seconds[name][size] for timings in rounds) for size in sizes}
         for name, sizes in first.seconds.items()
     }
     return CollectiveTimings(first.scope, first.ranks, first.nodes, seconds)

@@ -1,4 +1,4 @@
-"""Text for benchmarks that need no download: the standard library's source files, over and over in another order."""
+"""Text for benchmarks without a download: the standard library's source files, drawn at random until it is enough."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _PART_BYTES = 32 << 20
 
 
 def write_corpus(folder: Path, size: int) -> list[Path]:
-    """At least `size` bytes of JSONL below `folder`, a source file a document; the same for the same Python."""
+    """Write at least `size` bytes of JSONL to `folder`, one source file per line; deterministic per Python version."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = sorted(path for path in root.rglob("*.py") if not path.is_relative_to(root / "site-packages"))
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources if path.stat().st_size]
     folder.mkdir()
     files: list[Path] = []
-    written, order = 0, random.Random(0)
+    written, rng = 0, random.Random(0)
     while written < size:
         files.append(folder / f"part-{len(files):04d}.jsonl")
-        begun = written
+        start = written
         with files[-1].open("w", encoding="utf-8") as file:
-            while written < size and written - begun < _PART_BYTES:
-                text = order.choice(texts)
+            while written < size and written - start < _PART_BYTES:
+                text = rng.choice(texts)
                 line = json.dumps({"text": text}) + "\n"
                 file.write(line)
                 written += len(line)

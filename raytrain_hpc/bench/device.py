@@ -1,4 +1,4 @@
-"""`bench device`: one accelerator, in one process: speed beside peers and the plan, memory beside the plan."""
+"""`bench device`: speed and memory on one accelerator, compared with the plan and with PyTorch baselines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from raytrain_hpc.planner.hardware import find_device_preset, make_machine
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 from raytrain_hpc.planner.search import Estimate, estimate_layout
 
-MEMORY_GOAL = 5.0  # per cent between what was planned and what was measured
-WARMUP_STEPS = 5  # steps
-STEPS_PER_ROUND = 15  # steps measured a round
+MEMORY_GOAL = 5.0  # percent between planned and measured memory
+WARMUP_STEPS = 5
+STEPS_PER_ROUND = 15
 
 BASE_OVERRIDES = (*COMMON_OVERRIDES, "data.path=synthetic", "cluster.workers=0", "cluster.device=cuda")
 LLAMA = ("model.preset=llama3_1b", "train.seq_len=4096", "train.global_batch=8", "train.micro_batch=4")
@@ -40,7 +40,7 @@ NO_RECOMPUTE, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train on a device. `peers`: also trained by a plain PyTorch loop and by transformers."""
+    """A model and its settings. `with_baselines`: also measure a plain PyTorch loop and transformers."""
 
     name: str
     overrides: tuple[str, ...]
@@ -64,7 +64,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over the steps after the warm-up: tokens per second, waiting for data in per cent of a step."""
+    """Medians over the steps after the warm-up. `data_percent`: share of a step spent waiting for data."""
 
     tokens_per_sec: float
     peak_gib: float
@@ -72,51 +72,64 @@ class Measurement:
 
 
 def run(rounds: int) -> Table:
-    """Every case once, its steps in proportion to `rounds`. Raises ClusterError where there is no GPU."""
+    """Measure every case once, with a number of steps proportional to `rounds`.
+
+    Raises:
+        ClusterError: This machine has no usable GPU.
+    """
     device = require_gpu("device")
-    name = torch.cuda.get_device_name(device)
+    device_name = torch.cuda.get_device_name(device)
     table = Table(
         "bench device: one process on one accelerator",
         ("model", "by", "microbatch", "recompute", "dtype", "tok/s", "MFU %", "expected tok/s", "waiting for data %")
         + ("peak GiB", "planned GiB", "off by %", "met"),
-        notes=[name],
+        notes=[device_name],
     )
     for case in CASES:
         _measure(case, WARMUP_STEPS + STEPS_PER_ROUND * rounds, device, table)
     table.notes += [
-        "tok/s: from the median step after five; MFU counts 6N + 6Lhs, causal counted once, of the dense bf16 peak",
-        "peak: of what torch's allocator has given out; planned: the same, as `plan` counts it, without fragments",
-        "plain: a loop that compiles model and loss as one, with fused AdamW and autocast; transformers: its Llama "
-        "in that loop; goal of the first row 50 % MFU, of planned memory 5 %",
+        "tok/s: median step after five; MFU counts 6N + 6Lhs, causal counted once, of the dense bf16 peak",
+        "peak: memory allocated by torch's allocator; planned: the same by `plan`, without fragmentation",
+        "plain: a PyTorch loop that compiles model and loss together, with fused AdamW and autocast; transformers: its "
+        "Llama in the same loop; goals: 50 % MFU in the first row, planned memory within 5 %",
     ]
     return table
 
 
-def _measure(case: Case, steps: int, where: torch.device, table: Table) -> None:
-    device = torch.cuda.get_device_name(where)
-    words = [*BASE_OVERRIDES, *case.overrides, f"train.steps={steps}"]
-    config = load_config(None, words)
+def _measure(case: Case, steps: int, device: torch.device, table: Table) -> None:
+    device_name = torch.cuda.get_device_name(device)
+    overrides = [*BASE_OVERRIDES, *case.overrides, f"train.steps={steps}"]
+    config = load_config(None, overrides)
     shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    plan = predict(config, shape, device)
-    ours = measure_platform(config, where)
+    plan = predict(config, shape, device_name)
+    platform = measure_platform(config, device)
     release_memory()
-    planned = plan.footprint.allocated / 2**30
-    off = 100 * (planned / ours.peak_gib - 1)
+    planned_gib = plan.footprint.allocated / 2**30
+    error_percent = 100 * (planned_gib / platform.peak_gib - 1)
     rate = config.train.global_batch * config.train.seq_len / plan.step_s
-    tail: list[Value] = [rate, ours.data_percent, ours.peak_gib, planned, off, abs(off) <= MEMORY_GOAL]
-    _add_row(table, case, config, "the platform", ours, _compute_mfu(config, shape, device, ours), tail)
+    remaining: list[Value] = [
+        rate,
+        platform.data_percent,
+        platform.peak_gib,
+        planned_gib,
+        error_percent,
+        abs(error_percent) <= MEMORY_GOAL,
+    ]
+    _add_row(
+        table, case, config, "the platform", platform, _compute_mfu(config, shape, device_name, platform), remaining
+    )
     for peer, kind in (("plain", "decoder"), ("transformers", "transformers")) if case.with_baselines else ():
         if kind == "transformers" and importlib.util.find_spec("transformers") is None:
             continue
-        theirs = measure_baseline(config, kind)
+        baseline = measure_baseline(config, kind)
         _add_row(
             table,
             case,
             config,
             peer,
-            theirs,
-            _compute_mfu(config, shape, device, theirs),
-            [None, None, theirs.peak_gib],
+            baseline,
+            _compute_mfu(config, shape, device_name, baseline),
+            [None, None, baseline.peak_gib],
         )
 
 
@@ -130,35 +143,35 @@ def _add_row(
     remaining: list[Value],
 ) -> None:
     log_progress(f"{case.name} by {system}: {measurement.tokens_per_sec:.0f} tok/s, {measurement.peak_gib:.2f} GiB")
-    cut: list[Value] = [config.train.micro_batch, config.parallel.recompute, config.train.dtype]
-    row = [case.name, system, *cut, measurement.tokens_per_sec, mfu_percent, *remaining]
+    settings: list[Value] = [config.train.micro_batch, config.parallel.recompute, config.train.dtype]
+    row = [case.name, system, *settings, measurement.tokens_per_sec, mfu_percent, *remaining]
     table.add_row(*row, *[None] * (len(table.columns) - len(row)))
 
 
 def _compute_mfu(config: Config, shape: ModelSpec, device: str, measurement: Measurement) -> float | None:
     peak = get_peak_tflops(device, config.train.dtype)
-    share = compute_mfu(measurement.tokens_per_sec, compute_flops_per_token(shape, config.train.seq_len), 1, peak)
-    return None if share is None else 100 * share
+    mfu = compute_mfu(measurement.tokens_per_sec, compute_flops_per_token(shape, config.train.seq_len), 1, peak)
+    return None if mfu is None else 100 * mfu
 
 
 def predict(config: Config, shape: ModelSpec, device: str) -> Estimate:
-    """What is planned for these settings on one such device, with the calibration that everybody has."""
-    there = make_machine(find_device_preset(device) or "h100", 1, 1)
+    """Estimate speed and memory on one device of this name, with the default calibration."""
+    machine = make_machine(find_device_preset(device) or "h100", 1, 1)
     layout = resolve_layout(config, 1)
-    return estimate_layout(config, shape, there, Calibration(), layout, resolve_batching(config, layout))
+    return estimate_layout(config, shape, machine, Calibration(), layout, resolve_batching(config, layout))
 
 
 def measure_platform(config: Config, device: torch.device) -> Measurement:
-    """The platform's own loop, in this process."""
+    """Train with the platform's trainer in this process."""
     seconds, waits = [], []
     with open_trainer(config, device) as trainer:
         for step in range(config.train.steps):
-            if step == 1:  # what compilers and autotuning took is no part of training
+            if step == 1:  # exclude memory used by compilation and autotuning
                 torch.cuda.reset_peak_memory_stats(device)
-            began = time.perf_counter()
+            start = time.perf_counter()
             result = trainer.train_step(step)
             torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
             waits.append(result.data_s / seconds[-1])
         peak = torch.cuda.max_memory_allocated(device) / 2**30
     rate = config.train.global_batch * config.train.seq_len / median(seconds[WARMUP_STEPS:])
@@ -166,12 +179,12 @@ def measure_platform(config: Config, device: torch.device) -> Measurement:
 
 
 def measure_baseline(config: Config, model_kind: str) -> Measurement:
-    """The plain loop, on the same tokens."""
+    """Train with the PyTorch baseline on the same tokens."""
     with scratch_dir() as directory:
         job = replace(build_baseline_job(config, 1, directory), model=model_kind)
         steps = directory / "steps.jsonl"
         run_process(build_baseline_command(job, 1, directory, steps), {"OMP_NUM_THREADS": str(job.threads)})
-        lines = read_jsonl(steps)
-    unix = [line["unix"] for line in lines[WARMUP_STEPS - 1 :]]
-    seconds = median(later - earlier for earlier, later in zip(unix, unix[1:], strict=False))
-    return Measurement(config.train.global_batch * config.train.seq_len / seconds, lines[-1]["peak_gib"])
+        records = read_jsonl(steps)
+    end_times = [line["unix"] for line in records[WARMUP_STEPS - 1 :]]
+    seconds = median(later - earlier for earlier, later in zip(end_times, end_times[1:], strict=False))
+    return Measurement(config.train.global_batch * config.train.seq_len / seconds, records[-1]["peak_gib"])

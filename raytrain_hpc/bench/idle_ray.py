@@ -1,4 +1,4 @@
-"""A Ray that is there and does nothing, so that neither arm of a comparison has the machine to itself."""
+"""An idle Ray cluster during both sides of a comparison, so that both share the machine with Ray's processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrain_hpc.bench.contenders import scratch_dir
 
 @contextmanager
 def idle_ray(cpus: int) -> Iterator[str]:
-    """A Ray with this many CPU slots; its address."""
+    """Start Ray with `cpus` CPU slots and yield its address."""
     import ray
 
     from raytrain_hpc.ray_address import hide_auth_notice

@@ -1,7 +1,7 @@
-"""Two trainings that are alive together and take turns on the machine, a few steps each.
+"""Interleave two training runs: both are alive, and they alternate in turns of a few steps.
 
-A machine shared with others changes its speed by a tenth within a minute. Whole runs one after the other meet different
-machines; turns of a few seconds meet the same one. Whoever is not on turn is stopped by SIGSTOP.
+The speed of a shared machine varies by about 10 % within a minute, so that runs one after the other are not comparable.
+Consecutive turns of a few seconds are. While one run has its turn, the other one is stopped by SIGSTOP.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from statistics import median
 from raytrain_hpc.errors import RunFailedError
 
 START_TIMEOUT_S = 300.0
-# A platform's driver gives up on a worker that is silent for 10 s, and the other one can have two turns in a row.
+# The driver declares a worker failed after 10 s of silence, and the other side may have two turns in a row.
 SHORTEST_TURN_S, LONGEST_TURN_S, STEPS_PER_TURN = 2.0, 4.5, 4.5
 
 
 @dataclass
 class TrainingProcess:
-    """A training that runs until it is ended. `commits` reads when its steps were done, `workers` its ranks' pids."""
+    """A training run in processes of its own. Callables read the times of its steps and the pids of its ranks."""
 
     name: str
     process: subprocess.Popen[str]
@@ -36,7 +36,11 @@ class TrainingProcess:
     turns: list[tuple[float, float]] = field(default_factory=list)
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until it has done this many steps. Raises RunFailed where it ended before."""
+        """Wait until `count` steps are committed.
+
+        Raises:
+            RunFailedError: The run ended or timed out before.
+        """
         deadline = time.monotonic() + START_TIMEOUT_S
         while len(self.read_commit_times()) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -44,7 +48,11 @@ class TrainingProcess:
             time.sleep(0.05)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank. Raises RunFailed where one is gone."""
+        """Send a signal to every rank.
+
+        Raises:
+            RunFailedError: A rank has exited.
+        """
         for pid in self.read_worker_pids():
             try:
                 os.kill(pid, number)
@@ -53,27 +61,27 @@ class TrainingProcess:
 
     def _exit_error(self) -> RunFailedError:
         lines = [line for line in self.output.read_text().splitlines() if line.strip()]
-        return RunFailedError(f"{self.name} ended too soon: {lines[-1] if lines else 'no output'}")
+        return RunFailedError(f"{self.name} ended early: {lines[-1] if lines else 'no output'}")
 
     def run_turn(self, seconds: float) -> None:
-        """Run for a while, then stop again."""
-        began = time.time()
+        """Continue the run for `seconds`, then stop it again."""
+        start = time.time()
         self.send_signal(signal.SIGCONT)
         time.sleep(seconds)
         self.send_signal(signal.SIGSTOP)
-        self.turns.append((began, time.time()))
+        self.turns.append((start, time.time()))
 
     def median_step_times(self) -> list[float | None]:
-        """Median time of a step in each turn, from steps that began and ended in it; None where there was none."""
+        """Return the median step time of each turn, over steps that lie within the turn; None if there is none."""
         commits = self.read_commit_times()
         medians = []
-        for began, ended in self.turns:
-            inside = [at for at in commits if began < at < ended]
-            medians.append(median(after - before for before, after in pairwise(inside)) if len(inside) > 1 else None)
+        for start, end in self.turns:
+            in_turn = [commit for commit in commits if start < commit < end]
+            medians.append(median(after - before for before, after in pairwise(in_turn)) if len(in_turn) > 1 else None)
         return medians
 
     def read_peak_rss_mib(self) -> float:
-        """Peak resident memory of the first rank's process so far."""
+        """Read the peak resident memory of rank 0's process."""
         status = Path(f"/proc/{self.read_worker_pids()[0]}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**10
 
@@ -87,7 +95,7 @@ def launch_training(
     read_commit_times: Callable[[], list[float]],
     read_worker_pids: Callable[[], list[int]],
 ) -> Iterator[TrainingProcess]:
-    """Start a training in a session of its own; ended at the latest when the context is left."""
+    """Start a training run in a new session; kill its processes when the context exits."""
     with output.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -97,13 +105,13 @@ def launch_training(
             text=True,
             start_new_session=True,
         )
-    one = TrainingProcess(name, process, output, read_commit_times, read_worker_pids)
+    training = TrainingProcess(name, process, output, read_commit_times, read_worker_pids)
     try:
-        yield one
+        yield training
     finally:
         for pid in read_worker_pids():
             try:
-                os.kill(pid, signal.SIGKILL)  # a stopped process hears nothing else
+                os.kill(pid, signal.SIGKILL)  # a stopped process handles no other signal
             except ProcessLookupError:
                 continue
         if process.poll() is None:
@@ -112,23 +120,29 @@ def launch_training(
 
 
 def alternate(first: TrainingProcess, second: TrainingProcess, pairs: int, warmup: int) -> list[tuple[float, float]]:
-    """Let the two take turns. Returns (seconds a step of the first, of the second) for each pair of turns in a row."""
-    for one in (first, second):
-        one.wait_for_steps(warmup)
-    for one in (first, second):
-        one.send_signal(signal.SIGSTOP)
-    for one in (first, second):
-        one.run_turn(LONGEST_TURN_S)  # until now both were alive, and on a crowded machine a step took any time
-    alone = max(one.median_step_times()[0] or LONGEST_TURN_S for one in (first, second))
-    seconds = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, STEPS_PER_TURN * alone))
+    """Alternate the two runs and return (step time of the first, of the second) for each pair of turns.
+
+    Raises:
+        RunFailedError: A run ended early, or steps are too long for the turns.
+    """
+    for run in (first, second):
+        run.wait_for_steps(warmup)
+    for run in (first, second):
+        run.send_signal(signal.SIGSTOP)
+    for run in (first, second):
+        run.run_turn(LONGEST_TURN_S)  # not a result: until now both runs competed for the machine
+    step_s = max(run.median_step_times()[0] or LONGEST_TURN_S for run in (first, second))
+    seconds = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, STEPS_PER_TURN * step_s))
     for number in range(pairs):
-        for one in (first, second) if number % 2 == 0 else (second, first):
-            one.run_turn(seconds)
-    both = zip(first.median_step_times()[1:], second.median_step_times()[1:], strict=True)
-    kept = [(mine, other) for mine, other in both if mine is not None and other is not None]
-    if len(kept) < (pairs + 1) // 2:
-        raise RunFailedError(f"turns of {seconds:.0f} s are too short for a step of {alone:.1f} s")
-    return kept
+        for run in (first, second) if number % 2 == 0 else (second, first):
+            run.run_turn(seconds)
+    turns = zip(first.median_step_times()[1:], second.median_step_times()[1:], strict=True)
+    pairs_of_times = [
+        (first_s, second_s) for first_s, second_s in turns if first_s is not None and second_s is not None
+    ]
+    if len(pairs_of_times) < (pairs + 1) // 2:
+        raise RunFailedError(f"turns of {seconds:.0f} s are too short for a step of {step_s:.1f} s")
+    return pairs_of_times
 
 
 __all__ = ["TrainingProcess", "alternate", "launch_training"]

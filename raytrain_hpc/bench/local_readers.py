@@ -20,63 +20,61 @@ _PREFETCH = 32
 
 @dataclass(frozen=True)
 class BenchDataset:
-    """The tokens as a dataset that a recipe opens, and as one flat file of uint16."""
+    """The same tokens as a dataset opened by `stream_spec`, and as one flat file of uint16."""
 
-    recipe: StreamSpec
+    stream_spec: StreamSpec
     flat_file: Path
     num_tokens: int
 
 
-def measure_local_engine(case: BenchDataset, steps: int) -> float:
-    """Tokens a second of the local engine: a thread reads ahead, this one takes microbatches."""
-    stream = case.recipe.open_stream(case.recipe.open_dataset())
+def measure_local_engine(dataset: BenchDataset, steps: int) -> float:
+    """Measure tokens per second of the local engine: a thread prefetches, the caller takes microbatches."""
+    stream = dataset.stream_spec.open_stream(dataset.stream_spec.open_dataset())
     return measure_prefetch(stream, steps)
 
 
 def measure_prefetch(stream: LocalStream, steps: int) -> float:
-    """Tokens a second through the thread that reads ahead."""
-    share = range(stream.num_microbatches)
-    list(stream.iter_microbatches(range(1), share))
-    began = time.perf_counter()
-    ahead: Prefetcher[Block] = Prefetcher(
-        stream.iter_blocks(range(steps), share, _PREFETCH // 4),
+    """Measure tokens per second through the prefetch thread."""
+    microbatches = range(stream.num_microbatches)
+    list(stream.iter_microbatches(range(1), microbatches))
+    start = time.perf_counter()
+    prefetcher: Prefetcher[Block] = Prefetcher(
+        stream.iter_blocks(range(steps), microbatches, _PREFETCH // 4),
         size=lambda block: block.nbytes,
         count=lambda block: len(block.samples) // stream.micro_batch,
         max_items=_PREFETCH,
         max_bytes=1 << 30,
     )
     taken = tokens = 0
-    while taken < steps * len(share):
-        for one in ahead.take().split_microbatches(stream.micro_batch):
-            inputs, targets = one.inputs, one.targets
+    while taken < steps * len(microbatches):
+        for microbatch in prefetcher.take().split_microbatches(stream.micro_batch):
+            inputs, targets = microbatch.inputs, microbatch.targets
             tokens += min(inputs.size, targets.size)
             taken += 1
-    seconds = time.perf_counter() - began
-    ahead.close()
+    seconds = time.perf_counter() - start
+    prefetcher.close()
     return tokens / seconds
 
 
-def measure_gather(case: BenchDataset, steps: int) -> float:
-    """Tokens a second of nothing but the copies, from places computed beforehand."""
-    stream = case.recipe.open_stream(case.recipe.open_dataset())
-    share, length = range(stream.num_microbatches), case.recipe.seq_len
-    places = [stream.get_positions(step, v) for step in range(steps) for v in share]
-    flat = np.asarray(
-        np.memmap(case.flat_file, dtype=np.uint16, mode="r")
-    )  # slicing it as a memmap takes twice as long
-    began = time.perf_counter()
+def measure_gather(dataset: BenchDataset, steps: int) -> float:
+    """Measure tokens per second of the copies alone, from precomputed offsets."""
+    stream = dataset.stream_spec.open_stream(dataset.stream_spec.open_dataset())
+    microbatches, length = range(stream.num_microbatches), dataset.stream_spec.seq_len
+    offsets = [stream.get_positions(step, v) for step in range(steps) for v in microbatches]
+    flat = np.asarray(np.memmap(dataset.flat_file, dtype=np.uint16, mode="r"))  # slicing a memmap takes twice as long
+    begin = time.perf_counter()
     tokens = 0
-    for starts in places:
+    for starts in offsets:
         inputs, targets = np.empty((len(starts), length), np.int64), np.empty((len(starts), length), np.int64)
         for row, start in enumerate(starts.tolist()):
             inputs[row] = flat[start : start + length]
             targets[row] = flat[start + 1 : start + 1 + length]
         tokens += inputs.size
-    return tokens / (time.perf_counter() - began)
+    return tokens / (time.perf_counter() - begin)
 
 
 class WindowDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a flat file; each worker maps it for itself."""
+    """Dataset of the windows of a flat file, which each DataLoader worker maps itself."""
 
     def __init__(self, flat: Path, tokens: int, length: int):
         self._flat, self._count, self._length = flat, (tokens - 1) // length, length
@@ -93,18 +91,18 @@ class WindowDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return window[:-1], window[1:]
 
 
-def measure_dataloader(case: BenchDataset, steps: int) -> float:
-    """Tokens a second of a DataLoader with workers, from its first batch on."""
-    batch = case.recipe.micro_batch
-    windows = WindowDataset(case.flat_file, case.num_tokens, case.recipe.seq_len)
-    batches = min(steps * case.recipe.global_batch // batch, len(windows) // batch - 1)
-    # Ray is up, and a fork of a process with its threads can hang.
+def measure_dataloader(dataset: BenchDataset, steps: int) -> float:
+    """Measure tokens per second of a torch DataLoader with workers, after its first batch."""
+    batch = dataset.stream_spec.micro_batch
+    windows = WindowDataset(dataset.flat_file, dataset.num_tokens, dataset.stream_spec.seq_len)
+    batches = min(steps * dataset.stream_spec.global_batch // batch, len(windows) // batch - 1)
+    # Ray may be initialized here, and forking a process with Ray's threads can hang.
     loader = DataLoader(windows, batch, shuffle=True, num_workers=NUM_WORKERS, multiprocessing_context="forkserver")
-    taken = iter(loader)
-    next(taken)
-    began, tokens = time.perf_counter(), 0
+    batches_iter = iter(loader)
+    next(batches_iter)
+    start, tokens = time.perf_counter(), 0
     for _ in range(batches):
-        tokens += next(taken)[0].numel()
-    seconds = time.perf_counter() - began
-    del taken
+        tokens += next(batches_iter)[0].numel()
+    seconds = time.perf_counter() - start
+    del batches_iter
     return tokens / seconds

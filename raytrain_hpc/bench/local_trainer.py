@@ -1,4 +1,4 @@
-"""Training in the benchmark's own process, a step at a time."""
+"""A trainer in the benchmark's own process, to be stepped by the benchmark."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from raytrain_hpc.training.trainer import Trainer
 
 
 def require_gpu(benchmark: str) -> torch.device:
-    """The one to measure on. Raises ClusterError where there is none."""
+    """Return the GPU to measure on.
+
+    Raises:
+        ClusterError: This machine has no usable GPU.
+    """
     if not torch.cuda.is_available():
-        raise ClusterError(f"bench {benchmark}: this machine has no usable GPU; run it where there is one")
+        raise ClusterError(f"bench {benchmark}: this machine has no usable GPU; run it on a machine with one")
     return torch.device("cuda", 0)
 
 
 @contextmanager
 def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
-    """The one rank of a run of these settings, its data read ahead for all of train.steps."""
+    """Build the trainer of a run with one rank, and prefetch its data for all of train.steps."""
     release_memory()
     prepared = prepare_run(config, None, lambda line: None)
     layout, batching = prepared.resolve_layout(1)
@@ -46,7 +50,7 @@ def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
 
 
 def release_memory() -> None:
-    """What trainers that are not used any more have left, on all GPUs; and what was compiled for them."""
+    """Free the GPU memory and the compiled code of trainers that are no longer used."""
     gc.collect()
     torch.compiler.reset()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`bench overhead`: what it costs to be ready for a fault that does not come."""
+"""`bench overhead`: overhead of fault tolerance when nothing fails."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _SAMPLE_S = 5.0
 
 @dataclass(frozen=True)
 class Case:
-    """One row, or two: runs that differ in some settings, and the share of the first one's speed that is the goal.
+    """Two runs that differ in some settings. `goal`: minimum ratio of the variant's speed to the baseline's.
 
-    `every`: the second one does after every step what a run does every so many steps. In a turn of a few steps that
-    would be in one or in none, and a median over them would not show it.
+    `interval`: a real run uses the feature every `interval` steps, but the variant uses it after every step. A turn has
+    only a few steps, and their median would miss a feature that is used less often. The table then has a second row
+    with the ratio computed for the interval.
     """
 
     name: str
@@ -41,17 +42,17 @@ class Case:
 
 
 CASES = (
-    Case("replicas: live state lent", NO_FAULT_TOLERANCE, LIVE_SNAPSHOTS, GOAL),
+    Case("replicas: live state published", NO_FAULT_TOLERANCE, LIVE_SNAPSHOTS, GOAL),
     Case("replicas compared", LIVE_SNAPSHOTS, REPLICA_CHECK, GOAL, interval=10),
     Case(
-        "replicas compared, the agreed state kept",
+        "replicas compared, verified state kept",
         LIVE_SNAPSHOTS,
         (*REPLICA_CHECK, "fault.keep_agreed=true"),
         GOAL,
         interval=10,
     ),
     Case(
-        "ZeRO-3: a snapshot every step, open to the other rank",
+        "ZeRO-3: a snapshot every step, in shared memory",
         (*NO_FAULT_TOLERANCE, "parallel.zero=3"),
         (*LIVE_SNAPSHOTS, "parallel.zero=3"),
         GOAL,
@@ -61,73 +62,86 @@ CASES = (
 
 
 def amortize(ratio: float, interval: int) -> float:
-    """The ratio of rates where what costs `ratio` after every step is done every so many steps."""
+    """Convert the ratio of rates of a feature used after every step to its use every `interval` steps."""
     return 1 / (1 + (1 / ratio - 1) / interval)
 
 
 def run(rounds: int) -> Table:
-    """Let runs with and without take turns, `rounds` times eight each for every case."""
+    """Alternate runs with and without each feature, `rounds` times eight turns each."""
     table = Table(
-        f"bench overhead: a run that is ready for faults beside one that is not, 25M parameters, {WORKERS} workers",
-        ("with", "without s a step", "with s a step", "ratio of rates", "middle half", "turns", "goal", "met"),
+        f"bench overhead: runs with and without a fault-tolerance feature, 25M parameters, {WORKERS} workers",
+        ("feature", "without s per step", "with s per step", "ratio of rates", "middle half", "turns", "goal", "met"),
     )
     with idle_ray(cpus=2 * WORKERS) as address:
         for case in CASES:
             _measure(case, rounds, address, table)
-        shares = _measure_monitoring(address)
-    table.add_row("watching: CPU share of a worker's heartbeat", None, shares[0], 1 - shares[0], None, None, GOAL, True)
-    table.add_row("watching: CPU share of the agent", None, shares[1], 1 - shares[1], None, None, GOAL, True)
+        cpu_shares = _measure_monitoring(address)
+    table.add_row(
+        "monitoring: CPU share of a worker's heartbeat", None, cpu_shares[0], 1 - cpu_shares[0], None, None, GOAL, True
+    )
+    table.add_row(
+        "monitoring: CPU share of the node agent", None, cpu_shares[1], 1 - cpu_shares[1], None, None, GOAL, True
+    )
     for row in table.rows[-2:]:
-        row["met"] = isinstance(share := row["with s a step"], float) and share <= 1 - GOAL
+        row["met"] = isinstance(cpu_share := row["with s per step"], float) and cpu_share <= 1 - GOAL
     table.notes += [
-        "1,024 tokens a step, one thread a worker; both runs are alive together and take turns of some steps each; "
-        "ratio: median over pairs of turns in a row",
-        "heartbeats and agents cannot be switched off: their rows give the CPU time of their threads by that passed",
+        "1,024 tokens per step, one thread per worker; both runs are alive and alternate in turns of a few steps; "
+        "ratio: median over pairs of consecutive turns; middle half: its quartiles",
+        "heartbeats and agents cannot be switched off: their rows give the CPU time of their threads per wall time",
     ]
     return table
 
 
 def _measure(case: Case, rounds: int, address: str, table: Table) -> None:
-    arms = [
-        [*make_settings((*MEDIUM, *words), WORKERS, STEPS)[0], f"cluster.address={address}", "data.engine=local"]
-        for words in (case.baseline, case.variant)
+    runs = [
+        [*make_settings((*MEDIUM, *overrides), WORKERS, STEPS)[0], f"cluster.address={address}", "data.engine=local"]
+        for overrides in (case.baseline, case.variant)
     ]
-    with launch_platform(arms[0], "the run without") as bare, launch_platform(arms[1], "the run with") as ready:
-        times = alternate(bare, ready, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
-    ratios = [without / having for without, having in times]
+    with (
+        launch_platform(runs[0], "the run without the feature") as baseline,
+        launch_platform(runs[1], "the run with the feature") as variant,
+    ):
+        times = alternate(baseline, variant, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
+    ratios = [baseline_s / variant_s for baseline_s, variant_s in times]
     (low, _, high), ratio, turns = quantiles(ratios, n=4), median(ratios), len(ratios)
     log_progress(f"{case.name}: {ratio:.3f} of {turns} pairs of turns")
-    seconds = median(without for without, _ in times), median(having for _, having in times)
+    seconds = median(baseline_s for baseline_s, _ in times), median(variant_s for _, variant_s in times)
     name, goal = case.name, case.goal
     if case.interval > 1:
         table.add_row(f"{name} after every step", *seconds, ratio, [low, high], turns, None, None)
-        low, ratio, high = (amortize(one, case.interval) for one in (low, ratio, high))
+        low, ratio, high = (amortize(value, case.interval) for value in (low, ratio, high))
         name, seconds = f"{name} every {case.interval} steps, computed from that", (seconds[0], seconds[0] / ratio)
     met = None if goal is None else ratio >= goal
     table.add_row(name, *seconds, ratio, [low, high], turns, goal, met)
 
 
 def _measure_monitoring(address: str) -> tuple[float, float]:
-    """Shares of one CPU that a worker's heartbeat and the driver's agent take while training."""
-    words = [
+    """Measure the shares of one CPU that a worker's heartbeat and the node agent take during training."""
+    overrides = [
         *make_settings((*MEDIUM, *FAULT_TOLERANCE), WORKERS, STEPS)[0],
         f"cluster.address={address}",
         "data.engine=local",
     ]
-    with launch_platform(words) as ours:
-        ours.wait_for_steps(WARMUP_STEPS)
-        before, began = _read_cpu_times(ours), time.monotonic()
+    with launch_platform(overrides) as training:
+        training.wait_for_steps(WARMUP_STEPS)
+        before, start = _read_cpu_times(training), time.monotonic()
         time.sleep(_SAMPLE_S)
-        after, passed = _read_cpu_times(ours), time.monotonic() - began
-    return (after[0] - before[0]) / passed, (after[1] - before[1]) / passed
+        after, elapsed = _read_cpu_times(training), time.monotonic() - start
+    return (after[0] - before[0]) / elapsed, (after[1] - before[1]) / elapsed
 
 
-def _read_cpu_times(ours: TrainingProcess) -> tuple[float, float]:
-    return _read_thread_cpu_s(ours.read_worker_pids()[0], "heartbeat"), _read_thread_cpu_s(ours.process.pid, "watch")
+def _read_cpu_times(training: TrainingProcess) -> tuple[float, float]:
+    return _read_thread_cpu_s(training.read_worker_pids()[0], "heartbeat"), _read_thread_cpu_s(
+        training.process.pid, "watch"
+    )
 
 
 def _read_thread_cpu_s(pid: int, name: str) -> float:
-    """CPU seconds of the thread of this name. Raises LookupError where there is none."""
+    """Read the CPU seconds of a thread by name.
+
+    Raises:
+        LookupError: The process has no thread of this name.
+    """
     for thread in Path(f"/proc/{pid}/task").iterdir():
         if (thread / "comm").read_text().strip() == name:
             return int((thread / "schedstat").read_text().split()[0]) / 1e9

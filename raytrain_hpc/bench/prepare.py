@@ -1,4 +1,4 @@
-"""`bench prepare`: text to tokens on all cores, beside one process that does the same in a loop; memory at 2 GB."""
+"""`bench prepare`: tokenization on all cores, compared with a loop in one process, and memory for 2 GiB of input."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ GOAL, MEMORY_GOAL_MIB = 0.9, 1024.0
 
 
 def run(rounds: int) -> Table:
-    """Speed in `rounds` alternating rounds, then one large input for memory."""
+    """Measure speed in `rounds` alternating rounds, then peak memory on a small and a large input."""
     table = Table(
-        f"bench prepare: byte-pair tokens on {count_cpus()} cores beside one process, and memory",
-        ("what", "input MiB", "one process MB/s", "Ray Data MB/s", "ratio", "ratio each round")
+        f"bench prepare: BPE tokenization on {count_cpus()} cores compared with one process, and memory",
+        ("measure", "input MiB", "one process MB/s", "Ray Data MB/s", "ratio", "ratio each round")
         + ("peak MiB", "goal", "met"),
     )
     with scratch_dir() as directory:
         files = write_corpus(directory / "speed", SPEED_BYTES)
         tokenizer = _train_tokenizer(files[0], directory)
         _measure_speed(files, tokenizer, directory, rounds, table)
-        _measure_memory("memory, byte pairs", directory / "speed", f"hf:{tokenizer}", table)
+        _measure_memory("memory, BPE", directory / "speed", f"hf:{tokenizer}", table)
         shutil.rmtree(directory / "speed")
         write_corpus(directory / "large", MEMORY_BYTES)
         _measure_memory("memory, bytes", directory / "large", "byte", table)
     table.notes += [
-        "input: source files of the standard library in random order, one a line of JSONL; byte-level BPE of "
-        f"{VOCAB_SIZE} entries, trained on a part of it, its own threads off",
-        "one process: json.loads, encode, append the tokens to a file; Ray Data: `prepare`, checksums, shards and "
-        "manifest included, on a Ray that is up and has prepared something before",
-        "goal: of the speed of one process times the number of cores; of memory, MiB",
-        "the rows on memory are commands of their own, the start of Ray in their seconds; the larger one is in bytes, "
-        "which are quick",
-        "peak MiB: sum of PSS over the command and all that it starts, Ray and its object store included",
+        "input: source files of the standard library in random order, one per line of JSONL; byte-level BPE with "
+        f"{VOCAB_SIZE} entries, trained on a part of the input, its own threads off",
+        "one process: json.loads, encode, append the tokens to a file; Ray Data: `prepare` with checksums, shards and "
+        "manifest, on a running, warmed-up Ray",
+        f"goal: speed {GOAL} times the speed of one process times the number of cores; memory in MiB",
+        "the memory rows run `prepare` as a command, including the start of Ray; the large input uses byte tokens, "
+        "which are faster",
+        "peak MiB: sum of PSS over the command and its child processes, including Ray and its object store",
     ]
     return table
 
 
 def _train_tokenizer(sample: Path, directory: Path) -> Path:
-    """A tokenizer.json for both."""
+    """Train the tokenizer for both sides and return the path of its tokenizer.json."""
     manifest = prepare([sample], directory / "sample", tokenizer=f"bpe:{VOCAB_SIZE}", engine="local")
     path = directory / "tokenizer.json"
     path.write_text(manifest.tokenizer["tokenizer"])
@@ -67,27 +67,27 @@ def _train_tokenizer(sample: Path, directory: Path) -> Path:
 
 def _measure_speed(files: Sequence[Path], tokenizer: Path, directory: Path, rounds: int, table: Table) -> None:
     size = sum(path.stat().st_size for path in files)
-    alone, together = [], []
+    single_s, ray_s = [], []
     with _ray_cluster(directory):
         _run_prepare(files[:1], tokenizer, directory)
         for _ in range(rounds):
-            began = time.perf_counter()
+            start = time.perf_counter()
             tokens = _tokenize_in_one_process(files, tokenizer, directory / "plain")
-            alone.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            made = _run_prepare(files, tokenizer, directory)
-            together.append(time.perf_counter() - began)
-            if sum(split.tokens for split in made.splits.values()) != tokens:
-                raise RuntimeError("the two made another number of tokens")
-            log_progress(f"one process {alone[-1]:.1f} s, Ray Data {together[-1]:.1f} s")
-    ratios = [one / all_ for one, all_ in zip(alone, together, strict=True)]
+            single_s.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            manifest = _run_prepare(files, tokenizer, directory)
+            ray_s.append(time.perf_counter() - start)
+            if sum(split.tokens for split in manifest.splits.values()) != tokens:
+                raise RuntimeError("both sides must produce the same number of tokens")
+            log_progress(f"one process {single_s[-1]:.1f} s, Ray Data {ray_s[-1]:.1f} s")
+    ratios = [single / parallel for single, parallel in zip(single_s, ray_s, strict=True)]
     goal = GOAL * count_cpus()
-    speeds = [size / 1e6 / median(seconds) for seconds in (alone, together)]
+    speeds = [size / 1e6 / median(seconds) for seconds in (single_s, ray_s)]
     table.add_row("speed", size / 2**20, *speeds, median(ratios), ratios, None, goal, median(ratios) >= goal)
 
 
 def _tokenize_in_one_process(files: Sequence[Path], tokenizer: Path, out: Path) -> int:
-    """What a script would do; how many tokens there were."""
+    """Tokenize as a simple script would, and return the number of tokens."""
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(str(tokenizer))
@@ -110,14 +110,14 @@ def _read_texts(files: Sequence[Path]) -> Iterator[str]:
 
 def _run_prepare(files: Sequence[Path], tokenizer: Path, directory: Path) -> Manifest:
     out = directory / "prepared"
-    made = prepare(files, out, tokenizer=f"hf:{tokenizer}", engine="ray", workers=count_cpus())
+    manifest = prepare(files, out, tokenizer=f"hf:{tokenizer}", engine="ray", workers=count_cpus())
     shutil.rmtree(out)
-    return made
+    return manifest
 
 
 @contextmanager
 def _ray_cluster(directory: Path) -> Iterator[None]:
-    """A Ray of as many slots as there are cores."""
+    """Start Ray with one slot per core."""
     import ray
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

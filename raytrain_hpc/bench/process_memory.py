@@ -1,4 +1,4 @@
-"""What a command and everything it started hold in memory: PSS, which counts a shared page once."""
+"""Memory of a command and its child processes, as PSS, which counts each shared page once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _POLL_S = 0.25
 
 
 def measure_peak_pss(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[float, float]:
-    """Run a command; (peak of the sum of PSS over its processes in MiB, seconds). RunFailed where it fails.
+    """Run a command and return the peak of the sum of PSS over its processes in MiB, and its seconds.
 
-    Pages of Ray's object store that some process has mapped are in it; the file system's cache is not.
+    Includes pages of Ray's object store that a process has mapped, but not the page cache.
+
+    Raises:
+        RunFailedError: The command failed.
     """
-    began, peak = time.perf_counter(), 0
+    start, peak = time.perf_counter(), 0
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | dict(environment))
         try:
@@ -29,18 +32,18 @@ def measure_peak_pss(command: Sequence[str], environment: Mapping[str, str], log
             process.terminate()
     if process.returncode:
         raise RunFailedError(f"{' '.join(command)}: exit code {process.returncode}: {log.read_text().strip()[-500:]}")
-    return peak / 2**10, time.perf_counter() - began
+    return peak / 2**10, time.perf_counter() - start
 
 
 def _find_process_tree(root: int) -> set[int]:
-    """A process and all its descendants."""
+    """Return the pids of a process and all its descendants."""
     parents = {int(path.name): _read_parent_pid(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    family, more = {root}, True
-    while more:
-        found = {pid for pid, parent in parents.items() if parent in family} - family
-        family |= found
-        more = bool(found)
-    return family
+    pids, grew = {root}, True
+    while grew:
+        children = {pid for pid, parent in parents.items() if parent in pids} - pids
+        pids |= children
+        grew = bool(children)
+    return pids
 
 
 def _read_parent_pid(process: Path) -> int:
@@ -51,7 +54,7 @@ def _read_parent_pid(process: Path) -> int:
 
 
 def _read_pss_kib(pid: int) -> int:
-    """KiB."""
+    """Read the PSS of a process in KiB; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended

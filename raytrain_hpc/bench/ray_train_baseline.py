@@ -1,8 +1,8 @@
-"""The peer of `bench startup`: the plain loop's steps under Ray Train's TorchTrainer.
+"""Peer of `bench startup`: the training steps of the PyTorch baseline under Ray Train's TorchTrainer.
 
-    python ray_train_loop.py JOB.json MARKS.json WORKERS CPU_SLOTS
+    python ray_train_baseline.py JOB.json MARKS.json WORKERS CPU_SLOTS
 
-Writes when (Unix time) each part of the start was over, as rank 0 saw it.
+Writes the Unix time at which each part of the startup ended on rank 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def train(config: dict[str, Any]) -> None:
-    """What TorchTrainer calls on every worker."""
+    """Train on one worker; called by TorchTrainer."""
     marks = {"actors": time.time()}
     import numpy as np
     import ray.train
@@ -29,14 +29,14 @@ def train(config: dict[str, Any]) -> None:
     job = BaselineJob.from_json(config["job"])
     torch.set_num_threads(job.threads)
     context = ray.train.get_context()
-    rank, share = context.get_world_rank(), job.global_batch // context.get_world_size()
+    rank, local_batch = context.get_world_rank(), job.global_batch // context.get_world_size()
     model = prepare_model(build_model(job), parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     optimizer = build_optimizer(model, job)
     tokens = np.load(job.tokens, mmap_mode="r")
     marks["model"] = time.time()
     for step in range(job.steps):
-        first = step * job.global_batch + rank * share
-        loss = train_step(model, optimizer, np.array(tokens[first : first + share]), job)
+        first = step * job.global_batch + rank * local_batch
+        loss = train_step(model, optimizer, np.array(tokens[first : first + local_batch]), job)
         marks.setdefault("first step", time.time())
         ray.train.report({"loss": loss})
     if rank == 0:

@@ -1,9 +1,9 @@
-"""The peers of `bench recovery`: the plain loop with a checkpoint every so many steps, from which it goes on.
+"""Peers of `bench recovery`: the PyTorch baseline with periodic checkpoints, from which it resumes after a restart.
 
-    torchrun --max-restarts=3 ... resuming_loop.py JOB.json DIRECTORY
-    python resuming_loop.py JOB.json DIRECTORY ray-train WORKERS CPU_SLOTS
+    torchrun --max-restarts=3 ... restart_baseline.py JOB.json DIRECTORY
+    python restart_baseline.py JOB.json DIRECTORY ray-train WORKERS CPU_SLOTS
 
-Rank 0 writes a line a step to DIRECTORY/steps.jsonl: when it was done (Unix time). Every rank leaves its pid in
+Rank 0 appends one line per step to DIRECTORY/steps.jsonl, with the Unix time of its end. Every rank writes its pid to
 DIRECTORY/RANK.pid.
 """
 
@@ -29,41 +29,41 @@ CHECKPOINT_INTERVAL = 10  # steps between checkpoints
 
 
 def train_loop(job: BaselineJob, directory: Path, rank: int, world_size: int, on_checkpoint: Any = None) -> None:
-    """Train from the newest checkpoint to the end. `report(step)` is called after a checkpoint, if given."""
+    """Train from the newest checkpoint to the end. Calls `on_checkpoint(step)` after each checkpoint, if given."""
     torch.set_num_threads(job.threads)
     model: nn.Module = DistributedDataParallel(build_model(job), gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
-    tokens, share, first = np.load(job.tokens, mmap_mode="r"), job.global_batch // world_size, 0
-    saved = directory / "checkpoint.pt"
-    if saved.exists():
-        state = torch.load(saved, weights_only=True)
+    tokens, local_batch, first_step = np.load(job.tokens, mmap_mode="r"), job.global_batch // world_size, 0
+    checkpoint = directory / "checkpoint.pt"
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
+        first_step = state["step"]
     (directory / f"{rank}.pid").write_text(str(os.getpid()))
     with (directory / "steps.jsonl").open("a") if rank == 0 else open(os.devnull, "w") as file:
-        for step in range(first, job.steps):
-            at = (step * job.global_batch) % len(tokens) + rank * share
-            train_step(model, optimizer, np.array(tokens[at : at + share]), job)
+        for step in range(first_step, job.steps):
+            offset = (step * job.global_batch) % len(tokens) + rank * local_batch
+            train_step(model, optimizer, np.array(tokens[offset : offset + local_batch]), job)
             print(json.dumps({"step": step + 1, "time/unix": time.time()}), file=file, flush=True)
             if (step + 1) % CHECKPOINT_INTERVAL == 0:
                 if rank == 0:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                    torch.save(state, saved.with_suffix(".new"))
-                    saved.with_suffix(".new").rename(saved)
+                    torch.save(state, checkpoint.with_suffix(".new"))
+                    checkpoint.with_suffix(".new").rename(checkpoint)
                 if on_checkpoint is not None:
                     on_checkpoint(step + 1)
 
 
 def run_under_torchrun(job: BaselineJob, directory: Path) -> None:
-    """One process of torchrun's."""
+    """Train as one process of torchrun."""
     dist.init_process_group("gloo")
     train_loop(job, directory, dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
 
 
 def run_under_ray_train(job: BaselineJob, directory: Path, workers: int, slots: int) -> None:
-    """The driver of a TorchTrainer that starts its workers again when one has failed."""
+    """Train with a TorchTrainer that restarts its workers after a failure."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -90,8 +90,8 @@ def run_under_ray_train(job: BaselineJob, directory: Path, workers: int, slots: 
 
 
 if __name__ == "__main__":
-    described, place = BaselineJob.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2])
+    job, directory = BaselineJob.from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2])
     if sys.argv[3:4] == ["ray-train"]:
-        run_under_ray_train(described, place, int(sys.argv[4]), int(sys.argv[5]))
+        run_under_ray_train(job, directory, int(sys.argv[4]), int(sys.argv[5]))
     else:
-        run_under_torchrun(described, place)
+        run_under_torchrun(job, directory)

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows of measured values, as text for people and as JSON for programs."""
+"""Table of benchmark results, printed as Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Value = str | int | float | bool | None | list[float]
 
 
 def describe_machine() -> str:
-    """The machine and the versions that a figure holds for."""
+    """Describe the machine and the package versions."""
     packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "pyarrow", "numpy"))
     return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
 
 
 @dataclass
 class Table:
-    """Rows with the same columns, and notes on how they were measured. A goal that was missed stays in the table."""
+    """Rows with the same columns, and notes on how they were measured. Missed goals are shown too."""
 
     title: str
     columns: tuple[str, ...]
@@ -28,11 +28,15 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def add_row(self, *values: Value) -> None:
-        """One row, its values in the order of the columns. Raises ValueError where there are too many or too few."""
+        """Add a row with one value per column, in the order of the columns.
+
+        Raises:
+            ValueError: The number of values is not the number of columns.
+        """
         self.rows.append(dict(zip(self.columns, values, strict=True)))
 
-    def text(self) -> str:
-        """The table in Markdown, lined up to be read on a terminal too."""
+    def to_markdown(self) -> str:
+        """Format the table as Markdown with aligned columns, readable on a terminal too."""
         cells = [list(self.columns), *([_format_cell(row[name]) for name in self.columns] for row in self.rows)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(self.columns))]
         lines = [_format_row(line, widths) for line in cells]
@@ -40,7 +44,7 @@ class Table:
         return "\n".join([self.title, "", *lines, "", *(f"- {note}" for note in [*self.notes, describe_machine()])])
 
     def to_json(self) -> dict[str, Any]:
-        """Title, machine, rows as dicts with their values unrounded, notes."""
+        """Return title, machine, rows as dicts with unrounded values, and notes."""
         return {"title": self.title, "machine": describe_machine(), "rows": self.rows, "notes": self.notes}
 
 
@@ -54,7 +58,7 @@ def _format_cell(value: Value) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return " ".join(_format_cell(one) for one in value)
+        return " ".join(_format_cell(item) for item in value)
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
     return str(value)

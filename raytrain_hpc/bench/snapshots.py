@@ -1,4 +1,4 @@
-"""`bench snapshots`: what a snapshot of a GPU's whole state after every step costs the steps."""
+"""`bench snapshots`: overhead of an in-memory snapshot of a GPU's full training state after every step."""
 
 from __future__ import annotations
 
@@ -30,52 +30,59 @@ OVERRIDES = (
     "train.compile=true",
     "parallel.recompute=full",
 )
-STEPS_PER_BLOCK = 5  # steps of a way before the next way's turn; the first two of them are not counted
-MODES = ("none", "behind", "waited for")
+STEPS_PER_BLOCK = 5  # consecutive steps per mode; the first two of a block are not measured
+MODES = ("none", "overlapped", "blocking")
 
 
 def run(rounds: int) -> Table:
-    """The three ways in turn, twice a round. Raises ClusterError where there is no GPU."""
+    """Alternate the three modes, twice per round.
+
+    Raises:
+        ClusterError: This machine has no usable GPU.
+    """
     device, turns = require_gpu("snapshots"), 2 * rounds
     steps = STEPS_PER_BLOCK * len(MODES) * (turns + 1)
     return measure_snapshots(load_config(None, [*OVERRIDES, f"train.steps={steps}"]), device)
 
 
 def measure_snapshots(config: Config, device: torch.device) -> Table:
-    """The same for any settings of one worker, on any device; in the first turn code is compiled."""
+    """Measure the three modes with any config of one worker, on any device. The first block of each mode is warm-up."""
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with open_trainer(config, device) as trainer:
-        keeper = replace(trainer.snapshots, store=SnapshotStore(), live_state_suffices=False)
+        snapshots = replace(trainer.snapshots, store=SnapshotStore(), live_state_suffices=False)
         for block in range(config.train.steps // STEPS_PER_BLOCK):
             mode = MODES[block % len(MODES)]
-            of_block = _run_block(trainer, keeper, mode, range(block * STEPS_PER_BLOCK, (block + 1) * STEPS_PER_BLOCK))
+            block_seconds = _run_block(
+                trainer, snapshots, mode, range(block * STEPS_PER_BLOCK, (block + 1) * STEPS_PER_BLOCK)
+            )
             if block >= len(MODES):
-                seconds[mode] += of_block[2:]
-        gib = sum(held.tensor.numel() * held.tensor.element_size() for held in keeper.state) / 2**30
+                seconds[mode] += block_seconds[2:]
+        gib = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in snapshots.state) / 2**30
     table = Table(
-        "bench snapshots: the state copied to host memory after every step", ("snapshots", "step s", "more ms")
+        "bench snapshots: the state copied to host memory after every step", ("snapshots", "step s", "additional ms")
     )
     for mode in MODES:
         table.add_row(mode, median(seconds[mode]), 1e3 * (median(seconds[mode]) - median(seconds["none"])))
     table.notes += [
-        f"{gib:.1f} GiB of weights and moments; {len(seconds['none'])} steps a way, in turns of {STEPS_PER_BLOCK} of which the "
-        "first two are not counted; behind: as a run does it, the copy going on while the next step computes",
+        f"{gib:.1f} GiB of weights and moments; {len(seconds['none'])} steps per mode, in blocks of {STEPS_PER_BLOCK}, "
+        "of which the first two are not measured; overlapped: as in a run, the copy overlaps with the next step; "
+        "blocking: each step waits for its copy",
         torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     ]
     return table
 
 
-def _run_block(trainer: Trainer, keeper: SnapshotManager, mode: str, steps: range) -> list[float]:
-    """Seconds of each step."""
-    trainer.snapshots = replace(keeper, store=None if mode == "none" else keeper.store)
+def _run_block(trainer: Trainer, snapshots: SnapshotManager, mode: str, steps: range) -> list[float]:
+    """Run a block of steps in one mode and return the seconds of each step."""
+    trainer.snapshots = replace(snapshots, store=None if mode == "none" else snapshots.store)
     seconds = []
     for step in steps:
-        began = time.perf_counter()
+        start = time.perf_counter()
         trainer.train_step(step)
         trainer.snapshots.after_step(step + 1)
-        if mode == "waited for" and keeper.store is not None:
-            keeper.store.synchronize()
-        seconds.append(time.perf_counter() - began)
-    if keeper.store is not None:
-        keeper.store.synchronize()
+        if mode == "blocking" and snapshots.store is not None:
+            snapshots.store.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if snapshots.store is not None:
+        snapshots.store.synchronize()
     return seconds

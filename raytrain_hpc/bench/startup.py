@@ -1,4 +1,4 @@
-"""`bench startup`: from the command to the first finished step, beside Ray Train's TorchTrainer on the same model."""
+"""`bench startup`: seconds from the command to the first finished step, compared with Ray Train's TorchTrainer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raytrain_hpc.errors import MissingDependencyError
 
 GOAL = 0.5
 WORKERS = 2
-STEPS = 3  # the last step of a run waits for evaluation and saving: it must not be the first
+STEPS = 3  # more than one, since the last step of a run includes evaluation and saving
 
 StartupParts = dict[str, float]
 
-# What lies between the command and the first finished step, in order, and what it is called in result.json.
+# Parts of the startup, in order, and their keys in result.json.
 PARTS = {
     "driver": "",
     "Ray": "cluster_s",
@@ -33,7 +33,7 @@ PARTS = {
 
 
 def run(rounds: int) -> Table:
-    """Alternate `rounds` starts of each, every one a fresh process that starts its own Ray."""
+    """Alternate `rounds` startups of each side, each in a new process that starts its own Ray."""
     check_ray_train()
     pairs = []
     for _ in range(rounds):
@@ -43,51 +43,64 @@ def run(rounds: int) -> Table:
         f"bench startup: seconds from the command to the first finished step, {WORKERS} workers",
         ("part", "platform s", "Ray Train s", "ratio", "ratio each round", "goal", "met"),
     )
-    ours, theirs = ([pair[i] for pair in pairs] for i in (0, 1))
+    platform_runs, ray_train_runs = ([pair[i] for pair in pairs] for i in (0, 1))
     for part in PARTS:
-        table.add_row(part, _median_of_part(ours, part), _median_of_part(theirs, part), None, None, None, None)
-    ratios = [sum(mine.values()) / sum(peer.values()) for mine, peer in pairs]
-    totals = [median(sum(parts.values()) for parts in arm) for arm in (ours, theirs)]
+        table.add_row(
+            part, _median_of_part(platform_runs, part), _median_of_part(ray_train_runs, part), None, None, None, None
+        )
+    ratios = [sum(platform_parts.values()) / sum(ray_train_parts.values()) for platform_parts, ray_train_parts in pairs]
+    totals = [median(sum(parts.values()) for parts in runs) for runs in (platform_runs, ray_train_runs)]
     table.add_row("total", *totals, median(ratios), ratios, GOAL, median(ratios) <= GOAL)
     table.notes += [
         "medians over the rounds, part by part; the quickstart's model on random tokens",
         "driver: interpreter, first imports and settings; Ray: until the cluster is up; actors: until the last worker "
-        "runs Python of its own (for Ray Train until the training function begins, with its controller, torch imported "
-        "and the process group formed); imports: of the worker; model: groups, model, weights, data; first step: until "
-        "it is committed on rank 0",
-        "both start a Ray of their own with as many CPU slots and without its dashboard",
+        "runs Python code (for Ray Train until the training function starts, including its controller, the import of "
+        "torch and the process group); imports: of the worker; model: process groups, model, weights, data; first "
+        "step: until it is committed on rank 0",
+        "both start their own Ray, with the same number of CPU slots and without the dashboard",
     ]
     return table
 
 
-def _median_of_part(arm: Sequence[StartupParts], part: str) -> float:
-    return median(parts[part] for parts in arm)
+def _median_of_part(runs: Sequence[StartupParts], part: str) -> float:
+    return median(parts[part] for parts in runs)
 
 
 def _time_platform() -> StartupParts:
-    words, _ = make_settings((*SMALL, "data.path=synthetic"), WORKERS, STEPS)
-    ran = run_platform([*words, "cluster.address=local"])
-    startup = ran.result["startup"]
-    first = ran.commit_times[0]
-    parts = {"driver": first - startup["total_s"] - ran.launch_time}
+    overrides, _ = make_settings((*SMALL, "data.path=synthetic"), WORKERS, STEPS)
+    platform_run = run_platform([*overrides, "cluster.address=local"])
+    startup = platform_run.result["startup"]
+    first_step = platform_run.commit_times[0]
+    parts = {"driver": first_step - startup["total_s"] - platform_run.launch_time}
     return parts | {part: startup[key] for part, key in PARTS.items() if key}
 
 
 def _time_ray_train() -> StartupParts:
     _, config = make_settings((*SMALL, "data.path=synthetic"), WORKERS, STEPS)
     with scratch_dir() as directory:
-        described, marked = directory / "job.json", directory / "marks.json"
-        described.write_text(json.dumps(build_baseline_job(config, WORKERS, directory).to_json()))
-        slots = max(os.cpu_count() or 1, WORKERS + 1)  # as the platform asks for
-        command = [sys.executable, ray_train_baseline.__file__, str(described), str(marked), str(WORKERS), str(slots)]
-        launched = run_process(command, {"RAY_TMPDIR": str(directory)})
-        marks: StartupParts = json.loads(marked.read_text())
-    ends = [launched, *(marks[part] for part in PARTS)]
+        job_file, marks_file = directory / "job.json", directory / "marks.json"
+        job_file.write_text(json.dumps(build_baseline_job(config, WORKERS, directory).to_json()))
+        slots = max(os.cpu_count() or 1, WORKERS + 1)  # as many as the platform requests
+        command = [
+            sys.executable,
+            ray_train_baseline.__file__,
+            str(job_file),
+            str(marks_file),
+            str(WORKERS),
+            str(slots),
+        ]
+        launch_time = run_process(command, {"RAY_TMPDIR": str(directory)})
+        marks: StartupParts = json.loads(marks_file.read_text())
+    ends = [launch_time, *(marks[part] for part in PARTS)]
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 
 
 def check_ray_train() -> None:
-    """Raise MissingDependency where Ray Train lacks a package."""
+    """Check that the packages that Ray Train needs are installed.
+
+    Raises:
+        MissingDependencyError: A package is missing.
+    """
     for package in ("pandas", "pyarrow", "fsspec", "requests"):
         if find_spec(package) is None:
             raise MissingDependencyError(f"bench: Ray Train needs {package}; run `pip install 'ray[train]'`")

@@ -1,4 +1,4 @@
-"""`bench step`: steady training speed and memory, beside a plain PyTorch loop of the same model."""
+"""`bench step`: steady training speed and memory, compared with a plain PyTorch loop of the same model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raytrain_hpc.bench.workloads import MEDIUM, SMALL, make_settings
 MEMORY_GOAL_MIB = 120.0
 PAIRS_PER_ROUND = 8
 WARMUP_STEPS = 4
-STEPS = 1_000_000  # more than there is time for: a contestant is ended, not waited for
+STEPS = 1_000_000  # never reached: the runs are killed after the last turn
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what is trained, on how many workers, and the share of the plain loop's speed that is the goal."""
+    """A model and a number of workers. `goal`: minimum ratio of the platform's speed to the plain loop's."""
 
     name: str
     overrides: tuple[str, ...]
@@ -27,8 +27,8 @@ class Case:
     goal: float
 
 
-# A quarter of the medium case's tokens a step, so that several steps fit into a turn; what a step costs beside its
-# arithmetic weighs the more.
+# A quarter of the medium workload's tokens per step, so that several steps fit into a turn. The overhead per step
+# weighs more then.
 MEDIUM_SHORT = (*MEDIUM, "train.seq_len=128", "train.global_batch=2", "train.micro_batch=1")
 CASES = (
     Case("25M", MEDIUM_SHORT, 1, 0.98),
@@ -39,9 +39,9 @@ CASES = (
 
 
 def run(rounds: int) -> Table:
-    """Let the two take turns, `rounds` times eight each for every case, beside a Ray that serves the platform."""
+    """Alternate the platform and the plain loop, `rounds` times eight turns each for every case."""
     table = Table(
-        "bench step: the platform beside a plain PyTorch loop",
+        "bench step: the platform compared with a plain PyTorch loop",
         ("model", "workers", "plain tok/s", "platform tok/s", "ratio", "middle half", "turns", "goal", "met")
         + ("plain MiB", "platform MiB", "extra MiB", "goal MiB", "memory met"),
     )
@@ -49,27 +49,27 @@ def run(rounds: int) -> Table:
         for case in CASES:
             _measure(case, rounds, address, table)
     table.notes += [
-        "both trainings are alive together and take turns of some steps each, the other one stopped by SIGSTOP; ratio: "
-        "median over pairs of turns in a row, of the median time from the end of a step to the end of the next one; "
-        "middle half: the quartiles of those ratios; tok/s: medians over the turns",
+        "both runs are alive and alternate in turns of a few steps, the other one stopped by SIGSTOP; ratio: median "
+        "over pairs of consecutive turns, each by the median time from the end of a step to the end of the next; "
+        "middle half: the quartiles of these ratios; tok/s: medians over the turns",
         "plain: one Python process, or DDP under torchrun; AdamW(fused=True), clip_grad_norm_, the same weights, "
         "tokens, microbatches and number of threads (1); platform: `raytrain-hpc train` with TensorBoard on",
-        "the Ray that serves the platform's workers is there, and idle, in the plain loop's turns too",
+        "the Ray cluster of the platform's workers is also up, but idle, during the plain loop's turns",
         "MiB: peak resident memory of rank 0's process",
     ]
     return table
 
 
 def _measure(case: Case, rounds: int, address: str, table: Table) -> None:
-    words, config = make_settings(case.overrides, case.workers, STEPS)
+    overrides, config = make_settings(case.overrides, case.workers, STEPS)
     with (
-        launch_torch_baseline(config, case.workers) as peer,
-        launch_platform([*words, f"cluster.address={address}"]) as ours,
+        launch_torch_baseline(config, case.workers) as baseline,
+        launch_platform([*overrides, f"cluster.address={address}"]) as platform_process,
     ):
-        times = alternate(peer, ours, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
-        peaks = peer.read_peak_rss_mib(), ours.read_peak_rss_mib()
+        times = alternate(baseline, platform_process, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
+        peaks = baseline.read_peak_rss_mib(), platform_process.read_peak_rss_mib()
     tokens = config.train.global_batch * config.train.seq_len
-    ratios = [theirs / mine for theirs, mine in times]
+    ratios = [baseline_s / platform_s for baseline_s, platform_s in times]
     log_progress(
         f"{case.name}, {case.workers} workers: {median(ratios):.3f} of {len(ratios)} pairs of turns; peaks {peaks} MiB"
     )
@@ -77,8 +77,8 @@ def _measure(case: Case, rounds: int, address: str, table: Table) -> None:
     table.add_row(
         case.name,
         case.workers,
-        tokens / median(theirs for theirs, _ in times),
-        tokens / median(mine for _, mine in times),
+        tokens / median(baseline_s for baseline_s, _ in times),
+        tokens / median(platform_s for _, platform_s in times),
         median(ratios),
         [low, high],
         len(ratios),

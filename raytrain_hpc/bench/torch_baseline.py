@@ -1,10 +1,10 @@
-"""The peer of `bench step`: the same model trained by a plain PyTorch loop, as one would write it, with no Ray.
+"""Peer of `bench step`: the same model trained by a plain PyTorch loop, without Ray.
 
-python plain_loop.py JOB.json STEPS.jsonl
-torchrun --nproc-per-node=2 plain_loop.py JOB.json STEPS.jsonl
+    python torch_baseline.py JOB.json STEPS.jsonl
+    torchrun --nproc-per-node=2 torch_baseline.py JOB.json STEPS.jsonl
 
-Rank 0 writes a line a step: when it was done (Unix time), its own loss, and on a GPU the peak of allocated memory.
-Every rank leaves its pid in RANK.pid.
+Rank 0 writes one line per step: the Unix time of its end, the loss of rank 0, and on a GPU the peak allocated memory.
+Every rank writes its pid to RANK.pid.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from raytrain_hpc.model.param_init import init_weights
 
 @dataclass(frozen=True)
 class BaselineJob:
-    """What is trained. `tokens` names a .npy file of windows int64 [n * global_batch, seq_len + 1]: n steps, again and
-    again. `model`: "decoder" or "transformers", for its Llama of the same shape."""
+    """Model, data and optimizer of the baseline.
+
+    `tokens`: path of a .npy file with windows int64 [n * global_batch, seq_len + 1] for n steps, used cyclically.
+    `model`: "decoder", or "transformers" for the Llama of that library with the same sizes.
+    """
 
     shape: ModelSpec
     tokens: str
@@ -54,17 +57,17 @@ class BaselineJob:
     model: str = "decoder"
 
     def to_json(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers."""
+        """Return the job as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BaselineJob:
-        """The inverse of `to_json`."""
+        """Create a job from the result of `to_json`."""
         return cls(**{**data, "shape": ModelSpec(**data["shape"]), "betas": tuple(data["betas"])})
 
 
 def build_model(job: BaselineJob) -> nn.Module:
-    """The decoder with its first weights, or transformers' Llama with weights of its own."""
+    """Build the decoder with the platform's initial weights, or transformers' Llama with its own."""
     if job.model == "transformers":
         return LogitsOnly(build_transformers_llama(job.shape))
     model = Decoder(job.shape)
@@ -73,20 +76,24 @@ def build_model(job: BaselineJob) -> nn.Module:
 
 
 class LogitsOnly(nn.Module):
-    """A model of transformers, of which only the logits are wanted."""
+    """Wrapper that returns only the logits of a transformers model."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [b, t, vocab_size] of tokens int64 [b, t]."""
+        """Return the logits [b, t, vocab_size] of tokens int64 [b, t]."""
         logits: Tensor = self.model(tokens, use_cache=False).logits
         return logits
 
 
 def build_transformers_llama(shape: ModelSpec) -> nn.Module:
-    """Of this shape. Raises ImportError where transformers is not installed."""
+    """Build transformers' Llama with the sizes of `shape`.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
@@ -105,7 +112,7 @@ def build_transformers_llama(shape: ModelSpec) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, job: BaselineJob) -> torch.optim.Optimizer:
-    """AdamW, with weight decay on the matrices."""
+    """Build a fused AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": job.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -115,7 +122,7 @@ def build_optimizer(model: nn.Module, job: BaselineJob) -> torch.optim.Optimizer
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, windows: npt.NDArray[np.int64], job: BaselineJob
 ) -> float:
-    """One optimizer step over this rank's windows int64 [b, seq_len + 1]. Returns their mean loss."""
+    """Run one optimizer step on this rank's windows int64 [b, seq_len + 1]. Return their mean loss."""
     optimizer.zero_grad()
     parts = [windows[i : i + job.micro_batch] for i in range(0, len(windows), job.micro_batch)]
     total = torch.zeros((), device=job.device)
@@ -135,17 +142,17 @@ def train_step(
 
 
 def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross entropy of the next token, a scalar, over windows int64 [b, t + 1]."""
+    """Return the mean next-token cross-entropy, a scalar, over windows int64 [b, t + 1]."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def skip_gradient_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """The context of every microbatch of a step but the last: DDP synchronises once a step."""
+    """Return the context for all microbatches of a step but the last, so that DDP all-reduces once per step."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def main(job: BaselineJob, report: Path) -> None:
-    """Train, and report every step."""
+    """Train and write one line per step to `report`."""
     torch.set_num_threads(job.threads)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model = build_model(job).to(job.device)
@@ -154,12 +161,12 @@ def main(job: BaselineJob, report: Path) -> None:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
     tokens = np.load(job.tokens, mmap_mode="r")
-    share = job.global_batch // world
+    local_batch = job.global_batch // world
     report.with_name(f"{rank}.pid").write_text(str(os.getpid()))
     with report.open("a") if rank == 0 else open(os.devnull, "w") as file:
         for step in range(job.steps):
-            first = (step * job.global_batch) % len(tokens) + rank * share
-            loss = train_step(model, optimizer, np.array(tokens[first : first + share]), job)
+            first = (step * job.global_batch) % len(tokens) + rank * local_batch
+            loss = train_step(model, optimizer, np.array(tokens[first : first + local_batch]), job)
             line = {"unix": time.time(), "loss": loss}
             if job.device == "cuda":
                 line["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -1,4 +1,4 @@
-"""What the benchmarks train: settings of the platform, and the same as a job of the plain loop."""
+"""Workloads of the benchmarks: settings of the platform, and the equivalent job of the PyTorch baseline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 
-# The end of a run (evaluation, sample) is never part of a figure; a constant rate lets both arms take the same steps.
+# Evaluation and samples at the end of a run are never measured. A constant learning rate is the same for both sides.
 COMMON_OVERRIDES = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")
 
-# 25.0 M parameters; 1,024 tokens a step in two microbatches.
+# 25.0 M parameters; 1,024 tokens per step in two microbatches.
 MEDIUM = (
     *COMMON_OVERRIDES,
     "data.path=synthetic",
@@ -35,16 +35,14 @@ MEDIUM = (
 SMALL = COMMON_OVERRIDES
 
 
-BASELINE_DATA_STEPS = (
-    50  # of tokens written for the plain loop, which then begins again: a rate does not depend on them
-)
+BASELINE_DATA_STEPS = 50  # steps of tokens written for the baseline, which cycles through them
 
 
 def build_baseline_job(config: Config, workers: int, directory: Path) -> BaselineJob:
-    """The job that trains the same weights on the same tokens in the same order; writes the tokens to `directory`."""
+    """Build a job with the same weights and the same tokens in the same order. Writes the tokens to `directory`."""
     train = config.train
-    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
+    vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
+    dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     stream = open_stream(
         dataset,
         config.data,
@@ -76,6 +74,6 @@ def build_baseline_job(config: Config, workers: int, directory: Path) -> Baselin
 
 
 def make_settings(overrides: tuple[str, ...], workers: int, steps: int) -> tuple[list[str], Config]:
-    """The words of a command line, and the config that they make."""
+    """Return the overrides of a command line, and the config that they give."""
     line = [*overrides, f"cluster.workers={workers}", f"train.steps={steps}", "cluster.device=cpu"]
     return line, load_config(None, line)

@@ -1,1 +1,1 @@
-"""The command line: one file per command of raytrain-hpc, by the name of the command."""
+"""Command line of raytrain-hpc: one file per command, named after the command."""

@@ -1,4 +1,4 @@
-"""`raytrain-hpc bench`: measure the platform beside a peer."""
+"""`raytrain-hpc bench`: run a benchmark against a peer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("what", type=click.Choice(BENCHMARKS))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Alternating rounds.")
+@click.option(
+    "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Number of alternating rounds."
+)
 @one_line_errors
 def bench(what: str, as_json: bool, rounds: int) -> None:
-    """Measure the platform beside a peer, alternating in one run."""
+    """Run a benchmark that alternates between the platform and a peer."""
     table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds)
-    click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.text())
+    click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.to_markdown())

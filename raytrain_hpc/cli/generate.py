@@ -14,7 +14,13 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.option("--prompt", default="\n", help="Text to continue.")
 @click.option("--max-tokens", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0))
-@click.option("--top-k", default=0, show_default=True, type=click.IntRange(min=0), help="0: all tokens.")
+@click.option(
+    "--top-k",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Sample from the k most likely tokens; 0: from all.",
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--step", type=click.IntRange(min=0), help="Checkpoint to sample from.  [default: the newest valid one]")
 @one_line_errors
@@ -23,7 +29,7 @@ def generate(run_dir: str, prompt: str, **options: Any) -> None:
     from raytrain_hpc.text_generation import generate as sample
 
     pieces = sample(run_dir, prompt, **options)
-    first = next(pieces, "")  # whatever is wrong shows here, before half a line is printed
+    first = next(pieces, "")  # raises errors before anything is printed
     click.echo(prompt + first, nl=False)
     for piece in pieces:
         click.echo(piece, nl=False)

@@ -12,11 +12,11 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.option("--out", required=True, help="Run directory to write.")
 @one_line_errors
 def import_hf(directory: str, out: str) -> None:
-    """Take in a Hugging Face model (Llama, Qwen3, Mixtral, GPT-2) as a run of zero steps."""
+    """Import a Hugging Face model (Llama, Qwen3, Mixtral, GPT-2) as a run directory with a checkpoint of step 0."""
     from raytrain_hpc.huggingface.importer import import_model
 
-    made = import_model(directory, out)
-    click.echo(f"{made.model_spec.num_parameters():,} parameters, tokenizer: {made.tokenizer_kind or 'none'}")
-    data = f"raytrain-hpc prepare INPUT --out DIR --tokenizer hf:{out}/huggingface" if made.tokenizer_kind else ""
+    imported = import_model(directory, out)
+    click.echo(f"{imported.model_spec.num_parameters():,} parameters, tokenizer: {imported.tokenizer_kind or 'none'}")
+    data = f"raytrain-hpc prepare INPUT --out DIR --tokenizer hf:{out}/huggingface" if imported.tokenizer_kind else ""
     for line in filter(None, (f"next: {data}" if data else "", f"next: raytrain-hpc train run.init_from={out}")):
         click.echo(line)

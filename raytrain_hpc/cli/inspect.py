@@ -11,7 +11,7 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.argument("directory")
 @one_line_errors
 def inspect(directory: str) -> None:
-    """Show what a dataset holds: counts, tokenizer, checksums, a decoded sample."""
+    """Show the contents of a dataset: counts, tokenizer, checksums, a decoded sample."""
     from raytrain_hpc.data.dataset.inspect import describe
 
     click.echo(describe(directory))

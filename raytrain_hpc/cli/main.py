@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-# In the order in which --help lists them. A command lives in the module of its name, `-` written as `_`.
+# In the order of --help. Each command is in the module of the same name, with `_` for `-`.
 COMMANDS = (
     "train",
     "plan",
@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are the modules of this package, so that `train` does not import what `bench` needs."""
+    """Click group that imports a command's module on first use, so that `train` does not import what `bench` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, in the order of --help."""
@@ -44,4 +44,4 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="raytrain-hpc")
 def main() -> None:
-    """Train language models on a Ray cluster that changes under you."""
+    """Fault-tolerant, elastic LLM training on Ray."""

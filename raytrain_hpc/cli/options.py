@@ -1,4 +1,4 @@
-"""What several commands share: config arguments, option types, exit codes, and errors as one line."""
+"""Helpers shared by commands: config arguments, option types, exit codes, and one-line errors."""
 
 from __future__ import annotations
 
@@ -40,5 +40,7 @@ def split_words(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise ConfigError("config", files[1], "command line", f"one config file at a time; {files[0]} is given already")
+        raise ConfigError(
+            "config", files[1], "command line", f"one config file at a time; remove this one or {files[0]}"
+        )
     return (files[0] if files else None), [word for word in words if "=" in word]

@@ -1,4 +1,4 @@
-"""`raytrain-hpc prepare`: turn text into token shards."""
+"""`raytrain-hpc prepare`: tokenize text into token shards."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from raytrain_hpc.cli.options import one_line_errors
     show_default=True,
     help="byte, char, tiktoken:FILE, hf:PATH (tokenizer.json or its folder) or bpe:VOCAB_SIZE (trained on the input).",
 )
-@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the end kept for validation.")
-@click.option("--shard-tokens", default=1 << 26, show_default=True, help="Tokens a shard.")
+@click.option(
+    "--val-fraction", default=0.1, show_default=True, help="Fraction of the data, from its end, used for validation."
+)
+@click.option("--shard-tokens", default=1 << 26, show_default=True, help="Tokens per shard.")
 @click.option("--field", help="Field or column with the text, in .jsonl and .parquet files.  [default: text]")
-@click.option("--prompt-field", help="For pairs: the prompt, on which there is no loss.")
-@click.option("--response-field", help="For pairs: the response, on which there is.")
+@click.option("--prompt-field", help="For pairs: field of the prompt, which gets no loss.")
+@click.option("--response-field", help="For pairs: field of the response, which gets the loss.")
 @click.option("--engine", default="auto", show_default=True, help="local, ray, or auto: ray for large inputs.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes or Ray tasks at a time.  [default: all CPUs]")
-@click.option("--address", help="Ray cluster to work on.  [default: $RAY_ADDRESS, else one of its own]")
+@click.option("--address", help="Ray cluster to use.  [default: $RAY_ADDRESS, else start Ray]")
 @one_line_errors
 def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
-    """Turn text, JSONL and Parquet (.gz, .zst too) in files, folders and patterns into token shards."""
+    """Tokenize text, JSONL and Parquet (also .gz, .zst) from files, folders and glob patterns into token shards."""
     from rich.progress import Progress
 
     from raytrain_hpc.data.dataset.inspect import format_prepare_summary

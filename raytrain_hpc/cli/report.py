@@ -12,7 +12,7 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.option("--out", help="File to write.  [default: report.html in the run's directory]")
 @one_line_errors
 def report(run_dirs: tuple[str, ...], out: str | None) -> None:
-    """Write one HTML page about a run, or about several beside each other: curves, incidents, memory, time."""
+    """Write one HTML page about one run, or comparing several: curves, incidents, memory, time."""
     from raytrain_hpc.run_report.writer import report as write_report
 
     click.echo(f"{write_report(run_dirs, out)}")

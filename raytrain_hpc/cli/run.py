@@ -12,7 +12,7 @@ _SCRIPT_DEFAULTS = (
     "data.path=synthetic",
     "data.engine=local",
     "model.vocab_size=2",
-)  # it brings its own data and model
+)  # the script has its own data and model
 
 
 @click.command()
@@ -20,7 +20,7 @@ _SCRIPT_DEFAULTS = (
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
 @one_line_errors
 def run(script: str, words: tuple[str, ...]) -> None:
-    """Run a script with a loop of its own (rt.attach) on workers: elastic, and gone on with by the same command."""
+    """Run your own training script (rt.attach) on the workers; repeat the command to resume."""
     from pathlib import Path
 
     from raytrain_hpc.api import run_script

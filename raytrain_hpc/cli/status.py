@@ -1,4 +1,4 @@
-"""What a run is doing, from its directory alone: for another shell, on any machine that sees it."""
+"""`raytrain-hpc status`: the state of a run, read from its directory on any machine that mounts it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.console import format_duration, format_step_line
 from raytrain_hpc.run_report.run_reader import RunRecord, read_run
 
-_RATE_STEPS = 20  # of the last ones, from whose times the end is foretold
+_RATE_STEPS = 20  # most recent steps, used to estimate the remaining time
 
 
 def format_status(run_dir: str | Path) -> Iterator[str]:
-    """What it is, how far it is, what broke, what is saved. Raises RunDirectoryError where there is no run."""
+    """Yield lines with the state of a run, its progress, incidents and checkpoints.
+
+    Raises:
+        RunDirectoryError: The directory holds no run.
+    """
     run = read_run(run_dir)
     yield f"{run.path}: {_describe_state(run)}"
     if run.workers:
         nodes = Counter(str(worker.get("host")) for worker in run.workers)
-        where = ", ".join(f"{count} on {host}" for host, count in nodes.items())
-        yield f"workers    {len(run.workers)}: {where}"
+        placement = ", ".join(f"{count} on {host}" for host, count in nodes.items())
+        yield f"workers    {len(run.workers)}: {placement}"
     if run.last_metrics:
         steps = int(run.config["train"]["steps"])
         seconds = sorted(line["time/step_s"] for line in run.metrics[-_RATE_STEPS:])
-        left = (steps - run.last_metrics["step"]) * seconds[len(seconds) // 2]
-        ago = format_duration(max(0.0, time.time() - run.last_metrics["time/unix"]))
-        yield f"{format_step_line({'throughput/mfu': None, **run.last_metrics}, steps, None, left)}  ({ago} ago)"
+        remaining = (steps - run.last_metrics["step"]) * seconds[len(seconds) // 2]
+        age = format_duration(max(0.0, time.time() - run.last_metrics["time/unix"]))
+        yield f"{format_step_line({'throughput/mfu': None, **run.last_metrics}, steps, None, remaining)}  ({age} ago)"
     validation = run.get_points("val/loss")
     if validation:
         yield f"validation {validation[-1][1]:.4f} at step {validation[-1][0]:.0f}"
@@ -40,11 +44,11 @@ def format_status(run_dir: str | Path) -> Iterator[str]:
         last = run.incidents[-1]
         rank = "" if last.get("rank") is None else f": rank {last['rank']}"
         recovered = last.get("recovered_s")
-        after = "not recovered from" if recovered is None else f"next step after {recovered:.2f} s"
-        yield f"incidents  {len(run.incidents)}, the last: {last['kind']}{rank} at step {last['step']}, {after}"
-    saved = CheckpointStore(run.path / "checkpoints").list_steps()
-    if saved:
-        yield f"checkpoint step {saved[-1]} of {len(saved)} kept"
+        recovery = "not recovered" if recovered is None else f"next step after {recovered:.2f} s"
+        yield f"incidents  {len(run.incidents)}, last: {last['kind']}{rank} at step {last['step']}, {recovery}"
+    saved_steps = CheckpointStore(run.path / "checkpoints").list_steps()
+    if saved_steps:
+        yield f"checkpoint step {saved_steps[-1]}, newest of {len(saved_steps)} kept"
 
 
 def _describe_state(run: RunRecord) -> str:
@@ -54,13 +58,13 @@ def _describe_state(run: RunRecord) -> str:
         return "under way"
     if run.result:
         return str(run.result["outcome"])
-    return "not running; the same command goes on with it" if run.metrics else "not running, before its first step"
+    return "not running; repeat the same command to resume" if run.metrics else "not running; no step committed yet"
 
 
 @click.command()
 @click.argument("run_dir")
 @one_line_errors
 def status(run_dir: str) -> None:
-    """Say what a run is doing, from another shell: how far it is, what broke, what is saved."""
+    """Show the state of a run from another shell: progress, incidents, checkpoints."""
     for line in format_status(run_dir):
         click.echo(line)

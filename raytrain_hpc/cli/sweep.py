@@ -1,4 +1,4 @@
-"""Several settings or layouts, in turn or side by side on one cluster, and one table of what became of them."""
+"""`raytrain-hpc sweep`: train with several settings or layouts, one after another or in parallel, and compare them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _COLUMNS = ("loss", "validation", "tokens/s", "mfu", "GiB", "seconds")
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: what it sets beside the common settings, where it lives, and its command's exit code."""
+    """One run of a sweep: its overrides of the common settings, its run directory, and the exit code of its command."""
 
     overrides: tuple[str, ...]
     run_dir: Path
     exit_code: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The trial and its figures as JSON values."""
+        """Return the trial and its metrics as JSON values."""
         return {
             "settings": list(self.overrides),
             "run_dir": str(self.run_dir),
             "exit_code": self.exit_code,
-            **self.figures(),
+            **self.read_metrics(),
         }
 
-    def figures(self) -> dict[str, float | None]:
-        """What its run directory says, under the names of the table's columns."""
+    def read_metrics(self) -> dict[str, float | None]:
+        """Read the metrics of the run from its directory, by column of the table; None where a value is missing."""
         if not (self.run_dir / "config.yaml").exists():
             return dict.fromkeys(_COLUMNS)
         run = read_run(self.run_dir)
@@ -65,31 +65,38 @@ def run_sweep(
     max_parallel: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[Trial]:
-    """Train once with every combination of the values in `over` ("train.lr=1e-3,3e-3", ...), `at_once` side by side.
+    """Train every combination of the values in `over` ("train.lr=1e-3,3e-3", ...), at most `max_parallel` at a time.
 
-    All go to the cluster that is named or running, or each starts a Ray of its own. Each has a directory of its own in
-    the sweep's run.dir, its output in output.log there; one that is there already goes on, or is done. Raises
-    ConfigError, before anything runs, where one of the combinations is wrong.
+    All runs use the configured or running cluster; without one, each starts its own Ray. Each run has a directory below
+    the sweep's run.dir and writes its output to output.log there. An existing run is resumed, unless it is done.
+
+    Raises:
+        ConfigError: A combination is invalid. No run has been started then.
     """
     trials = build_trials(path, overrides, over)
     log(f"{len(trials)} runs in {trials[0].run_dir.parent}, {min(max_parallel, len(trials))} at a time")
     with ThreadPoolExecutor(max_parallel) as pool:
 
         def run(trial: Trial) -> Trial:
-            done = _run_trial(trial, path, overrides)
+            finished = _run_trial(trial, path, overrides)
             log(
-                f"{' '.join(trial.overrides)}: {'done' if done.exit_code == 0 else f'exit code {done.exit_code}, see output.log'}"
+                f"{' '.join(trial.overrides)}: "
+                f"{'done' if finished.exit_code == 0 else f'exit code {finished.exit_code}, see output.log'}"
             )
-            return done
+            return finished
 
         return list(pool.map(run, trials))
 
 
 def build_trials(path: str | None, overrides: Sequence[str], over: Sequence[str]) -> list[Trial]:
-    """All runs of a sweep, each checked as a config. Raises ConfigError for the first wrong one."""
+    """Return all runs of a sweep.
+
+    Raises:
+        ConfigError: `over` is malformed, or the config of a run is invalid.
+    """
     choices = [_parse_choices(text) for text in over]
     if not choices:
-        raise ConfigError("--over", "", "command line", "name what to vary, as in --over train.lr=1e-3,3e-3")
+        raise ConfigError("--over", "", "command line", "name a key to vary, as in --over train.lr=1e-3,3e-3")
     base = Path(load_config(path, overrides).run.dir)
     trials = []
     for chosen in product(*choices):
@@ -100,41 +107,41 @@ def build_trials(path: str | None, overrides: Sequence[str], over: Sequence[str]
 
 
 def _parse_choices(text: str) -> list[str]:
-    """ "train.lr=1e-3,3e-3" as ["train.lr=1e-3", "train.lr=3e-3"]; commas inside brackets divide nothing."""
+    """Split "train.lr=1e-3,3e-3" into ["train.lr=1e-3", "train.lr=3e-3"], but not at commas inside brackets."""
     key, equals, values = text.partition("=")
-    chosen, depth = [""], 0
+    choices, depth = [""], 0
     for character in values:
         depth += (character in "[{") - (character in "]}")
         if character == "," and not depth:
-            chosen.append("")
+            choices.append("")
         else:
-            chosen[-1] += character
-    if not key or not equals or not all(one.strip() for one in chosen):
-        raise ConfigError("--over", text, "command line", "is written key=value,value,...")
-    return [f"{key}={one.strip()}" for one in chosen]
+            choices[-1] += character
+    if not key or not equals or not all(choice.strip() for choice in choices):
+        raise ConfigError("--over", text, "command line", "must have the form key=value,value,...")
+    return [f"{key}={choice.strip()}" for choice in choices]
 
 
 def _run_trial(trial: Trial, path: str | None, overrides: Sequence[str]) -> Trial:
     trial.run_dir.mkdir(parents=True, exist_ok=True)
-    given = [] if path is None else [path]
-    line = [
+    config_args = [] if path is None else [path]
+    command = [
         sys.executable,
         "-m",
         "raytrain_hpc",
         "train",
-        *given,
+        *config_args,
         *overrides,
         *trial.overrides,
         f"run.dir={trial.run_dir}",
     ]
     with (trial.run_dir / "output.log").open("a") as output:
-        done = subprocess.run(line, stdout=output, stderr=subprocess.STDOUT, check=False)
-    return Trial(trial.overrides, trial.run_dir, done.returncode)
+        finished = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+    return Trial(trial.overrides, trial.run_dir, finished.returncode)
 
 
 def format_table(trials: Sequence[Trial]) -> list[str]:
-    """Lines of text, the best validation loss (or training loss) first; failed runs last."""
-    rows = [(trial, trial.figures()) for trial in trials]
+    """Format the trials as a table, by validation loss (or else training loss); failed runs come last."""
+    rows = [(trial, trial.read_metrics()) for trial in trials]
 
     def best_first(row: tuple[Trial, dict[str, float | None]]) -> tuple[bool, float]:
         loss = row[1]["validation"] if row[1]["validation"] is not None else row[1]["loss"]
@@ -142,10 +149,10 @@ def format_table(trials: Sequence[Trial]) -> list[str]:
 
     rows.sort(key=best_first)
     cells = [["run", *_COLUMNS]]
-    for trial, figures in rows:
-        shown = ["-" if figures[name] is None else f"{figures[name]:.5g}" for name in _COLUMNS]
+    for trial, metrics in rows:
+        values = ["-" if metrics[name] is None else f"{metrics[name]:.5g}" for name in _COLUMNS]
         failed = "" if trial.exit_code in (0, None) else f" (exit code {trial.exit_code})"
-        cells.append([" ".join(trial.overrides) + failed, *shown])
+        cells.append([" ".join(trial.overrides) + failed, *values])
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
@@ -153,18 +160,18 @@ def format_table(trials: Sequence[Trial]) -> list[str]:
 @click.command()
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
 @click.option(
-    "--over", multiple=True, required=True, help="key=value,value,...: what to vary; several: every combination."
+    "--over", multiple=True, required=True, help="key=value,value,...: values to try; repeat for all combinations."
 )
-@click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Runs side by side.")
+@click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Runs at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_line_errors
 def sweep(words: tuple[str, ...], over: tuple[str, ...], at_once: int, as_json: bool) -> None:
-    """Train with several settings or layouts, in turn or side by side, and compare them in one table."""
+    """Train with several settings or layouts and compare them in one table."""
     path, overrides = split_words(words)
     trials = run_sweep(path, overrides, over, max_parallel=at_once, log=lambda line: click.echo(line, err=True))
-    for line in [json.dumps([one.to_json() for one in trials], indent=2)] if as_json else format_table(trials):
+    for line in [json.dumps([trial.to_json() for trial in trials], indent=2)] if as_json else format_table(trials):
         click.echo(line)
     if not as_json:
         click.echo(f"next: raytrain-hpc report {trials[0].run_dir.parent}/* --out sweep.html")
-    if any(one.exit_code for one in trials):
+    if any(trial.exit_code for trial in trials):
         sys.exit(4)

@@ -13,7 +13,7 @@ from raytrain_hpc.cli.options import EXIT_STOPPED, one_line_errors, split_words
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
 @one_line_errors
 def train(words: tuple[str, ...]) -> None:
-    """Train. With no config: a small byte-level model of the Python standard library's source text."""
+    """Train a model. Without a config: a small byte-level model of the Python standard library's source code."""
     from raytrain_hpc.config.loader import load_config
 
     path, overrides = split_words(words)

@@ -1,4 +1,4 @@
-"""What a finished `raytrain-hpc train` prints: a sample of text, the figures, the paths, the next command to type."""
+"""Closing output of `raytrain-hpc train`: a text sample, the results, the paths, the next command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def format_sample(config: Config, result: Result) -> Iterator[str]:
-    """A sample of the model's own text, where the run has a tokenizer."""
+    """Yield lines with text sampled from the trained model, if the run has a tokenizer and a checkpoint."""
     run_dir = Path(config.run.dir)
     if result.outcome != "done" or not config.observe.sample_tokens or not (run_dir / "tokenizer.json").exists():
         return
@@ -29,16 +29,16 @@ def format_sample(config: Config, result: Result) -> Iterator[str]:
 
 
 def format_summary(config: Config, result: Result) -> Iterator[str]:
-    """Figures, paths, and what to type next."""
+    """Yield lines with the results, the paths, and the next command."""
     if result.outcome == "stopped":
         yield f"stopped at step {result.steps} of {config.train.steps}; saved in {_display_path(config, result)}"
-        yield "next: the same command goes on from there"
+        yield "next: repeat the same command to resume"
         return
     losses = [f"train loss {result.train_loss:.4f}" if result.train_loss is not None else ""]
     losses.append(f"validation loss {result.val_loss:.4f}" if result.val_loss is not None else "")
-    figures = ", ".join(part for part in losses if part)
+    loss_text = ", ".join(part for part in losses if part)
     yield f"done: {result.steps} steps, {result.tokens:,} tokens, {result.wall_s:.0f} s" + (
-        f"; {figures} nats a token" if figures else ""
+        f"; {loss_text} nats per token" if loss_text else ""
     )
     run_dir = config.run.dir
     yield f"  metrics      {run_dir}/metrics.jsonl"
@@ -51,7 +51,7 @@ def format_summary(config: Config, result: Result) -> Iterator[str]:
 
 
 def _display_path(config: Config, result: Result) -> Path | None:
-    """The checkpoint's path as the user gave it."""
+    """Return the path of the checkpoint below run.dir as the user wrote it."""
     if result.checkpoint is None:
         return None
     return Path(config.run.dir) / "checkpoints" / Path(result.checkpoint).name

@@ -1,4 +1,4 @@
-"""The benchmarks' own promises: an honest peer, and tables that say what was measured."""
+"""Benchmarks: the baseline trains the same model, and tables show what was measured."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from raytrain_hpc.bench.workloads import build_baseline_job
 from tests.warm_pool import get_step_metrics, make_small_config
 
 
-def test_table_text_lines_up_and_json_keeps_every_digit():
+def test_table_aligns_columns_and_json_keeps_unrounded_values():
     table = Table("bench x", ("what", "ratio", "each", "met", "goal"), notes=["how"])
     table.add_row("a", 0.98765, [0.5, 123.456], True, None)
-    lines = table.text().splitlines()
+    lines = table.to_markdown().splitlines()
     assert lines[0] == "bench x"
     assert lines[2:5] == [
         "| what | ratio | each      | met | goal |",
@@ -35,28 +35,28 @@ def test_table_text_lines_up_and_json_keeps_every_digit():
     assert "torch" in plain["machine"]
 
 
-def test_table_refuses_a_row_that_does_not_fit():
+def test_table_rejects_a_row_of_the_wrong_length():
     with pytest.raises(ValueError):
         Table("x", ("a", "b")).add_row(1)
 
 
-def test_what_a_run_does_now_and_then_is_measured_after_every_step(monkeypatch):
-    """A quarter of a step more after every step is a fortieth where it is done every ten."""
+def test_overhead_of_an_interval_is_computed_from_every_step(monkeypatch):
+    """25 % more per step is 2.5 % if the work is done every ten steps."""
     monkeypatch.setattr(overhead, "launch_platform", lambda *arguments: nullcontext())
     monkeypatch.setattr(overhead, "alternate", lambda *arguments: [(1.0, 1.25)] * 4)
     table = Table("x", ("with", "without", "having", "ratio", "middle", "turns", "goal", "met"))
-    seldom = overhead.Case("compared", (), (), 0.97, interval=10)
-    for case in (seldom, replace(seldom, interval=1)):
+    periodic = overhead.Case("compared", (), (), 0.97, interval=10)
+    for case in (periodic, replace(periodic, interval=1)):
         overhead._measure(case, 1, "127.0.0.1:1", table)
-    every, spread, always = table.rows
-    assert (every["ratio"], every["goal"], every["met"]) == (0.8, None, None)
-    assert spread["ratio"] == pytest.approx(1 / 1.025) and spread["having"] == pytest.approx(1.025)
-    assert (spread["with"], spread["met"]) == ("compared every 10 steps, computed from that", True)
-    assert (always["with"], always["ratio"], always["met"]) == ("compared", 0.8, False)
+    every_step, amortized, without_interval = table.rows
+    assert (every_step["ratio"], every_step["goal"], every_step["met"]) == (0.8, None, None)
+    assert amortized["ratio"] == pytest.approx(1 / 1.025) and amortized["having"] == pytest.approx(1.025)
+    assert (amortized["with"], amortized["met"]) == ("compared every 10 steps, computed from that", True)
+    assert (without_interval["with"], without_interval["ratio"], without_interval["met"]) == ("compared", 0.8, False)
 
 
-def test_plain_loop_takes_the_steps_of_the_platform(pool, tmp_path):
-    """Same weights, same tokens, same optimizer: what the bench compares is the same training."""
+def test_torch_baseline_has_the_losses_of_the_platform(pool, tmp_path):
+    """Both sides of `bench step` have the same weights, tokens and optimizer."""
     config = make_small_config(
         tmp_path / "run", "train.steps=3", "train.schedule=constant", "train.warmup=0", "train.micro_batch=6"
     )
@@ -64,18 +64,18 @@ def test_plain_loop_takes_the_steps_of_the_platform(pool, tmp_path):
     run_process(
         build_baseline_command(build_baseline_job(config, 1, tmp_path), 1, tmp_path, steps), {"OMP_NUM_THREADS": "1"}
     )
-    theirs = [line["loss"] for line in read_jsonl(steps)]
-    ours = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
-    assert theirs[0] == pytest.approx(ours[0], abs=1e-6)
-    assert theirs == pytest.approx(ours, abs=1e-4)
+    baseline_losses = [line["loss"] for line in read_jsonl(steps)]
+    platform_losses = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
+    assert baseline_losses[0] == pytest.approx(platform_losses[0], abs=1e-6)
+    assert baseline_losses == pytest.approx(platform_losses, abs=1e-4)
 
 
-def test_medium_case_has_25_million_parameters():
+def test_medium_workload_has_25_million_parameters():
     weights = [tensor for name, tensor in build_adamw_state().items() if name.startswith("model.")]
     assert sum(tensor.numel() for tensor in weights) == pytest.approx(25e6, rel=0.01)
 
 
-def test_windows_of_a_run_that_checkpoints_every_other_window():
+def test_windows_with_and_without_a_checkpoint_are_separated():
     """Steps take 1 s, and the one after a checkpoint (of steps 20, 40, 60, 80) takes 2 s."""
     unix = [0.0]
     for step in range(2, 83):
@@ -84,7 +84,7 @@ def test_windows_of_a_run_that_checkpoints_every_other_window():
     assert paying == [11.0, 11.0] and free == [10.0, 10.0, 10.0]
 
 
-def test_snapshots_are_measured_in_every_way() -> None:
+def test_snapshots_are_measured_in_all_modes() -> None:
     table = measure_snapshots(make_small_config(None, "cluster.workers=1", "train.steps=30"), torch.device("cpu"))
-    assert [row["snapshots"] for row in table.rows] == ["none", "behind", "waited for"]
-    assert all(row["step s"] > 0 for row in table.rows) and table.rows[0]["more ms"] == 0.0
+    assert [row["snapshots"] for row in table.rows] == ["none", "overlapped", "blocking"]
+    assert all(row["step s"] > 0 for row in table.rows) and table.rows[0]["additional ms"] == 0.0

@@ -1,4 +1,4 @@
-"""`plan --measure` and `plan --running` on a cluster that is there."""
+"""`plan --measure` and `plan --running` on a running cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.warm_pool import SMALL_OVERRIDES
 pytestmark = pytest.mark.timeout(200)
 
 
-def test_the_best_layouts_are_tried(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_measure_trains_the_best_layouts_and_saves_the_calibration(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path / "cache"))
     words = [
         *SMALL_OVERRIDES,
@@ -28,14 +30,14 @@ def test_the_best_layouts_are_tried(ray_cluster: None, tmp_path: Path, monkeypat
     words += ["train.micro_batch=3", "parallel.pp=1", "parallel.cp=1", "parallel.recompute=none"]
     done = CliRunner().invoke(main, ["plan", *words, "--measure", "2", "--steps", "4", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert [row["layout"]["zero"] for row in found["layouts"]] in ([0, 1], [1, 0])
-    assert all(row["measured_s"] > 0 and row["expected_s"] > 0 and not row["failed"] for row in found["layouts"])
-    assert Calibration(**found["after"]) == load_calibration("cpu") != Calibration(**found["before"])
-    assert list((tmp_path / "runs").iterdir()) == [], "what was tried leaves nothing"
+    tuned = json.loads(done.stdout)
+    assert [row["layout"]["zero"] for row in tuned["layouts"]] in ([0, 1], [1, 0])
+    assert all(row["measured_s"] > 0 and row["expected_s"] > 0 and not row["failed"] for row in tuned["layouts"])
+    assert Calibration(**tuned["after"]) == load_calibration("cpu") != Calibration(**tuned["before"])
+    assert list((tmp_path / "runs").iterdir()) == [], "trial runs are removed"
 
     running = CliRunner().invoke(main, ["plan", *words, "--running", "--json"])
     assert running.exit_code == 0, running.output
     planned = json.loads(running.stdout)
-    assert (planned["workers"], planned["calibration"]) == (2, found["after"])
+    assert (planned["workers"], planned["calibration"]) == (2, tuned["after"])
     assert planned["machine"]["device"]["name"] == "cpu" and planned["placement"] == "all on one node"

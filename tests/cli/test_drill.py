@@ -1,4 +1,4 @@
-"""A drill's schedule, and what it reads out of a run directory."""
+"""Schedule of a fault drill, and its report from a run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.errors import ConfigError
 
 
-def test_a_schedule_is_the_seeds_and_reaches_all_kinds_and_ranks() -> None:
+def test_schedule_is_deterministic_and_covers_all_kinds_and_ranks() -> None:
     made = make_schedule(7, 100, 2000, 3)
     assert made == make_schedule(7, 100, 2000, 3) != make_schedule(8, 100, 2000, 3)
     assert {fault.kind for fault in made} == set(FAULT_KINDS) and {fault.rank for fault in made} == {0, 1, 2}
@@ -24,7 +24,7 @@ def test_a_schedule_is_the_seeds_and_reaches_all_kinds_and_ranks() -> None:
         make_schedule(7, 10, 50, 3)
 
 
-def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) -> None:
+def test_report_matches_faults_with_incidents(tmp_path: Path) -> None:
     faults = [
         InjectConfig("kill", 1, 3),
         InjectConfig("stop", 2, 5),
@@ -32,7 +32,7 @@ def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) 
         InjectConfig("nan", 0, 9),
     ]
     (tmp_path / "injected").mkdir()
-    for number, at in ((0, 100.0), (1, 200.0), (3, 300.0)):  # the third never struck: the run ended before
+    for number, at in ((0, 100.0), (1, 200.0), (3, 300.0)):  # the third was never injected: the run ended before
         mark = tmp_path / "injected" / str(number)
         mark.write_text(json.dumps({"rank": faults[number].rank, "pid": 7}))
         os.utime(mark, (at, at))
@@ -54,5 +54,7 @@ def test_a_report_matches_faults_with_what_the_run_made_of_them(tmp_path: Path) 
         "recovered_s": [0.25],
     }
     assert plain["kinds"]["nan"]["detected_s"] == []
-    assert plain["goodput"] == pytest.approx(24.0 / 30.0), "a step that was run again counts once"
-    assert "3 of 4 faults struck in 4 steps; 1 named right; 2 steps lost; goodput 80.0%" in found.format_text()
+    assert plain["goodput"] == pytest.approx(24.0 / 30.0), "a repeated step counts once"
+    assert (
+        "3 of 4 faults injected in 4 steps, 1 attributed correctly; 2 steps lost; goodput 80.0%" in found.format_text()
+    )

@@ -1,4 +1,4 @@
-"""`raytrain-hpc plan`: what it prints, and what its JSON promises."""
+"""`raytrain-hpc plan`: its output as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(*argv: str) -> Result:
     return CliRunner().invoke(main, ["plan", *argv], catch_exceptions=False)
 
 
-def test_json() -> None:
+def test_json_has_all_documented_keys() -> None:
     made = json.loads(run(*MODEL, *BATCH, "--json").output)
     assert {"verdict", "best", "layouts"} <= made.keys() and made["best"] == made["layouts"][0]
     assert all(row.keys() >= PROMISED for row in made["layouts"])
@@ -29,14 +29,14 @@ def test_json() -> None:
     assert len(made["layouts"]) == len({json.dumps({**row, "why": "", "seconds": 0}) for row in made["layouts"]})
 
 
-def test_text() -> None:
+def test_text_shows_verdict_budget_and_layouts() -> None:
     lines = run(*MODEL, *BATCH, "--tokens", "1e9").output.splitlines()
     assert lines[0].startswith("verdict       fits") and any("2 x 4 a100" in line for line in lines)
     assert any(line.startswith("budget        1e+09 tokens") for line in lines)
     assert any("slower" in line for line in lines) and lines[-1].endswith("--json prints all")
 
 
-def test_the_quickstart_is_planned_without_a_word() -> None:
+def test_without_arguments_the_quickstart_is_planned() -> None:
     lines = run().output.splitlines()
     assert any(line.startswith("layout        1 workers") for line in lines)
 
@@ -53,12 +53,12 @@ def test_the_quickstart_is_planned_without_a_word() -> None:
         (["train.global_batch=2", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--nodes", "1"], "global_batch"),
     ],
 )
-def test_what_is_impossible_says_which_number(argv: list[str], named: str) -> None:
+def test_impossible_settings_are_rejected_by_name(argv: list[str], named: str) -> None:
     result = run(*argv)
     assert result.exit_code == 2 and named in result.output and result.output.count("\n") == 1
 
 
-def test_numbers_of_ones_own_count() -> None:
+def test_overridden_device_numbers_change_the_plan() -> None:
     words = ["model.preset=llama3_8b", "--nodes", "2", "--gpus-per-node", "8", "--json"]
     usual, small, slow = (
         json.loads(run(*words, *more).output)["best"]
@@ -69,4 +69,4 @@ def test_numbers_of_ones_own_count() -> None:
         )
     )
     assert small["memory_gib"] < 12 < usual["memory_gib"]
-    assert slow["step_time_s"] > 1.1 * usual["step_time_s"], "other layouts are best where nodes are far apart"
+    assert slow["step_time_s"] > 1.1 * usual["step_time_s"], "other layouts are best if links between nodes are slow"

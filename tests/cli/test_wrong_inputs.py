@@ -1,4 +1,4 @@
-"""A wrong input costs the user one line and a second, and nothing on the disk."""
+"""Wrong input is rejected with one line, within seconds, and without writing to disk."""
 
 from __future__ import annotations
 
@@ -8,55 +8,64 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.wrong_inputs import TRAIN, WRONG, Wrong, answer_to, build_workshop, call, call_alone, tree
+from tests.cli.wrong_inputs import (
+    TRAIN,
+    WRONG,
+    Wrong,
+    build_inputs,
+    read_tree,
+    run_case,
+    run_in_new_process,
+    run_in_process,
+)
 
-# As a user meets them: what refuses settings, data, run directories and inputs.
-ALSO_ALONE = {"unknown key", "flipped byte in a shard", "checkpoint of another model", "second driver"}
+# Cases that also run in a new process: one each for settings, data, checkpoints and the lease.
+IN_NEW_PROCESS = {"unknown key", "flipped byte in a shard", "checkpoint of another model", "second driver"}
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("workshop")
-    build_workshop(root)
+def inputs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    build_inputs(root)
     return root
 
 
-def check(wrong: Wrong, answer, workshop: Path) -> None:
-    assert answer.code == 2, answer.errors
-    (line,) = answer.errors
+def check(wrong: Wrong, result, inputs_dir: Path) -> None:
+    assert result.code == 2, result.errors
+    (line,) = result.errors
     assert line.startswith("error: ")
-    for part in wrong.says:
-        assert part.replace("{dir}", str(workshop)) in line
-    assert answer.seconds < 5
+    for part in wrong.expected:
+        assert part.replace("{dir}", str(inputs_dir)) in line
+    assert result.seconds < 5
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.case)
-def test_wrong_input(workshop: Path, monkeypatch: pytest.MonkeyPatch, wrong: Wrong) -> None:
+def test_wrong_input(inputs_dir: Path, monkeypatch: pytest.MonkeyPatch, wrong: Wrong) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError("Ray was started for a wrong input")
 
     monkeypatch.setattr("ray.init", started)
-    monkeypatch.chdir(workshop)
-    before = tree(workshop)
-    check(wrong, answer_to(wrong, workshop), workshop)
-    assert tree(workshop) == before
+    monkeypatch.chdir(inputs_dir)
+    before = read_tree(inputs_dir)
+    check(wrong, run_case(wrong, inputs_dir), inputs_dir)
+    assert read_tree(inputs_dir) == before
 
 
-@pytest.mark.parametrize("wrong", [w for w in WRONG if w.case in ALSO_ALONE], ids=lambda wrong: wrong.case)
-def test_wrong_input_in_a_process_of_its_own(workshop: Path, wrong: Wrong) -> None:
-    before = tree(workshop)
-    check(wrong, call_alone(wrong, workshop), workshop)
-    assert tree(workshop) == before
+@pytest.mark.parametrize("wrong", [w for w in WRONG if w.case in IN_NEW_PROCESS], ids=lambda wrong: wrong.case)
+def test_wrong_input_in_a_new_process(inputs_dir: Path, wrong: Wrong) -> None:
+    before = read_tree(inputs_dir)
+    check(wrong, run_in_new_process(wrong, inputs_dir), inputs_dir)
+    assert read_tree(inputs_dir) == before
 
 
-def test_more_workers_than_slots(workshop: Path, ray_cluster: None) -> None:
-    before = tree(workshop)
+def test_more_workers_than_cpu_slots_are_rejected(inputs_dir: Path, ray_cluster: None) -> None:
+    before = read_tree(inputs_dir)
     wrong = Wrong("", f"{TRAIN} train.global_batch=20 cluster.workers=9", ("cluster.workers=9", "8 free CPU slots"))
-    check(wrong, call(wrong.argv, workshop), workshop)
-    assert tree(workshop) == before
+    check(wrong, run_in_process(wrong.argv, inputs_dir), inputs_dir)
+    assert read_tree(inputs_dir) == before
 
 
-def test_a_configuration_is_refused_with_neither_torch_nor_ray() -> None:
+def test_config_is_rejected_without_importing_torch_or_ray() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, ray=None); from raytrain_hpc.cli.main import main; "
         "main(['train', 'data.path=synthetic', 'cluster.workers=13', 'train.global_batch=12'])"
@@ -68,6 +77,6 @@ def test_a_configuration_is_refused_with_neither_torch_nor_ray() -> None:
 @pytest.mark.parametrize(
     "argv", ["trian", "", "prepare", "prepare x", "inspect", "generate", "bench walk", "plan --workers 0"]
 )
-def test_usage_errors(workshop: Path, argv: str) -> None:
-    answer = call(argv, workshop)
-    assert answer.code == 2 and "Traceback" not in "\n".join(answer.errors)
+def test_usage_errors_exit_with_code_2(inputs_dir: Path, argv: str) -> None:
+    result = run_in_process(argv, inputs_dir)
+    assert result.code == 2 and "Traceback" not in "\n".join(result.errors)

@@ -1,4 +1,4 @@
-"""Wrong inputs, and what the command line says to each. `python -m tests.cli.wrong_inputs` prints the table."""
+"""Wrong inputs and the error of the command line for each. `python -m tests.cli.wrong_inputs` prints the table."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ TRAIN = (
 
 @dataclass(frozen=True)
 class Wrong:
-    """A command line ({dir}: the workshop), and what its one line of complaint must name: the culprit, the remedy."""
+    """A command line ({dir}: the test directory), and the parts of its one-line error: the cause and the remedy."""
 
     case: str
     argv: str
-    says: tuple[str, ...]
+    expected: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
-    without: str = ""  # a package that is not installed
-    alone: bool = False  # only in a process of its own: it must not find a Ray that the tests have started
+    without: str = ""  # a package to hide
+    alone: bool = False  # run in a new process only, where no Ray of the tests is running
 
 
-def train(case: str, words: str, *says: str, **more: object) -> Wrong:
-    return Wrong(case, f"{TRAIN} {words}", says, **more)  # type: ignore[arg-type]
+def train(case: str, words: str, *expected: str, **more: object) -> Wrong:
+    return Wrong(case, f"{TRAIN} {words}", expected, **more)  # type: ignore[arg-type]
 
 
 WRONG = [
@@ -194,14 +194,14 @@ WRONG = [
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     code: int
     errors: list[str]  # lines on stderr
     seconds: float
 
 
-def build_workshop(root: Path) -> None:
-    """Everything that the commands trip over."""
+def build_inputs(root: Path) -> None:
+    """Create the inputs of all cases: datasets, damaged copies, run directories, YAML files."""
     from raytrain_hpc.checkpoint.lease import Lease
     from raytrain_hpc.data.preprocess.prepare import prepare
 
@@ -222,45 +222,45 @@ def build_workshop(root: Path) -> None:
     prepare([root / "other.txt"], root / "other", tokenizer="char")
     for name in ("flipped", "truncated", "missing", "garbled"):
         shutil.copytree(root / "chars", root / name)
-    flip(root / "flipped" / "train-00000.arrow")
+    flip_byte(root / "flipped" / "train-00000.arrow")
     os.truncate(root / "truncated" / "train-00000.arrow", 64)
     (root / "missing" / "train-00000.arrow").unlink()
     (root / "garbled" / "manifest.json").write_text("{")
-    answer = call(f"{TRAIN} run.dir={{dir}}/done", root)
-    if answer.code:
-        raise RuntimeError(answer.errors)
+    result = run_in_process(f"{TRAIN} run.dir={{dir}}/done", root)
+    if result.code:
+        raise RuntimeError(result.errors)
     for name in ("damaged", "lost"):
         shutil.copytree(root / "done", root / name)
-    flip(root / "damaged" / "checkpoints" / "step-00000002" / "rank-00000.safetensors")
+    flip_byte(root / "damaged" / "checkpoints" / "step-00000002" / "rank-00000.safetensors")
     (root / "lost" / "tokenizer.json").write_text("{")
-    Lease.acquire(root / "held", "the one that was first")
+    Lease.acquire(root / "held", "first driver")
 
 
-def flip(path: Path) -> None:
+def flip_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def call(argv: str, root: Path) -> Answer:
+def run_in_process(argv: str, root: Path) -> CommandResult:
     """Run a command line in this process."""
     stdout, stderr, began = io.StringIO(), io.StringIO(), time.process_time()
     code: object = None
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
-            command_line(words_of(argv, root))
+            command_line(split_command(argv, root))
         except SystemExit as ended:
             code = ended.code
-    return Answer(int(str(code or 0)), stderr.getvalue().splitlines(), time.process_time() - began)
+    return CommandResult(int(str(code or 0)), stderr.getvalue().splitlines(), time.process_time() - began)
 
 
-def call_alone(wrong: Wrong, root: Path) -> Answer:
-    """Run a command line in a process of its own. Its seconds are those of the processor: a wait shows as none."""
+def run_in_new_process(wrong: Wrong, root: Path) -> CommandResult:
+    """Run a command line in a new process and measure its CPU seconds."""
     blocked = f"import sys; sys.modules[{wrong.without!r}] = None; " if wrong.without else ""
     program = f"{blocked}from raytrain_hpc.cli.main import main; main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", program, *words_of(wrong.argv, root)],
+        [sys.executable, "-c", program, *split_command(wrong.argv, root)],
         env={**os.environ, **wrong.env},
         capture_output=True,
         text=True,
@@ -269,21 +269,21 @@ def call_alone(wrong: Wrong, root: Path) -> Answer:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Answer(done.returncode, done.stderr.splitlines(), seconds)
+    return CommandResult(done.returncode, done.stderr.splitlines(), seconds)
 
 
-def words_of(argv: str, root: Path) -> list[str]:
+def split_command(argv: str, root: Path) -> list[str]:
     return [word.replace("{{", "{").replace("}}", "}") for word in shlex.split(argv.replace("{dir}", str(root)))]
 
 
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path below, with its content."""
+def read_tree(root: Path) -> dict[str, bytes | None]:
+    """Return every path below `root` with its content."""
     return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
 
 
 @contextlib.contextmanager
-def lacking(package: str) -> Iterator[None]:
-    """As if a package were not installed."""
+def hide_package(package: str) -> Iterator[None]:
+    """Hide a package as if it were not installed."""
     if not package:
         yield
         return
@@ -297,23 +297,23 @@ def lacking(package: str) -> Iterator[None]:
             sys.modules[package] = before
 
 
-def answer_to(wrong: Wrong, root: Path) -> Answer:
+def run_case(wrong: Wrong, root: Path) -> CommandResult:
     if wrong.alone:
-        return call_alone(wrong, root)
-    with lacking(wrong.without):
-        return call(wrong.argv, root)
+        return run_in_new_process(wrong, root)
+    with hide_package(wrong.without):
+        return run_in_process(wrong.argv, root)
 
 
 def main() -> None:
-    """Print case | line | exit code | seconds."""
+    """Print a table of case, stderr, exit code and seconds."""
     with tempfile.TemporaryDirectory(prefix="wrong-") as name:
         root = Path(name)
-        build_workshop(root)
+        build_inputs(root)
         print("| case | stderr | exit code | s |\n| --- | --- | --- | --- |")
         for wrong in WRONG:
-            answer = answer_to(wrong, root)
-            line = " / ".join(answer.errors).replace(str(root), "DIR").replace("|", "\\|")
-            print(f"| {wrong.case} | {line} | {answer.code} | {answer.seconds:.2f} |")
+            result = run_case(wrong, root)
+            line = " / ".join(result.errors).replace(str(root), "DIR").replace("|", "\\|")
+            print(f"| {wrong.case} | {line} | {result.code} | {result.seconds:.2f} |")
 
 
 if __name__ == "__main__":

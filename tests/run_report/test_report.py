@@ -125,10 +125,10 @@ def test_a_pipeline_is_shown(tmp_path: Path) -> None:
 def test_status_from_another_shell(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "run", done=False)
     lines = list(format_status(run))
-    assert lines[0].endswith("not running; the same command goes on with it")
+    assert lines[0].endswith("not running; repeat the same command to resume")
     assert lines[1] == "workers    2: 1 on host0, 1 on host1"
     assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
-    assert lines[4] == "incidents  1, the last: died: rank 1 at step 3, next step after 0.21 s"
+    assert lines[4] == "incidents  1, last: died: rank 1 at step 3, next step after 0.21 s"
     done = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "no run directory" in done.output
 
