@@ -42,7 +42,7 @@ class ClusterProbe:
         for scope, members in group_workers_by_scope([worker.info["node"] for worker in self.workers]).items():
             chosen = [self.workers[member] for member in members]
             self._num_groups += 1
-            meeting: Rendezvous = self._store.meeting(self._num_groups)
+            meeting: Rendezvous = self._store.create_rendezvous(self._num_groups)
             asked = [
                 worker.actor.collectives.remote(rank, len(chosen), meeting, list(sizes))
                 for rank, worker in enumerate(chosen)
