@@ -11,7 +11,8 @@ import torch
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
-from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import Tokenizer
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder

@@ -17,8 +17,8 @@ from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.safetensors_writer import TensorEntry, write_tensors
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
-from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
 from raytrain_hpc.data.tokenizer.hf_files import build_tokenizer_files
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.atomic_dir import (
     GENERATION_CONFIG_FILE,

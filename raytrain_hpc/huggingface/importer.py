@@ -22,7 +22,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.loader import Setting, build_config, config_to_yaml
 from raytrain_hpc.config.model_spec import ModelSpec, spec_to_settings
 from raytrain_hpc.data.tokenizer.base import TokenizerSpec
-from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
+from raytrain_hpc.data.tokenizer.registry import load_tokenizer
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.huggingface.atomic_dir import (
     GENERATION_CONFIG_FILE,

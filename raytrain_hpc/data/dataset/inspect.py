@@ -8,7 +8,7 @@ import numpy as np
 
 from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
 from raytrain_hpc.data.dataset.token_shards import ShardFile, TokenArray, map_shard
-from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 
 SAMPLE_TOKENS = 200
 

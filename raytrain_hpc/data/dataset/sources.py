@@ -16,7 +16,8 @@ from raytrain_hpc.data.dataset.local_cache import copy_to_local_cache
 from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
 from raytrain_hpc.data.dataset.storage import Location, parse_location
 from raytrain_hpc.data.dataset.token_shards import TokenArray, TokenSource
-from raytrain_hpc.data.tokenizer.base import Tokenizer, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import Tokenizer
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
 STDLIB, SYNTHETIC = "stdlib", "synthetic"

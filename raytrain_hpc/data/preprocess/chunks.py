@@ -23,7 +23,8 @@ from raytrain_hpc.data.dataset.token_shards import Ints
 from raytrain_hpc.data.preprocess.input_files import TextFields
 from raytrain_hpc.data.preprocess.partition import InputPartition, compute_checksum
 from raytrain_hpc.data.preprocess.readers import DocumentReader, TextSpan
-from raytrain_hpc.data.tokenizer.base import ByteTokenizer, Tokenizer, collect_characters, tokenizer_from_json
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, Tokenizer, collect_characters
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 
 _BATCH_TOKENS = 1 << 20
 _BATCH_CHARS = 1 << 16

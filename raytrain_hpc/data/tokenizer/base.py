@@ -5,7 +5,7 @@ Byte-pair tokenizers (tiktoken and Hugging Face files, and BPE trained on the in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,22 +150,6 @@ def parse_tokenizer_spec(spec: str) -> TokenizerSpec:
             raise DataError(f"tokenizer={spec!r}: the vocabulary needs at least 257 entries, e.g. bpe:8192")
         return TokenizerSpec(kind, str(int(argument)))
     raise DataError(f"tokenizer={spec!r}: unknown; known are {', '.join(TOKENIZER_KINDS)}")
-
-
-def tokenizer_from_json(data: Mapping[str, Any]) -> Tokenizer:
-    """Restore a tokenizer from the output of `to_json`. Raises DataError if its kind is unknown or it is damaged."""
-    name = data.get("name")
-    if name == "byte":
-        return ByteTokenizer()
-    if name == "char" and isinstance(data.get("chars"), str):
-        return CharTokenizer(data["chars"])
-    from raytrain_hpc.data.tokenizer.bpe import HfTokenizer, TiktokenTokenizer  # circular import
-
-    if name == "tiktoken" and isinstance(data.get("ranks"), str):
-        return TiktokenTokenizer(data["ranks"])
-    if name in ("hf", "bpe") and isinstance(data.get("tokenizer"), str):
-        return HfTokenizer(data["tokenizer"], data.get("end_of_text"), name=str(name))
-    raise DataError(f"tokenizer {name!r} of the dataset is unknown; known are {', '.join(TOKENIZER_KINDS)}")
 
 
 def collect_characters(texts: Iterable[str]) -> str:

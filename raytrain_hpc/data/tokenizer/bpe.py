@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_hpc.data.tokenizer.base import Ids, Tokenizer, TokenizerSpec, tokenizer_from_json, validate_ids
+from raytrain_hpc.data.tokenizer.base import Ids, validate_ids
 from raytrain_hpc.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-# Usual end-of-document tokens, most specific first.
-_END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "<|endofdoc|>", "</s>", "<eos>", "<|eos|>")
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = (
@@ -120,7 +117,7 @@ class TiktokenTokenizer:
         return {"name": self.name, "ranks": self._ranks}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return tokenizer_from_json, (self.to_json(),)
+        return TiktokenTokenizer, (self._ranks,)
 
 
 class HfTokenizer:
@@ -136,7 +133,7 @@ class HfTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises a plain Exception
-            raise DataError(f"not a tokenizer.json that `tokenizers` can read ({_format_error(error)})") from error
+            raise DataError(f"not a tokenizer.json that `tokenizers` can read ({format_error(error)})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -168,26 +165,7 @@ class HfTokenizer:
 
     def __reduce__(self) -> tuple[object, ...]:
         # The package's own pickling would lose `encode_special_tokens`.
-        return tokenizer_from_json, (self.to_json(),)
-
-
-def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """Load the tokenizer of tiktoken:FILE or hf:PATH. Raises DataError naming the file if it cannot be used."""
-    path = Path(spec.argument).expanduser()
-    if spec.kind == "hf" and path.is_dir():
-        path = path / "tokenizer.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"tokenizer={spec.kind}:{spec.argument}: {path} cannot be read ({_format_error(error)})"
-        ) from error
-    try:
-        if spec.kind == "tiktoken":
-            return TiktokenTokenizer(text)
-        return HfTokenizer(text, _find_end_of_text(HfTokenizer(text, None), path))
-    except DataError as error:
-        raise DataError(f"tokenizer={spec.kind}:{spec.argument}: {error}") from error
+        return partial(HfTokenizer, name=self.name), (self._text, self.end_of_text)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
@@ -214,22 +192,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HfTokenizer:
     return HfTokenizer(tokenizer.to_str(), tokenizer.token_to_id(END_OF_TEXT), name="bpe")
 
 
-def _find_end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
-    """Find the end-of-text id: eos_token of tokenizer_config.json beside the file, else a usual token name."""
-    config = path.parent / "tokenizer_config.json"
-    if config.is_file():
-        try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{config} cannot be read ({_format_error(error)})") from error
-        token = eos.get("content") if isinstance(eos, dict) else eos
-        if isinstance(token, str) and (token_id := tokenizer.token_to_id(token)) is not None:
-            return token_id
-    return next(
-        (token_id for token in _END_OF_TEXT_TOKENS if (token_id := tokenizer.token_to_id(token)) is not None), None
-    )
-
-
 def _parse_ranks(text: str) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -250,5 +212,6 @@ def _make_missing_package_error(package: str) -> DataError:
     return DataError(f"this tokenizer needs the package {package}; run `pip install {package}`")
 
 
-def _format_error(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
+    """Return the message of an error on one line, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

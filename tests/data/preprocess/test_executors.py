@@ -18,7 +18,7 @@ import raytrain_hpc.data.preprocess.partition as partition_module
 from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
 from raytrain_hpc.data.preprocess.executors import MultiprocessExecutor, SerialExecutor, WorkersLostError
 from raytrain_hpc.data.preprocess.prepare import prepare
-from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.errors import ClusterError, DataError
 from tests.data.preprocess.input_corpus import read_contents, tokenize_documents, write_mixed
 

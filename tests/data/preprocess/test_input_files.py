@@ -14,8 +14,8 @@ import raytrain_hpc.data.preprocess.partition as partition_module
 import raytrain_hpc.data.preprocess.readers as readers_module
 from raytrain_hpc.data.dataset.inspect import describe, format_prepare_summary
 from raytrain_hpc.data.preprocess.prepare import prepare
-from raytrain_hpc.data.tokenizer.base import ByteTokenizer, parse_tokenizer_spec, tokenizer_from_json
-from raytrain_hpc.data.tokenizer.bpe import load_tokenizer
+from raytrain_hpc.data.tokenizer.base import ByteTokenizer, parse_tokenizer_spec
+from raytrain_hpc.data.tokenizer.registry import load_tokenizer, tokenizer_from_json
 from raytrain_hpc.errors import DataError
 from tests.data.preprocess.input_corpus import (
     make_document,

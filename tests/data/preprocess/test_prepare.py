@@ -12,7 +12,7 @@ from raytrain_hpc.data.dataset.manifest import load_manifest, verify_shards
 from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray
 from raytrain_hpc.data.preprocess.assemble import compute_split_sizes
 from raytrain_hpc.data.preprocess.prepare import prepare
-from raytrain_hpc.data.tokenizer.base import tokenizer_from_json
+from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.errors import DataError
 
 TEXT = "Ein Fluß, 中文 und 😀.\r\nNeue Zeile\n" * 40

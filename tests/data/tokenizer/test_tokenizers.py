@@ -9,9 +9,9 @@ from raytrain_hpc.data.tokenizer.base import (
     CharTokenizer,
     collect_characters,
     parse_tokenizer_spec,
-    tokenizer_from_json,
 )
-from raytrain_hpc.data.tokenizer.bpe import load_tokenizer, train_tokenizer
+from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
+from raytrain_hpc.data.tokenizer.registry import load_tokenizer, tokenizer_from_json
 from raytrain_hpc.errors import DataError
 from tests.data.preprocess.input_corpus import write_rank_file
 
