@@ -39,7 +39,7 @@ def resolve_auto_layout(
     machine = build_machine(world, cluster)
     best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free)[0]
     print_line(f"planned {', '.join(sorted(free))}: {describe_fit(best, machine)}")
-    print_line(f"        {best.step_s:.3g} s a step expected: {explain_estimate(best, best, machine)}")
+    print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
     for remedy in () if best.fits else suggest_remedies(best, make_workload(config, prepared.model_spec), machine):
         print_line(f"        may run out of memory; {remedy}")
     return replace(prepared, config=apply_choice(config, best.choice))

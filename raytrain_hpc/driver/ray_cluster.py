@@ -65,8 +65,8 @@ def _connect(config: Config, num_workers: int) -> bool:
     task = detect_launcher_task(os.environ)
     if task is not None and task.rank > 0:  # task 0 may be an interactive shell
         raise ClusterError(
-            f"this is task {task.rank} of {task.num_tasks} of {task.launcher}, each of which would start its own Ray and "
-            "train alone; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
+            f"this is task {task.rank} of {task.num_tasks} of {task.launcher}: each would start its own Ray and train "
+            "alone; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
             "(ray symmetric-run), or set cluster.address to a running cluster"
         )
     # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.

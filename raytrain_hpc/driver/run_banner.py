@@ -52,7 +52,7 @@ def announce_run(
             f"{shape.hidden_size}, {shape.num_heads} heads, vocabulary {shape.vocab_size}; {train.dtype}"
         )
     print_line(f"data    {_describe_data(prepared)}")
-    memory = "" if state_size is None else f"; {state_size / 2**30:.2f} GiB of state a worker"
+    memory = "" if state_size is None else f"; {state_size / 2**30:.2f} GiB of state per worker"
     print_line(
         f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}"
     )

@@ -1,4 +1,4 @@
-"""What a rank loads: the compiler and distributed tensors stay out of a run that uses neither."""
+"""Imports of a rank: a run that uses neither the compiler nor distributed tensors does not load them."""
 
 from __future__ import annotations
 
