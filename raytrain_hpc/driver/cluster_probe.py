@@ -32,7 +32,7 @@ class ClusterProbe:
 
     def collect_host_info(self, path: str, marker: str) -> list[dict[str, Any]]:
         """Return placement and host facts of each worker; see `worker.host_info`."""
-        replies = [worker.actor.facts.remote(path, marker) for worker in self.workers]
+        replies = [worker.actor.collect_host_info.remote(path, marker) for worker in self.workers]
         host_infos: list[dict[str, Any]] = ray.get(replies, timeout=_TIMEOUT_S)
         return [{**worker.info, **host_info} for worker, host_info in zip(self.workers, host_infos, strict=True)]
 
@@ -46,7 +46,7 @@ class ClusterProbe:
             self._num_groups += 1
             rendezvous: Rendezvous = self._store.meeting(self._num_groups)
             replies = [
-                worker.actor.collectives.remote(rank, len(workers), rendezvous, list(sizes))
+                worker.actor.measure_collectives.remote(rank, len(workers), rendezvous, list(sizes))
                 for rank, worker in enumerate(workers)
             ]
             num_nodes = len({worker.info["node"] for worker in workers})

@@ -70,7 +70,7 @@ class _RemoteAgent:
         """Request the agent's reading if no request is outstanding and its last reply is older than `interval_s`."""
         now = time.monotonic()
         if self._reply is None and now - self._last_reply_time > interval_s:
-            self._reply = self.actor.look.remote()
+            self._reply = self.actor.get_health.remote()
             self._waiting_since = self._waiting_since or now
 
     def measure_silence_s(self) -> float:
@@ -162,7 +162,7 @@ class HealthMonitor:
             agent.poll(interval_s)
 
     def _collect_node_health(self) -> list[NodeHealth]:
-        return [self._local_agent.look(), *(agent.last_health for agent in self._remote_agents.values())]
+        return [self._local_agent.get_health(), *(agent.last_health for agent in self._remote_agents.values())]
 
     def find_lost_nodes(self, *, rank_failed: bool) -> list[str]:
         """Return the nodes whose agents have stopped replying.
@@ -192,8 +192,8 @@ class HealthMonitor:
 
     def collect_stacks(self) -> dict[int, str]:
         """Return the thread stacks of every rank whose agent replies within a second."""
-        replies = [agent.actor.stacks.remote() for agent in self._remote_agents.values()]
-        stacks = self._local_agent.stacks()
+        replies = [agent.actor.collect_stacks.remote() for agent in self._remote_agents.values()]
+        stacks = self._local_agent.collect_stacks()
         ready, _ = ray.wait(replies, num_returns=len(replies), timeout=_STACKS_TIMEOUT_S) if replies else ([], [])
         for reply in ready:
             stacks |= _get_stacks(reply)

@@ -68,13 +68,13 @@ class NodeAgent:
             }
             self._suspects, self._worker_health = [], {}
 
-    def look(self) -> NodeHealth:
+    def get_health(self) -> NodeHealth:
         """Return the last reading."""
         self._last_query_time = time.monotonic()
         with self._lock:
             return NodeHealth(self._suspects, self._worker_health)
 
-    def stacks(self) -> dict[int, str]:
+    def collect_stacks(self) -> dict[int, str]:
         """Return the thread stacks of every watched rank, as far as they are written within 0.1 s."""
         with self._lock:
             for heartbeat in self._heartbeat_of_rank.values():

@@ -218,7 +218,7 @@ class RayWorkerGroup:
         }
         self._pool.warmup_spec = spec
         for spare in (worker for worker in self._pool.ready if worker not in self._workers):
-            spare.actor.rehearse.remote(spec_ref)
+            spare.actor.warm_up.remote(spec_ref)
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)
         self._poller, self._broken_calls = RecordPoller([worker.actor for worker in self._workers], on_record), {}
         self._health.begin_generation({"rank": rank, **worker.info} for rank, worker in enumerate(self._workers))
@@ -330,7 +330,7 @@ class RayWorkerGroup:
 
     def _query_collectives(self, ranks: Iterable[int]) -> dict[int, Sequence[CollectiveCall]]:
         """Return the last collectives of these ranks, without those that do not reply within 0.3 s."""
-        refs = {rank: self._workers[rank].actor.calls.remote() for rank in ranks}
+        refs = {rank: self._workers[rank].actor.recent_calls.remote() for rank in ranks}
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_REPLY_TIMEOUT_S) if refs else ([], [])
         calls: dict[int, Sequence[CollectiveCall]] = {}
         for rank, ref in refs.items():

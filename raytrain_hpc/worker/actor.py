@@ -71,7 +71,7 @@ class WorkerActor:
         if chosen_interface is not None:
             set_network_interface(chosen_interface)
         if spec is not None:
-            self.rehearse(spec)
+            self.warm_up(spec)
         gc.freeze()  # these objects stay: spare later garbage collections from scanning them
         cuda = self._device.type == "cuda"
         return {
@@ -88,7 +88,7 @@ class WorkerActor:
             "imported": self._imported_unix,
         }
 
-    def rehearse(self, spec: WorkerSpec) -> None:
+    def warm_up(self, spec: WorkerSpec) -> None:
         """Train a tiny model of the same kind for one step, to load libraries and kernels. Later calls do nothing."""
         if not self._is_warmed_up:
             from raytrain_hpc.training.warmup import run_warmup_step
@@ -96,13 +96,13 @@ class WorkerActor:
             run_warmup_step(spec, self._device)
             self._is_warmed_up = True
 
-    def facts(self, path: str, marker: str) -> dict[str, Any]:
+    def collect_host_info(self, path: str, marker: str) -> dict[str, Any]:
         """Return facts about this process and its host; see `worker.host_info`."""
         from raytrain_hpc.worker.host_info import collect_host_info
 
         return collect_host_info(self._device, path, marker)
 
-    def collectives(
+    def measure_collectives(
         self, rank: int, world_size: int, rendezvous: Rendezvous, sizes: list[int]
     ) -> dict[str, dict[int, float]]:
         """Measure collectives for each message size in bytes, as one rank of a process group of its own.
@@ -179,7 +179,7 @@ class WorkerActor:
         return self._control.drain()
 
     @ray.method(concurrency_group="control")
-    def calls(self) -> list[CollectiveCall]:
+    def recent_calls(self) -> list[CollectiveCall]:
         """Return the last collectives of this rank in this generation."""
         return read_calls(self._run_start_ns)
 

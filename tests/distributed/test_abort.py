@@ -75,7 +75,7 @@ def test_an_agent_that_nobody_asks_ends_its_workers() -> None:
         agent.watch({0: (process.pid, process.stdout.readline().strip())})
         for _ in range(20):
             time.sleep(0.1)
-            assert agent.look().workers is not None and process.poll() is None, "somebody asks"
+            assert agent.get_health().workers is not None and process.poll() is None, "somebody asks"
         assert process.wait(timeout=30) == -signal.SIGKILL
         agent.close()
 

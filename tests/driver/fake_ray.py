@@ -77,7 +77,7 @@ class FakeWorker:
         taken, self.records = self.records, []
         return taken
 
-    def calls(self) -> list[Any]:
+    def recent_calls(self) -> list[Any]:
         return []
 
     def recall(self, after: int) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ class FakeWorker:
     def do_nothing(self, *arguments: Any) -> None:
         pass
 
-    rehearse = abort = request_pause = request_stop = do_nothing
+    warm_up = abort = request_pause = request_stop = do_nothing
 
 
 @dataclass
@@ -99,11 +99,11 @@ class FakeAgent:
     def watch(self, pulses: dict[int, Any]) -> None:
         self.ranks = list(pulses)
 
-    def look(self) -> NodeHealth:
+    def get_health(self) -> NodeHealth:
         step = self.fake_ray.step
         return NodeHealth([], {r: WorkerHealth(r, True, False, 0.0, 0.0, "training", step, 0.25) for r in self.ranks})
 
-    def stacks(self) -> dict[int, str]:
+    def collect_stacks(self) -> dict[int, str]:
         return dict.fromkeys(self.ranks, "")
 
     def kill(self, rank: int) -> None:

@@ -57,7 +57,7 @@ def test_ranks_are_placed_by_their_layout(runs: dict[int, dict[str, Any]], ranks
 def test_message_count_is_linear_in_ranks(runs: dict[int, dict[str, Any]]) -> None:
     fewer, more = (Counter(runs[ranks]["messages"]) for ranks in SIZES)
     ratio = SIZES[1] / SIZES[0]
-    for name in ("describe", "run", "rehearse", "watch", "drain", "look"):
+    for name in ("describe", "run", "warm_up", "watch", "drain", "get_health"):
         assert 0 < more[name] <= 1.1 * ratio * fewer[name], name
     assert more["run"] == 2 * SIZES[1], "one per rank and generation"
 
