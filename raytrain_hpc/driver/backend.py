@@ -87,8 +87,8 @@ def open_backend(config: Config) -> Iterator[ExecutionBackend]:
             check_address(config)
         from raytrain_hpc.driver.ray_backend import open_ray_backend  # cluster.workers=0 must work without Ray
 
-        with open_ray_backend(config) as fleet:
-            yield fleet
+        with open_ray_backend(config) as backend:
+            yield backend
 
 
 def _is_ray_initialized() -> bool:

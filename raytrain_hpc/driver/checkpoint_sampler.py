@@ -13,7 +13,7 @@ from raytrain_hpc.config.schema import Config
 
 _SAMPLES_FILE = "samples.jsonl"
 _MAX_PRINTED_CHARS = 200  # of an answer, on the console
-_NICENESS = 10  # below the run's priority
+_NICE = 10  # below the run's priority
 _CLOSE_TIMEOUT_S, _PROMPT_TIMEOUT_S = 120.0, 600.0  # for all pending samples at the end of the run; for one prompt
 
 
@@ -61,27 +61,8 @@ class CheckpointSampler:
     def _sample(self, step: int) -> None:
         run_dir, tokens = Path(self._config.run.dir), self._config.observe.sample_tokens
         for prompt in self._config.observe.prompts:
-            arguments = [
-                "--prompt",
-                prompt,
-                "--max-tokens",
-                str(max(1, tokens)),
-                "--temperature",
-                "0",
-                "--step",
-                str(step),
-            ]
-            command = [
-                "nice",
-                "-n",
-                str(_NICENESS),
-                sys.executable,
-                "-m",
-                "raytrain_hpc",
-                "generate",
-                str(run_dir),
-                *arguments,
-            ]
+            args = ["--prompt", prompt, "--max-tokens", str(max(1, tokens)), "--temperature", "0", "--step", str(step)]
+            command = ["nice", "-n", str(_NICE), sys.executable, "-m", "raytrain_hpc", "generate", str(run_dir), *args]
             output, error = _run_command(command)
             if error:
                 if not self._has_alarmed:

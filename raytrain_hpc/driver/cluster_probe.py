@@ -37,14 +37,12 @@ class ClusterProbe:
         return [{**worker.info, **host_info} for worker, host_info in zip(self.workers, host_infos, strict=True)]
 
     def measure_collectives(self, sizes: Sequence[int]) -> list[CollectiveTimings]:
-        """Measure collectives for each message size in bytes: inside the fullest node, across nodes, and among all
-        workers.
-        """
+        """Measure collectives inside the fullest node, across nodes, and among all workers. `sizes` are in bytes."""
         timings = []
         for scope, members in group_workers_by_scope([worker.info["node"] for worker in self.workers]).items():
             workers = [self.workers[index] for index in members]
             self._num_groups += 1
-            rendezvous: Rendezvous = self._store.meeting(self._num_groups)
+            rendezvous: Rendezvous = self._store.create_rendezvous(self._num_groups)
             replies = [
                 worker.actor.measure_collectives.remote(rank, len(workers), rendezvous, list(sizes))
                 for rank, worker in enumerate(workers)
@@ -87,8 +85,6 @@ def open_cluster_probe(config: Config) -> Iterator[ClusterProbe]:
         pool = ActorPool(config, backend.world, cluster)
         try:
             pool.start()
-            yield ClusterProbe(
-                cluster, sorted(pool.ready, key=lambda worker: (worker.info["node"], worker.info["pid"])), store
-            )
+            yield ClusterProbe(cluster, sorted(pool.ready, key=lambda w: (w.info["node"], w.info["pid"])), store)
         finally:
             pool.close()

@@ -51,9 +51,7 @@ class _RemoteAgent:
         return self._reply
 
     def receive_reply(self) -> None:
-        """Store the reply to the outstanding request; restart the agent if it has died. Call when `pending_reply` is
-        ready.
-        """
+        """Store the reply to the outstanding request, which must be ready; restart the agent if it has died."""
         self._last_reply_time = time.monotonic()
         try:
             self.last_health, self._waiting_since = ray.get(self._reply), None
@@ -78,8 +76,7 @@ class _RemoteAgent:
         return 0.0 if self._waiting_since is None or not self._has_replied else time.monotonic() - self._waiting_since
 
     def is_raylet_down(self) -> bool:
-        """Return whether a reply is overdue and the node's raylet, without which all its workers end, refuses
-        connections.
+        """Return whether a reply is overdue and the node's raylet, without which its workers end, refuses connections.
 
         A machine that is up refuses at once. An unreachable machine does not answer at all, which gives False.
         """
@@ -113,9 +110,7 @@ class HealthMonitor:
         self._remote_agents: dict[str, _RemoteAgent] = {}
 
     def start_agents(self, nodes: Iterable[str]) -> None:
-        """Start an agent on each of these nodes that has none. Call before workers start there, so that both start in
-        parallel.
-        """
+        """Start an agent on each of these nodes that has none. Call before workers are started on them."""
         new_nodes = set(nodes) - {self._local_node, *self._remote_agents}
         raylet_addresses = get_raylet_addresses() if new_nodes else {}
         for node in new_nodes:
@@ -162,6 +157,7 @@ class HealthMonitor:
             agent.poll(interval_s)
 
     def _collect_node_health(self) -> list[NodeHealth]:
+        """Return the last reading of each agent."""
         return [self._local_agent.get_health(), *(agent.last_health for agent in self._remote_agents.values())]
 
     def find_lost_nodes(self, *, rank_failed: bool) -> list[str]:

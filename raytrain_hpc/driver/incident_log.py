@@ -59,17 +59,13 @@ class IncidentLog:
         self._directory.write_incidents(self._lines)
 
     def record_resumption(self, first_step: int, world: int) -> None:
-        """Add lost steps and world size to the open failure. Call when a generation starts from `first_step` on `world`
-        ranks.
-        """
+        """Complete the open failure with the steps lost and the new world size. Call when a generation starts."""
         if self._open_incident is not None:
             self._open_incident |= {"steps_lost": self._open_incident["step"] - first_step, "world_after": world}
             self._write()
 
     def record_commit(self, commit_unix: float) -> dict[str, Any] | None:
-        """Record a step committed at `commit_unix`, and return the failure from which the run has thereby recovered, if
-        any.
-        """
+        """Record that a step was committed, and return the failure from which the run has thereby recovered, or None."""
         if self._open_incident is None:
             return None
         incident, self._open_incident["recovered_s"] = self._open_incident, commit_unix - self._open_incident["time"]

@@ -47,11 +47,7 @@ class RunTotals:
 
 
 class RunRecorder:
-    """Handler of the records of all ranks.
-
-    Methods may be called from any thread: a local worker's checkpoint thread reports in parallel with its training
-    loop.
-    """
+    """Handler of the records of all ranks. Thread-safe: a local worker's checkpoint thread reports during training."""
 
     def __init__(
         self,
@@ -81,14 +77,11 @@ class RunRecorder:
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
         self.totals = RunTotals()
-        self.ready_records: dict[
-            int, Record
-        ] = {}  # rank -> record, of the generation that commits this driver's first step
+        self.ready_records: dict[int, Record] = {}  # by rank, of the generation that commits the first step
         self._restore_totals()
 
     def begin_generation(self, generation: int, world: int, device: DeviceInfo, first_step: int) -> None:
-        """Start to record a generation of `world` ranks. Incomplete checkpoints and timelines of earlier ones are
-        discarded.
+        """Record a new generation of `world` ranks, and discard incomplete checkpoints and timelines of earlier ones.
 
         Call before the generation runs. `first_step`: steps that are committed when it starts.
         """
@@ -147,12 +140,12 @@ class RunRecorder:
             self._update_totals(metrics)
 
     def _update_totals(self, metrics: dict[str, Any]) -> None:
-        tally = self.totals
-        tally.last_metrics = metrics
+        totals = self.totals
+        totals.last_metrics = metrics
         if "val/loss" in metrics:
-            tally.val_loss = metrics["val/loss"]
-            best = tally.best_val_loss
-            tally.best_val_loss = tally.val_loss if best is None else min(best, metrics["val/loss"])
+            totals.val_loss = metrics["val/loss"]
+            best = totals.best_val_loss
+            totals.best_val_loss = totals.val_loss if best is None else min(best, metrics["val/loss"])
 
     def _handle_step(self, metrics: dict[str, Any]) -> None:
         if metrics["step"] > self._committed_step:

@@ -128,9 +128,9 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     _check_directory(config, directory, store)
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
-    shape = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     if custom is None:
-        check_model_divisible(config, shape)
+        check_model_divisible(config, model_spec)
     else:
         _check_data_parallel(config)
         if isinstance(custom, Script):
@@ -149,7 +149,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
             "after the job, and no other node sees it; give an absolute path on a shared file system"
         )
     _warn_about_samples(dataset, stream, config, warn)
-    prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
+    prepared = PreparedRun(config, model_spec, dataset, custom, directory, store, stream)
     newest = find_newest_checkpoint(store, warn)
     if newest is None:
         return replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
@@ -164,7 +164,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
 def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
     """Return the checkpoint that run.init_from names, or None if it is not set.
 
-    Raises ConfigError if its model differs, DataError if its tokenizer differs, and CheckpointError if it has gone.
+    Raises ConfigError if its model differs, DataError if its tokenizer differs, and CheckpointError if it has no checkpoint.
     """
     if not run.config.run.init_from:
         return None
@@ -206,6 +206,7 @@ def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, w
 
 
 def _check_replicated(config: Config) -> None:
+    """Raise LayoutError if the settings shard the parameters of a script."""
     if zero := config.parallel.zero:
         key = "parallel.zero"
         raise LayoutError(
@@ -214,6 +215,7 @@ def _check_replicated(config: Config) -> None:
 
 
 def _check_data_parallel(config: Config) -> None:
+    """Raise ConfigError or LayoutError if the settings need more of a user-supplied model than data parallelism."""
     if config.data.packing == "documents":
         key = "data.packing"
         remedy = "a user-supplied model receives tokens only; use stream or padded"
@@ -232,6 +234,7 @@ def _check_data_parallel(config: Config) -> None:
 
 
 def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
+    """Raise RunDirectoryError if the directory is not writable, in use, or holds a run that must not be resumed."""
     check_writable(directory.path)
     Lease.check_available(directory.path)
     if config.run.resume == "never" and (store.list_steps() or directory.metrics.exists()):

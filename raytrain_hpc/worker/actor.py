@@ -33,7 +33,7 @@ class WorkerActor:
 
     def __init__(self, device: str, threads: int):
         """Import what a rank needs and start the heartbeat."""
-        began = time.time()
+        start = time.time()
         use_single_malloc_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the driver decides which rank has failed
@@ -50,7 +50,7 @@ class WorkerActor:
         self._heartbeat = Heartbeat(get_blocking_files())
         self._control, self._snapshots = ControlChannel(heartbeat=self._heartbeat), SnapshotStore()
         self._run_start_ns, self._is_warmed_up = time.time_ns(), False
-        self._start_unix, self._imported_unix = began, time.time()
+        self._start_unix, self._imported_unix = start, time.time()
 
     def describe(self, config: Config, spec: WorkerSpec | None) -> dict[str, Any]:
         """Finish the setup of this process, and return its host and device facts. Call once, before `run`.
@@ -119,10 +119,9 @@ class WorkerActor:
             destroy_process_groups()
 
     def run(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous | None, feeder: Any = None) -> GenerationOutcome:
-        """Run one generation as `rank`, and return how it ended. Any outcome leaves the actor ready for another
-        generation.
+        """Run one generation as `rank`, and return how it ended. The actor can then run another generation.
 
-        `feeder`: the actor that delivers training data, if any. Raises RaytrainError for errors that end the run.
+        `feeder`: the actor that delivers training data, if any. Raises RaytrainError for an error that ends the run.
         """
         from raytrain_hpc.distributed.process_groups import destroy_process_groups
         from raytrain_hpc.distributed.replica_check import ReplicaMismatchError

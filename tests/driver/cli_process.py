@@ -130,9 +130,7 @@ def count_steps(run_dir: Path) -> int:
 
 
 def read_curve(run_dir: Path, steps: int = 24) -> list[tuple[float, float, float]]:
-    """Return loss, gradient norm and learning rate of steps 1..N. The last line of a step counts; every line is
-    complete.
-    """
+    """Return loss, gradient norm and learning rate of steps 1..N, of which the last line of each counts."""
     metrics_of_step = {
         line["step"]: line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     }

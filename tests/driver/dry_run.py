@@ -61,9 +61,7 @@ class DryRunBackend:
 
 
 def dry_run_config(ranks: int, directory: str) -> Config:
-    """Return settings with tensor parallelism per node, four stages, and a sharded optimizer: each rank alone holds its
-    state.
-    """
+    """Return settings under which no two ranks hold the same state: tp per node, pp=4, and a sharded optimizer."""
     return load_config(
         None,
         [

@@ -208,9 +208,7 @@ def _start(command: list[str], cluster: TwoNodeCluster | NamespacedNodes, run_di
 
 
 def measure_cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
-    """Return detection and recovery times of each incident and the number of lost steps, after checking the named
-    ranks.
-    """
+    """Check that the right ranks are named; return detection times, recovery times and the number of lost steps."""
     metrics = read_lines(run_dir / "metrics.jsonl")
     fault_times = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
     if (

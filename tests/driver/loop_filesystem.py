@@ -55,9 +55,7 @@ class Disk:
 
 @contextlib.contextmanager
 def mount_disk(path: Path) -> Iterator[Disk]:
-    """Mount a disk at the new directory `path` within the context. Raises DiskUnavailableError if that is not
-    permitted.
-    """
+    """Mount a disk at the new directory `path` within the context; DiskUnavailableError if that is not permitted."""
     path.mkdir(parents=True)
     disk = Disk(path, path.with_suffix(".image"))
     with disk.image.open("wb") as file:

@@ -19,9 +19,7 @@ WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "tra
 
 
 def place_on_clusters(*stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
-    """Return the placements that tests.driver.simulated_placement prints. Each stage: nodes to add, then settings to
-    place.
-    """
+    """Return what tests.driver.simulated_placement prints. Each stage: nodes to add, then settings to place."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
     words = [
