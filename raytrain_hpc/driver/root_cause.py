@@ -20,7 +20,7 @@ _PRIMARY_KINDS = (
 
 
 def cascade_order(failure: WorkerFailedError) -> int:
-    """Return 0 for a failure that is a cause, such as a dead process, up to CONSEQUENCE for the effect of another one."""
+    """Return 0 for a failure that is a cause, such as a dead process, up to CONSEQUENCE for the effect of another."""
     if failure.kind in _PRIMARY_KINDS:
         return 0
     if failure.kind == "replicas differ":

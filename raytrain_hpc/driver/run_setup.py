@@ -164,7 +164,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
 def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
     """Return the checkpoint that run.init_from names, or None if it is not set.
 
-    Raises ConfigError if its model differs, DataError if its tokenizer differs, and CheckpointError if it has no checkpoint.
+    Raises CheckpointError if there is none, ConfigError if its model differs, and DataError if its tokenizer differs.
     """
     if not run.config.run.init_from:
         return None

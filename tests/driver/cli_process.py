@@ -94,8 +94,8 @@ class CliRunner:
 class CliProcess:
     """One process of the command line."""
 
-    def __init__(self, lives: CliRunner, pid: int, out: Path) -> None:
-        self._runner, self.pid, self.out = lives, pid, out
+    def __init__(self, runner: CliRunner, pid: int, out: Path) -> None:
+        self._runner, self.pid, self.out = runner, pid, out
 
     def wait(self) -> int:
         """Wait for the end; return the exit code, or minus the signal that ended the process."""

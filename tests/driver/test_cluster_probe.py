@@ -61,7 +61,7 @@ def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "state", "said"),
+    ("changes", "name", "state", "expected_text"),
     [
         ({"versions": {"torch": "2.12.0", "ray": "2.60.0"}}, "versions", "fail", "torch 2.12.0 and 2.13.0"),
         ({"python": "3.11.9"}, "versions", "fail", "python 3.11.9 and 3.12.1"),
@@ -74,10 +74,12 @@ def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
         ({"memory_gbs": 3.0}, "memory", "warn", "3 the slowest"),
     ],
 )
-def test_doctor_reports_a_worker_that_differs(changes: dict[str, Any], name: str, state: str, said: str) -> None:
+def test_doctor_reports_a_worker_that_differs(
+    changes: dict[str, Any], name: str, state: str, expected_text: str
+) -> None:
     others = [HOST_INFO, {**HOST_INFO, "pid": 2}]
     assert {check.state for check in run_checks(others, (99.0, 102.0), "/runs")} == {"ok"}
-    found = run_checks([*others, {**HOST_INFO, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
-    (check,) = [check for check in found if check.state != "ok"]
+    checks = run_checks([*others, {**HOST_INFO, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
+    (check,) = [check for check in checks if check.state != "ok"]
     assert (check.name, check.state) == (name, state)
-    assert said in check.found and check.remedy
+    assert expected_text in check.found and check.remedy

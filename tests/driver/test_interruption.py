@@ -58,16 +58,16 @@ def read_tree(root: Path) -> dict[str, bytes | None]:
 
 
 def test_resuming_after_sigterm_at_any_step(cli: CliRunner, reference_curve, tmp_path) -> None:
-    draw, run, seen = random.Random(0), tmp_path / "run", 0
+    draw, run, last_step = random.Random(0), tmp_path / "run", 0
     for _ in range(3):
-        patch = signal_after(seen + draw.randint(1, 4), signal.SIGTERM, draw.uniform(0, 0.02))
+        patch = signal_after(last_step + draw.randint(1, 4), signal.SIGTERM, draw.uniform(0, 0.02))
         assert cli.run(tmp_path / "out", *train_command(run), patch=patch)[0] == 3
         step = json.loads((run / "result.json").read_text())["steps"]
         assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
-        assert seen < step < 24 and count_steps(run) == step, "no step is lost or run again"
-        seen = step
+        assert last_step < step < 24 and count_steps(run) == step, "no step is lost or run again"
+        last_step = step
     code, output = cli.run(tmp_path / "out", *train_command(run))
-    assert code == 0 and f"resumed from {run}/checkpoints/step-{seen:08d}" in output
+    assert code == 0 and f"resumed from {run}/checkpoints/step-{last_step:08d}" in output
     assert read_curve(run) == reference_curve
 
 

@@ -30,14 +30,14 @@ def place_on_clusters(*stages: tuple[str, list[list[str]]]) -> list[dict[str, An
     command = [sys.executable, "-m", simulated_placement.__name__, *words]
     process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert process.returncode == 0, process.stderr
-    found: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
-    return found
+    placements: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
+    return placements
 
 
-def find_nodes_of_groups(found: dict[str, Any], *axes: str) -> list[set[str]]:
+def find_nodes_of_groups(placement: dict[str, Any], *axes: str) -> list[set[str]]:
     """Return the nodes of each group of ranks that differ in these axes only."""
     groups: dict[tuple[int, ...], set[str]] = defaultdict(set)
-    for rank in found["ranks"]:
+    for rank in placement["ranks"]:
         groups[tuple(coordinate for axis, coordinate in rank["at"].items() if axis not in axes)].add(rank["node"])
     return list(groups.values())
 
@@ -65,8 +65,8 @@ def test_placement_on_uneven_nodes() -> None:
     assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(stages, "tp", "dp_replicate"))
     assert all(len(nodes) == 2 for nodes in find_nodes_of_groups(stages, "pp"))
     assert Counter(with_spares["spares"]) == dict.fromkeys(with_spares["slots"], 1), "one on each node"
-    for found in (tensor, stages, with_spares):
-        assert Counter([rank["node"] for rank in found["ranks"]] + found["spares"]) == found["slots"]
+    for placement in (tensor, stages, with_spares):
+        assert Counter([rank["node"] for rank in placement["ranks"]] + placement["spares"]) == placement["slots"]
     assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(uneven, "tp"))
     assert sorted(Counter(rank["node"] for rank in uneven["ranks"]).values()) == [2, 4, 4]
     assert Counter(rank["node"] for rank in odd["ranks"]) == odd["slots"]

@@ -51,8 +51,8 @@ def test_rayjob_pods_are_valid() -> None:
 def test_rayjob_matches_ray_and_the_command_line() -> None:
     job = load_rayjob()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    known = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
-    assert job["spec"].keys() <= known
+    known_keys = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    assert job["spec"].keys() <= known_keys
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"ray[default]=={version.rpartition('.')[0]}.*" in (ROOT / "cluster/Containerfile").read_text()
     oldest = re.search(r'"ray\[.*\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
