@@ -68,10 +68,10 @@ def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
         ({"time": 130.0}, "clocks", "warn", "28.00 s apart"),
         ({"shared_memory_free": 64 << 20}, "/dev/shm", "warn", "node h2"),
         ({"open_files": 1024}, "open files", "warn", "limit 1024"),
-        ({"sees_directory": False}, "run.dir", "fail", "not the same on h2"),
+        ({"sees_directory": False}, "run.dir", "fail", "not the same directory on h2"),
         ({"address": "127.0.0.1"}, "network", "fail", "127.0.0.1"),
-        ({"tflops": 0.05}, "arithmetic", "warn", "0.05 the slowest"),
-        ({"memory_gbs": 3.0}, "memory", "warn", "3 the slowest"),
+        ({"tflops": 0.05}, "arithmetic", "warn", "slowest 0.05"),
+        ({"memory_gbs": 3.0}, "memory", "warn", "slowest 3"),
     ],
 )
 def test_doctor_reports_a_worker_that_differs(

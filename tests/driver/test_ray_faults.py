@@ -168,7 +168,7 @@ def test_resize_changes_the_number_of_workers(ray_cluster: None, pool: WarmPool,
 def test_run_is_stopped_through_its_handle(ray_cluster: None, reference_curve, tmp_path: Path) -> None:
     run = rt.start(make_config(tmp_path))
     wait_until(lambda: len(run.metrics()) >= 3)
-    with pytest.raises(TimeoutError, match=f"{tmp_path} goes on after 0.01 s"):
+    with pytest.raises(TimeoutError, match=f"{tmp_path} is still running after 0.01 s"):
         run.result(timeout=0.01)
     run.stop()
     result = run.result(timeout=240)
