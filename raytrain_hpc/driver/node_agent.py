@@ -69,7 +69,7 @@ class NodeAgent:
             self._suspects, self._worker_health = [], {}
 
     def get_health(self) -> NodeHealth:
-        """Return the last reading."""
+        """Return the last reading. It also tells the agent that the driver still polls it."""
         self._last_query_time = time.monotonic()
         with self._lock:
             return NodeHealth(self._suspects, self._worker_health)

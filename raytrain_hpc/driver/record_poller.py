@@ -63,6 +63,7 @@ class RecordPoller:
         return [rank for rank, (sent_unix, _) in self._pending.items() if time.time() - sent_unix > _REPLY_TIMEOUT_S]
 
     def _receive(self, timeout_s: float) -> None:
+        """Handle the records of all replies that arrive within `timeout_s`."""
         rank_of_reply = {reply: rank for rank, (_, reply) in self._pending.items()}
         if not rank_of_reply:
             return

@@ -31,8 +31,8 @@ class StragglerDetector:
     def detect(self, health: Mapping[int, WorkerHealth], load: Sequence[int]) -> dict[int, float]:
         """Compare with the previous reading, and return the ranks newly detected as slow, with their slowdown.
 
-        The slowdown is how many times as long as the other ranks a rank takes for the same work. Each rank is returned
-        once per generation. `load[r]` is the work of rank r in a step.
+        The slowdown is the time that a rank takes for the same work, relative to the other ranks. Each rank is returned
+        once per generation. `load[r]` is the number of microbatches of rank r in a step.
         """
         self._last_check_time = time.monotonic()
         if self._previous_health.keys() != health.keys():  # remote agents reply later than the local one

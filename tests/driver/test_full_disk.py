@@ -96,7 +96,9 @@ def test_permanently_full_disk_does_not_stop_the_run(cli, reference_curve, small
     before = (run / "metrics.jsonl").read_text()
     code, output = cli.run(tmp_path / "out", *command)
     assert code == 2, output
-    assert output.startswith(f"error: run.dir={run}: cannot be written: No space left on device; choose another run.dir")
+    assert output.startswith(
+        f"error: run.dir={run}: cannot be written: No space left on device; choose another run.dir"
+    )
     assert (run / "metrics.jsonl").read_text() == before
     (small_disk / "ballast").unlink()
     code, output = cli.run(tmp_path / "out", *command)

@@ -58,4 +58,4 @@ def test_run_saves_and_requeues_near_the_limit(env: dict[str, str]) -> None:
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert log.read_text().splitlines()[-2:] == ["driver saves", "scontrol requeue 17"]
-    assert "back into the queue" in output
+    assert "requeueing" in output
