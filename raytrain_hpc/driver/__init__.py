@@ -1,1 +1,1 @@
-"""One process a run: finds the cluster, starts the workers, records what they report, publishes checkpoints."""
+"""The driver process of a run: cluster, workers and their health, recorded metrics, published checkpoints."""

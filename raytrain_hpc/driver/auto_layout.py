@@ -1,4 +1,4 @@
-"""The settings that were left to the planner, chosen for the cluster that is there."""
+"""Resolve settings left to the planner for the cluster that the run uses."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.planner.workload import make_workload
 
-_FALLBACK_DEVICE = "h100"  # what an accelerator of another name is taken to be
+_FALLBACK_DEVICE = "h100"  # assumed for a device whose name is unknown
 
 
 def resolve_auto_layout(
     prepared: PreparedRun, world: int, cluster: Topology, print_line: Callable[[str], None]
 ) -> PreparedRun:
-    """The run with nothing left to choose for its `world` workers. `cluster`: their nodes.
+    """Return the run with every free setting resolved for `world` workers on the nodes of `cluster`.
 
-    Raises LayoutError where no legal layout exists.
+    Free settings are those set to `auto` or to a list and, on accelerators, the parallel axes that are not set. The
+    choice and its expected step time are printed. Raises LayoutError if no layout is legal.
     """
     config = copy(prepared.config)
     accelerated = cluster.device == "cuda"
     free = dict(build_search_space(config, has_accelerator=accelerated, data_parallel_only=prepared.custom is not None))
-    if prepared.stored_batching is not None:  # how the batch is cut was settled when the run was first started
+    if prepared.stored_batching is not None:  # the batch was split when the run first started
         free.pop("micro_batch", None)
         config.train = replace(config.train, micro_batch=prepared.stored_batching.size)
     if not free:
         return prepared
-    there = build_machine(world, cluster)
-    best = rank_layouts(config, prepared.model_spec, there, load_calibration(there.device.name), free)[0]
-    print_line(f"planned {', '.join(sorted(free))}: {describe_fit(best, there)}")
-    print_line(f"        {best.step_s:.3g} s a step expected: {explain_estimate(best, best, there)}")
-    for remedy in () if best.fits else suggest_remedies(best, make_workload(config, prepared.model_spec), there):
-        print_line(f"        it may run out of memory; {remedy}")
+    machine = build_machine(world, cluster)
+    best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free)[0]
+    print_line(f"planned {', '.join(sorted(free))}: {describe_fit(best, machine)}")
+    print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
+    for remedy in () if best.fits else suggest_remedies(best, make_workload(config, prepared.model_spec), machine):
+        print_line(f"        may run out of memory; {remedy}")
     return replace(prepared, config=apply_choice(config, best.choice))
 
 
 def estimate_run(prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine) -> Estimate | None:
-    """What to expect of this run on these devices; None of a module of the user's own."""
+    """Estimate step time and memory of a run on `machine`, or return None for a user-supplied module."""
     if prepared.custom is not None:
         return None
     return estimate_layout(
@@ -54,12 +55,17 @@ def estimate_run(prepared: PreparedRun, layout: Layout, batching: Batching, mach
 
 
 def build_machine(world: int, cluster: Topology) -> Machine:
-    """`world` workers as nodes of equal size: of uneven ones, as many a node as divides all."""
+    """Describe `world` workers on `cluster` as a machine whose nodes all have the same number of devices.
+
+    Uneven nodes count as the greatest common divisor of their sizes. A device of unknown name is assumed to be an H100.
+    """
     per_node = world
     for node in cluster.nodes:
         per_node = gcd(per_node, node.slots) if node.slots < world else per_node
-    name = cluster.device_name
-    there = make_machine(name or _FALLBACK_DEVICE, world // per_node, per_node, measured=load_links(name))
-    if name:
-        return there
-    return replace(there, device=replace(there.device, name=f"device taken for an {_FALLBACK_DEVICE}"))
+    device_name = cluster.device_name
+    result = make_machine(
+        device_name or _FALLBACK_DEVICE, world // per_node, per_node, measured=load_links(device_name)
+    )
+    if device_name:
+        return result
+    return replace(result, device=replace(result.device, name=f"device assumed to be an {_FALLBACK_DEVICE}"))

@@ -1,4 +1,4 @@
-"""Where workers live: a fleet gives a run its crew of workers."""
+"""Protocols for the place where workers run: an ExecutionBackend creates the WorkerGroup of a run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_address import check_address
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
-RegroupRequest = Literal["pause", "save", None]  # to form another generation: from memory, or from a checkpoint as well
+RegroupRequest = Literal["pause", "save", None]  # end the generation to form another; "save": after saving a checkpoint
 
 
 class WorkerGroup(Protocol):
-    """The workers of a run, from which its generations are formed."""
+    """The workers of a run, from which the members of each generation are chosen."""
 
     def start(self) -> None:
-        """Start them. Raises ClusterError where they do not come up."""
+        """Start the workers. Call once, before the first generation. Raises ClusterError if they do not start."""
 
     def wait_for_workers(self, count: int) -> None:
-        """Wait until `count` are up. Raises ClusterError where they do not come."""
+        """Block until `count` workers are ready. Raises ClusterError if they are not ready in time."""
 
     def scale_up_to(self, count: int) -> None:
-        """Have `count` workers: those that are missing come up behind what runs."""
+        """Start workers in the background until there are `count`; return at once."""
 
     def list_candidates(self) -> list[Candidate]:
-        """Who can be given a rank now."""
+        """Return the workers that can be given a rank now, with the state that each holds in memory."""
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Number the ranks of the next generation. Returns who and where each is."""
+        """Set the workers of the next generation in rank order, and return host and device facts of each rank.
+
+        Call before `run_generation`.
+        """
 
     def run_generation(
         self,
@@ -42,36 +45,39 @@ class WorkerGroup(Protocol):
         stop_event: threading.Event,
         poll_regroup: Callable[[], RegroupRequest],
     ) -> str:
-        """One generation, its records handled. Returns how it ended: "paused", or "stopped" where its state was to be
-        saved, if `regroup` asked for another one.
+        """Run one generation until its ranks end, and return its outcome.
 
-        Raises WorkerFailed; those that are left are candidates then.
+        `on_record` is called with each record that a rank emits. Setting `stop_event` saves and stops after the current
+        step. `poll_regroup` is called repeatedly; a request from it ends the generation at a step boundary.
+
+        Returns "done", "stopped" (saved), "paused" (the state is in memory), or "lost" (no rank holds part of the
+        state). Raises WorkerFailedError if a rank failed; the surviving workers remain candidates.
         """
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
-        """The metrics of steps after the one and up to the other that workers remember."""
+        """Return the metrics of steps after `after_step` up to `until_step` from a surviving worker's memory."""
 
     def discard_state(self) -> None:
-        """What workers hold in memory is of no use."""
+        """Mark the training state in the workers' memory as unusable for recovery."""
 
     def close(self) -> None:
-        """End them."""
+        """Stop all workers and release their slots."""
 
 
 class ExecutionBackend(Protocol):
-    """A home for `world` workers on the nodes of a cluster, or in this process."""
+    """A Ray cluster or this process, with room for `world` workers."""
 
     world: int
     cluster: Topology
-    is_external: bool  # whether it is a Ray cluster that outlives the run, and may have a dashboard
+    is_external: bool  # a Ray cluster that was running before this run, and may have a dashboard
 
     def create_worker_group(self, config: Config) -> WorkerGroup:
-        """A crew for these settings, not started."""
+        """Create the worker group for `config` without starting it."""
 
 
 @contextmanager
 def open_backend(config: Config) -> Iterator[ExecutionBackend]:
-    """This process where cluster.workers=0, else a Ray cluster."""
+    """Yield the backend for `config`: this process if cluster.workers=0, otherwise a Ray cluster."""
     if config.cluster.workers == 0:
         from raytrain_hpc.driver.local_backend import LocalBackend
 
@@ -79,13 +85,13 @@ def open_backend(config: Config) -> Iterator[ExecutionBackend]:
     else:
         if not _is_ray_initialized():
             check_address(config)
-        from raytrain_hpc.driver.ray_backend import open_ray_backend  # a machine without Ray never comes here
+        from raytrain_hpc.driver.ray_backend import open_ray_backend  # cluster.workers=0 must work without Ray
 
-        with open_ray_backend(config) as fleet:
-            yield fleet
+        with open_ray_backend(config) as backend:
+            yield backend
 
 
 def _is_ray_initialized() -> bool:
-    """Whether this process is connected to Ray already; asks without importing it."""
+    """Return whether this process is connected to Ray, without importing Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())

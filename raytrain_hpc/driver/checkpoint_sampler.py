@@ -1,4 +1,4 @@
-"""What the model answers while it is trained: sampled from published checkpoints, in a process beside the run."""
+"""Sample text from published checkpoints during training (observe.prompts), each prompt in a subprocess."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from pathlib import Path
 from raytrain_hpc.config.schema import Config
 
 _SAMPLES_FILE = "samples.jsonl"
-_MAX_PRINTED_CHARS = 200  # characters of an answer on the console
-_NICENESS = 10  # the run goes first
-_CLOSE_TIMEOUT_S, _PROMPT_TIMEOUT_S = 120.0, 600.0  # how long answers are waited for
+_MAX_PRINTED_CHARS = 200  # of an answer, on the console
+_NICE = 10  # below the run's priority
+_CLOSE_TIMEOUT_S, _PROMPT_TIMEOUT_S = 120.0, 600.0  # for all pending samples at the end of the run; for one prompt
 
 
 class CheckpointSampler:
-    """Asks checkpoints the settings' prompts, one after the other.
+    """Background thread that answers the prompts of the settings from each published checkpoint.
 
-    `line` prints; `alarm` is told of what goes wrong, the first time; later checkpoints are asked all the same.
+    `print_line` prints a line. `alarm` reports the first failure; later checkpoints are sampled nevertheless.
     """
 
     def __init__(self, config: Config, print_line: Callable[[str], None], alarm: Callable[[str], None]):
         self._config, self._print_line, self._alarm = config, print_line, alarm
         self._thread: threading.Thread | None = None
         self._lock, self._is_sampling = threading.Lock(), False
-        self._pending_step: int | None = None  # the newest checkpoint that was not asked yet
+        self._pending_step: int | None = None  # the newest checkpoint that has not been sampled
         self._has_alarmed = False
 
     def on_published(self, step: int) -> None:
-        """The checkpoint of this step is there. Returns at once; of those that come while one is asked, the last is."""
+        """Request samples from the checkpoint of `step`; return at once.
+
+        Of several checkpoints published while another is sampled, only the newest is sampled.
+        """
         if not self._config.observe.prompts:
             return
         with self._lock:
@@ -42,7 +45,7 @@ class CheckpointSampler:
                 self._thread.start()
 
     def close(self) -> None:
-        """The run is over: its last checkpoint is asked to the end, for a while."""
+        """Wait for pending samples, at most 120 s. Call after the last checkpoint has been published."""
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -58,34 +61,24 @@ class CheckpointSampler:
     def _sample(self, step: int) -> None:
         run_dir, tokens = Path(self._config.run.dir), self._config.observe.sample_tokens
         for prompt in self._config.observe.prompts:
-            words = ["--prompt", prompt, "--max-tokens", str(max(1, tokens)), "--temperature", "0", "--step", str(step)]
-            command = [
-                "nice",
-                "-n",
-                str(_NICENESS),
-                sys.executable,
-                "-m",
-                "raytrain_hpc",
-                "generate",
-                str(run_dir),
-                *words,
-            ]
-            done, wrong = _run_command(command)
-            if wrong:
+            args = ["--prompt", prompt, "--max-tokens", str(max(1, tokens)), "--temperature", "0", "--step", str(step)]
+            command = ["nice", "-n", str(_NICE), sys.executable, "-m", "raytrain_hpc", "generate", str(run_dir), *args]
+            output, error = _run_command(command)
+            if error:
                 if not self._has_alarmed:
-                    self._alarm(f"observe.prompts: {wrong}; the run goes on")
+                    self._alarm(f"observe.prompts: {error}; training continues")
                 self._has_alarmed = True
                 return
-            answer = done.removeprefix(prompt).rstrip("\n")
+            answer = output.removeprefix(prompt).rstrip("\n")
             with (run_dir / _SAMPLES_FILE).open("a") as file:
                 file.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
             self._print_line(f"sample  step {step}: {prompt!r} -> {answer[:_MAX_PRINTED_CHARS]!r}")
 
 
 def _run_command(command: list[str]) -> tuple[str, str]:
-    """What a command printed, and what was wrong with it, if anything."""
+    """Run a command, and return its output and an error message, which is empty on success."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROMPT_TIMEOUT_S)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROMPT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return "", f"no answer within {_PROMPT_TIMEOUT_S:g} s"
-    return done.stdout, done.stderr.strip()[-300:] if done.returncode else ""
+    return result.stdout, result.stderr.strip()[-300:] if result.returncode else ""

@@ -1,4 +1,4 @@
-"""Workers where a run would have them, asked what they see and how fast they reach one another."""
+"""Workers started on a cluster without a run, to collect facts about their hosts and to measure collectives."""
 
 from __future__ import annotations
 
@@ -24,51 +24,54 @@ _TIMEOUT_S = 300.0
 
 
 class ClusterProbe:
-    """Workers that are up, and the store at which they meet."""
+    """Started workers of a cluster, and the store through which they form process groups."""
 
     def __init__(self, cluster: Topology, workers: Sequence[Worker], store: Any):
         self.cluster, self.workers = cluster, workers
         self._store, self._num_groups = store, 0
 
     def collect_host_info(self, path: str, marker: str) -> list[dict[str, Any]]:
-        """What each worker says of its process and machine; see worker.facts."""
-        asked = [worker.actor.facts.remote(path, marker) for worker in self.workers]
-        found: list[dict[str, Any]] = ray.get(asked, timeout=_TIMEOUT_S)
-        return [{**worker.info, **one} for worker, one in zip(self.workers, found, strict=True)]
+        """Return placement and host facts of each worker; see `worker.host_info`."""
+        replies = [worker.actor.collect_host_info.remote(path, marker) for worker in self.workers]
+        host_infos: list[dict[str, Any]] = ray.get(replies, timeout=_TIMEOUT_S)
+        return [{**worker.info, **host_info} for worker, host_info in zip(self.workers, host_infos, strict=True)]
 
     def measure_collectives(self, sizes: Sequence[int]) -> list[CollectiveTimings]:
-        """Among the workers of the fullest node, one of each node, and all."""
-        found = []
+        """Measure collectives inside the fullest node, across nodes, and among all workers. `sizes` are in bytes."""
+        timings = []
         for scope, members in group_workers_by_scope([worker.info["node"] for worker in self.workers]).items():
-            chosen = [self.workers[member] for member in members]
+            workers = [self.workers[index] for index in members]
             self._num_groups += 1
-            meeting: Rendezvous = self._store.create_rendezvous(self._num_groups)
-            asked = [
-                worker.actor.collectives.remote(rank, len(chosen), meeting, list(sizes))
-                for rank, worker in enumerate(chosen)
+            rendezvous: Rendezvous = self._store.create_rendezvous(self._num_groups)
+            replies = [
+                worker.actor.measure_collectives.remote(rank, len(workers), rendezvous, list(sizes))
+                for rank, worker in enumerate(workers)
             ]
-            nodes = len({worker.info["node"] for worker in chosen})
-            found.append(CollectiveTimings(scope, len(chosen), nodes, ray.get(asked, timeout=_TIMEOUT_S)[0]))
-        return found
+            num_nodes = len({worker.info["node"] for worker in workers})
+            timings.append(CollectiveTimings(scope, len(workers), num_nodes, ray.get(replies, timeout=_TIMEOUT_S)[0]))
+        return timings
 
 
 def group_workers_by_scope(nodes: Sequence[str]) -> dict[str, list[int]]:
-    """Which workers to measure together, by name; `nodes[w]`: worker w's. Each set has two at least."""
-    there: dict[str, list[int]] = {}
-    for number, node in enumerate(nodes):
-        there.setdefault(node, []).append(number)
-    found = {
-        "inside a node": max(there.values(), key=len, default=[]),
-        "across nodes": [members[0] for members in there.values()],
+    """Return named sets of workers to measure together, each of at least two. `nodes[w]` is the node of worker w."""
+    workers_by_node: dict[str, list[int]] = {}
+    for worker, node in enumerate(nodes):
+        workers_by_node.setdefault(node, []).append(worker)
+    scopes = {
+        "inside a node": max(workers_by_node.values(), key=len, default=[]),
+        "across nodes": [members[0] for members in workers_by_node.values()],
         "all": list(range(len(nodes))),
     }
-    if len(there) == 1 or len(there) == len(nodes):
-        del found["all"]  # the same as one of the others
-    return {scope: members for scope, members in found.items() if len(members) > 1}
+    if len(workers_by_node) == 1 or len(workers_by_node) == len(nodes):
+        del scopes["all"]  # equal to one of the other sets
+    return {scope: members for scope, members in scopes.items() if len(members) > 1}
 
 
 def inspect_running_cluster(config: Config) -> Machine:
-    """The cluster that is running, or one started here, as plans see it: the devices that a run would take."""
+    """Return the devices that a run with `config` would use, as a machine of the planner.
+
+    If no cluster is running, Ray is started on this machine.
+    """
     with connect_ray(config, get_fixed_world_size(config) or DEFAULT_CPU_WORKERS):
         cluster = read_topology(config)
         return build_machine(resolve_world_size(config, cluster), cluster)
@@ -76,14 +79,12 @@ def inspect_running_cluster(config: Config) -> Machine:
 
 @contextmanager
 def open_cluster_probe(config: Config) -> Iterator[ClusterProbe]:
-    """Workers of the cluster that a run with these settings would use, without a run."""
-    with open_ray_backend(config) as fleet:
-        cluster, store = fleet.topology_and_store
-        actors = ActorPool(config, fleet.world, cluster)
+    """Yield a probe with the workers that a run with `config` would use. No run is started."""
+    with open_ray_backend(config) as backend:
+        cluster, store = backend.topology_and_store
+        pool = ActorPool(config, backend.world, cluster)
         try:
-            actors.start()
-            yield ClusterProbe(
-                cluster, sorted(actors.ready, key=lambda one: (one.info["node"], one.info["pid"])), store
-            )
+            pool.start()
+            yield ClusterProbe(cluster, sorted(pool.ready, key=lambda w: (w.info["node"], w.info["pid"])), store)
         finally:
-            actors.close()
+            pool.close()

@@ -1,4 +1,4 @@
-"""What broke, and what it cost: incidents.jsonl."""
+"""Log of failures and what they cost: incidents.jsonl."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from raytrain_hpc.errors import WorkerFailedError
 
 
 class IncidentLog:
-    """An incident is written when it is seen, and completed when the run has recovered from it.
+    """Writer of incidents.jsonl. An incident is written when it is detected, and completed when the run has recovered.
 
-    `detected_s` counts from the last sign of life of the rank that failed, `recovered_s` from the detection to the next
-    committed step, `steps_lost` the committed steps that are run again. What is not known, or not yet, is null.
+    `detected_s` counts from the failed rank's last sign of life to detection, and `recovered_s` from detection to the
+    next committed step. `steps_lost` counts the committed steps that are run again. Unknown values are null.
     """
 
     def __init__(self, directory: RunDirectory):
@@ -23,8 +23,8 @@ class IncidentLog:
         self._open_incident: dict[str, Any] | None = None
 
     def record_failure(self, failure: WorkerFailedError, generation: int, committed_step: int, world: int) -> None:
-        """A generation of `world` ranks ended with this failure after `committed` steps."""
-        seen = failure.last_seen
+        """Write the failure that ended a generation of `world` ranks after `committed_step` steps."""
+        last_seen = failure.last_seen
         self._open_incident = {
             "kind": failure.kind,
             "rank": failure.rank,
@@ -38,7 +38,7 @@ class IncidentLog:
             "world_after": None,
             "step": committed_step,
             "time": failure.detected_at,
-            "detected_s": None if seen is None else failure.detected_at - seen,
+            "detected_s": None if last_seen is None else failure.detected_at - last_seen,
             "recovered_s": None,
             "steps_lost": None,
             "stacks": failure.stacks,
@@ -47,28 +47,31 @@ class IncidentLog:
         self._write()
 
     def record_incident(self, record: dict[str, Any], generation: int, committed_step: int) -> None:
-        """Something that a rank reports, and that is over. Written before an incident that still goes on."""
-        line: dict[str, Any] = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s"))
-        line |= {"time": time.time(), "detected_s": 0.0, "steps_lost": 0} | record
-        line |= {"generation": generation, "step": committed_step}
-        line.pop("type")
-        self._lines.insert(len(self._lines) - (self._open_incident is not None), json.dumps(line))
+        """Write an incident that a rank reported and that is already over, such as a step whose loss was not finite.
+
+        It is inserted before a failure from which the run has not recovered.
+        """
+        incident: dict[str, Any] = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s"))
+        incident |= {"time": time.time(), "detected_s": 0.0, "steps_lost": 0} | record
+        incident |= {"generation": generation, "step": committed_step}
+        incident.pop("type")
+        self._lines.insert(len(self._lines) - (self._open_incident is not None), json.dumps(incident))
         self._directory.write_incidents(self._lines)
 
     def record_resumption(self, first_step: int, world: int) -> None:
-        """The next generation starts from `first` committed steps on `world` ranks."""
+        """Complete the open failure with the steps lost and the new world size. Call when a generation starts."""
         if self._open_incident is not None:
             self._open_incident |= {"steps_lost": self._open_incident["step"] - first_step, "world_after": world}
             self._write()
 
     def record_commit(self, commit_unix: float) -> dict[str, Any] | None:
-        """A step was committed at this unix time. Returns the incident that the run has recovered from with it."""
+        """Record that a step was committed, and return the failure from which the run thereby recovered, or None."""
         if self._open_incident is None:
             return None
-        recovered, self._open_incident["recovered_s"] = self._open_incident, commit_unix - self._open_incident["time"]
+        incident, self._open_incident["recovered_s"] = self._open_incident, commit_unix - self._open_incident["time"]
         self._write()
         self._open_incident = None
-        return recovered
+        return incident
 
     def _write(self) -> None:
         self._lines[-1] = json.dumps(self._open_incident)

@@ -1,4 +1,4 @@
-"""Which task of a job this process is, as Slurm, PBS and MPI launchers say in its environment."""
+"""Detection of the launcher (Slurm, PBS, MPI) that started this process, from environment variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LauncherTask:
-    """One process of `size` that a launcher has started together. `local_rank`: its number on its node, where said."""
+    """One of `num_tasks` processes that a launcher started together. `local_rank`: its index on its node, if known."""
 
     launcher: str
     rank: int
@@ -16,9 +16,9 @@ class LauncherTask:
     local_rank: int | None
 
 
-# Launcher, and its words for rank, size and number on the node; first what is sure: several speak MPICH's words, too.
+# Launcher; its variables for rank, size and local rank. Unambiguous ones come first: several also set MPICH's.
 _LAUNCHER_VARIABLES = (
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # sbatch's own script has no step
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # not set in the sbatch script itself
     ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec (PALS)", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # Polaris and Aurora
     ("mpiexec (Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -27,16 +27,16 @@ _LAUNCHER_VARIABLES = (
 
 
 def detect_launcher_task(environment: Mapping[str, str]) -> LauncherTask | None:
-    """This process's; None where no launcher started it, or none whose words are known.
+    """Return the launcher task that this process is, or None if no known launcher started it.
 
-    Words that are no numbers are nobody's. Of two launchers with the same words the one counts that says more.
+    Values that are not numbers are ignored. If several launchers match, the first one with a local rank is returned.
     """
-    found = []
-    for launcher, *words in _LAUNCHER_VARIABLES:
-        rank, size, local = (_parse_number(environment.get(word)) for word in words)
+    tasks = []
+    for launcher, *variables in _LAUNCHER_VARIABLES:
+        rank, size, local_rank = (_parse_number(environment.get(variable)) for variable in variables)
         if rank is not None and size is not None and rank < size:
-            found.append(LauncherTask(launcher, rank, size, local))
-    return next((task for task in found if task.local_rank is not None), next(iter(found), None))
+            tasks.append(LauncherTask(launcher, rank, size, local_rank))
+    return next((task for task in tasks if task.local_rank is not None), next(iter(tasks), None))
 
 
 def _parse_number(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""One rank in this process, with no Ray: for debuggers, and for machines without Ray."""
+"""Backend with one rank in this process, without Ray: for debugging, and for machines without Ray."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from raytrain_hpc.training.factory import build_rank_trainer
 
 
 class LocalWorkerGroup:
-    """The same loop in the calling thread; records are handled as they are made."""
+    """Worker group of one rank, which trains in the calling thread. Records are handled when they are emitted."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def start(self) -> None:
-        """Nothing to start: the process is the caller's."""
+        """Do nothing: this process is the worker."""
 
     def wait_for_workers(self, count: int) -> None:
-        """Nobody else will come."""
+        """Do nothing: no other worker can start."""
 
     def scale_up_to(self, count: int) -> None:
-        """One process is one worker."""
+        """Do nothing: one process is one worker."""
 
     def list_candidates(self) -> list[Candidate]:
-        """This process."""
+        """Return this process as the only candidate, with no state in memory."""
         return [Candidate(0, "local", os.getpid())]
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
-        """Nothing: records were handled as they were made."""
+        """Return no metrics: all records have been handled."""
         return []
 
     def discard_state(self) -> None:
-        """It holds nothing."""
+        """Do nothing: no state is kept between generations."""
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Who and where: this process."""
+        """Return host and device facts of this process, which is rank 0."""
         cuda = self._device.type == "cuda"
-        name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
-        memory = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None
+        device_name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
+        memory_gib = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None
         host = socket.gethostname()
         now = time.time()
         return [
@@ -63,8 +63,8 @@ class LocalWorkerGroup:
                 "address": "127.0.0.1",
                 "host": host,
                 "pid": os.getpid(),
-                "device": name,
-                "memory_gib": memory,
+                "device": device_name,
+                "memory_gib": memory_gib,
                 "began": now,
                 "imported": now,
             }
@@ -77,40 +77,40 @@ class LocalWorkerGroup:
         stop_event: threading.Event,
         poll_regroup: Callable[[], RegroupRequest],
     ) -> str:
-        """Train until done or stopped. Returns which of the two."""
-        control = DirectControlChannel(stop_event, on_record)
-        return build_rank_trainer(spec, 0, self._device, None, control).run(spec.start_step, spec.end_step)
+        """Train in the calling thread until done or stopped, and return the outcome. `poll_regroup` is not called."""
+        channel = DirectControlChannel(stop_event, on_record)
+        return build_rank_trainer(spec, 0, self._device, None, channel).run(spec.start_step, spec.end_step)
 
     def close(self) -> None:
-        """Nothing to end: the process is the caller's."""
+        """Do nothing: the process belongs to the caller."""
 
 
 class LocalBackend:
-    """A fleet of one."""
+    """Backend for one worker, in this process."""
 
     world, is_external = 1, False
 
     def __init__(self, config: Config):
-        wanted = config.cluster.device
-        if wanted == "cuda" and not torch.cuda.is_available():
+        device = config.cluster.device
+        if device == "cuda" and not torch.cuda.is_available():
             raise ClusterError("cluster.device=cuda: this machine has no usable GPU; use cluster.device=cpu")
-        use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
-        name = find_device_preset(torch.cuda.get_device_name(self._device)) if use_cuda else ""
-        self.cluster = Topology((Node("local", "127.0.0.1", 1),), self._device.type, name)
+        device_name = find_device_preset(torch.cuda.get_device_name(self._device)) if use_cuda else ""
+        self.cluster = Topology((Node("local", "127.0.0.1", 1),), self._device.type, device_name)
 
     def create_worker_group(self, config: Config) -> LocalWorkerGroup:
-        """The one worker."""
+        """Create the worker group of one rank."""
         return LocalWorkerGroup(self._device)
 
 
 class DirectControlChannel(ControlChannel):
-    """Hands every record over at once instead of keeping it for a driver to fetch."""
+    """Control channel that passes each record to a handler at once, instead of queueing it for the driver."""
 
     def __init__(self, stop_event: threading.Event, on_record: Callable[[dict[str, Any]], None]):
         super().__init__(stop_event)
         self._on_record = on_record
 
     def emit(self, record: dict[str, Any]) -> None:
-        """Handle the record now."""
+        """Pass the record to the handler."""
         self._on_record(record)

@@ -1,23 +1,23 @@
-"""Nodes that Ray is about to take away: preempted, or scaled down."""
+"""Nodes that Ray is draining because they are preempted or scaled down."""
 
 from __future__ import annotations
 
 import time
 
-import ray._private.state  # no public call tells
+import ray._private.state  # no public API
 
 _QUERY_INTERVAL_S = 0.5
 
 
 class NodeDrainMonitor:
-    """Asks Ray now and then."""
+    """Cached query for the nodes that Ray is draining."""
 
     def __init__(self) -> None:
         self._last_query_time = 0.0
         self._draining_nodes: frozenset[str] = frozenset()
 
     def get_draining_nodes(self) -> frozenset[str]:
-        """Ids of the nodes that are being drained, as Ray said at most half a second ago."""
+        """Return the ids of the nodes that are being drained, as of at most half a second ago."""
         now = time.monotonic()
         if now - self._last_query_time > _QUERY_INTERVAL_S:
             self._last_query_time = now

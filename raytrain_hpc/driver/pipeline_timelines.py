@@ -1,4 +1,4 @@
-"""Timelines of the pipeline, as every rank reports its own: JSON and a picture in run.dir/timeline."""
+"""Pipeline timelines of all ranks, written to run.dir/timeline as JSON and SVG."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from raytrain_hpc.planner.pipeline_timeline import Span, compute_idle_fraction, 
 
 
 class TimelineWriter:
-    """Puts a step's actions of all ranks together. Clocks of several nodes are taken as they are."""
+    """Collects the pipeline actions of each step from all ranks. Clocks of different nodes are not aligned."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._incomplete: dict[int, dict[int, list[list[Any]]]] = {}
 
     def discard_incomplete(self) -> None:
-        """What an earlier generation left half-done will never be complete."""
+        """Discard steps that not all ranks of an earlier generation have reported. Call when a generation starts."""
         self._incomplete.clear()
 
     def add_rank(self, record: dict[str, Any], world: int) -> str | None:
-        """Take a rank's actions of a step. Once all ranks' are there they are written; a line that says where.
+        """Add one rank's actions of a step, and write the step once all `world` ranks have reported it.
 
-        Raises OSError where they cannot be written.
+        Returns the written file's name with the pipeline's idle share, or None if ranks are missing. Raises OSError if
+        the files cannot be written.
         """
         step = record["step"]
-        of_rank = self._incomplete.setdefault(step, {})
-        of_rank[record["rank"]] = record["spans"]
-        if len(of_rank) < world:
+        spans_of_rank = self._incomplete.setdefault(step, {})
+        spans_of_rank[record["rank"]] = record["spans"]
+        if len(spans_of_rank) < world:
             return None
         del self._incomplete[step]
-        rows = [[rank, *row] for rank in sorted(of_rank) for row in of_rank[rank]]
-        spans = [Span(rank, Action(kind, stage, m), begin, end) for rank, kind, stage, m, begin, end in rows]
+        rows = [[rank, *row] for rank in sorted(spans_of_rank) for row in spans_of_rank[rank]]
+        spans = [
+            Span(rank, Action(kind, stage, microbatch), begin, end)
+            for rank, kind, stage, microbatch, begin, end in rows
+        ]
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step-{step:08d}"
         columns = ["rank", "kind", "stage", "microbatch", "begin_unix", "end_unix"]

@@ -1,4 +1,4 @@
-"""Getting hold of Ray: the cluster that was named, the one that is there, or one of our own."""
+"""Connection to Ray: to the cluster of the settings, to one that runs on this machine, or to a new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from raytrain_hpc.ray_address import LOCAL, get_cluster_address, hide_auth_notic
 
 @contextmanager
 def connect_ray(config: Config, num_workers: int) -> Iterator[bool]:
-    """Be connected to Ray inside; True where it was started here. Leaves a connection that was there before alone."""
+    """Connect to Ray within the context, and yield whether Ray was started here.
+
+    A connection that exists already is used and kept open.
+    """
     if ray.is_initialized():
         yield False
         return
@@ -34,15 +37,15 @@ def connect_ray(config: Config, num_workers: int) -> Iterator[bool]:
 
 @contextmanager
 def _preserve_signal_handlers() -> Iterator[None]:
-    """Ray replaces the SIGTERM handler by one that exits at once; a run wants to save first."""
+    """Restore the handlers that Ray replaces: its SIGTERM handler exits at once, but a run saves first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -60,37 +63,36 @@ def _connect(config: Config, num_workers: int) -> bool:
             ) from error
         return False
     task = detect_launcher_task(os.environ)
-    if task is not None and task.rank > 0:  # the first may be somebody's shell
+    if task is not None and task.rank > 0:  # task 0 may be an interactive shell
         raise ClusterError(
-            f"{task.launcher} has started {task.num_tasks} of these, and this is number {task.rank}: it would train alone, "
-            "on a Ray of its own; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
-            "(ray symmetric-run), or name a cluster that is there (cluster.address)"
+            f"this is task {task.rank} of {task.num_tasks} of {task.launcher}: each would start its own Ray and train "
+            "alone; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
+            "(ray symmetric-run), or set cluster.address to a running cluster"
         )
-    # Training is what this Ray is for: by default Ray runs workers at nice 15, behind everything else on the machine.
+    # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Our own Ray on one machine: enough slots for the run, and one CPU more, since trainers that hold every CPU
-    # starve Ray Data.
+    # One CPU more than the run needs: workers that hold every CPU starve Ray Data.
     cpus = max(os.cpu_count() or 1, num_workers + 1)
     try:
         with hide_auth_notice():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
-    except Exception as error:  # Ray raises a plain one where its processes start too slowly
+    except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
         raise ClusterError(f"Ray did not start on this machine: {_extract_first_line(error)}; see /tmp/ray") from error
     return True
 
 
 def _resolve_address(config: Config) -> str | None:
-    """The cluster to join, None to start one."""
+    """Return the address of the cluster to join, or None to start one."""
     address = get_cluster_address(config)
     if address == LOCAL:
         return None
-    # What runs here is joined as "auto": by its own address Ray would not look for the token it asks for.
+    # Join a cluster on this machine as "auto": given its address, Ray would not look up its authentication token.
     return address if address != AUTO or _is_ray_running_locally() else None
 
 
 def _is_ray_running_locally() -> bool:
-    """Whether a cluster that `ray start` left running on this machine still answers."""
-    from ray._private.utils import read_ray_address  # no public call tells without connecting
+    """Return whether a cluster that `ray start` left running on this machine still answers."""
+    from ray._private.utils import read_ray_address  # no public API works without connecting
 
     address: str | None = read_ray_address()
     return address is not None and is_reachable(address)

@@ -1,4 +1,4 @@
-"""Gauges for the Ray dashboard and Prometheus: the metrics of the newest step."""
+"""Metrics of the newest step as gauges, for the Ray dashboard and Prometheus."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raytrain_hpc.observability.metrics import METRIC_KEYS
 
 
 class RayMetricsTracker:
-    """One gauge a metric, named raytrain_SECTION_NAME and tagged with the run's name."""
+    """Experiment tracker with one gauge per metric, named raytrain_SECTION_NAME and tagged with the run's name."""
 
     def __init__(self, run_name: str):
         self._run_name = run_name
         self._gauges: dict[str, Gauge] = {}
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Show a step's numbers."""
+        """Set the gauges to the metrics of a step."""
         if not ray.is_initialized():
             return
         for key, value in metrics.items():
@@ -28,7 +28,7 @@ class RayMetricsTracker:
                 self._get_gauge(key).set(float(value), {"run": self._run_name})
 
     def close(self, *, failed: bool) -> None:
-        """Nothing to do: what is shown last stays until Ray ends."""
+        """Do nothing: the last values stay visible until Ray ends."""
 
     def _get_gauge(self, key: str) -> Gauge:
         if key not in self._gauges:

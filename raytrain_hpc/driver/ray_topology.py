@@ -1,4 +1,4 @@
-"""What Ray reports of the cluster -> plan.topology."""
+"""The nodes that Ray reports, as a topology of the planner."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DEFAULT_CPU_WORKERS = 2
 
 
 def read_topology(config: Config) -> Topology:
-    """The nodes that are alive, with a slot a GPU, or a slot a CPU where there is no GPU or the run asks for CPU.
+    """Return the live nodes, with one slot per GPU, or per CPU if there is no GPU or the settings ask for CPU.
 
-    Raises ClusterError where cluster.device=cuda and no node has a GPU.
+    Raises ClusterError if cluster.device=cuda and no node has a GPU.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     gpus = sum(node["Resources"].get("GPU", 0) for node in alive)
@@ -39,26 +39,32 @@ def read_topology(config: Config) -> Topology:
 
 
 def _detect_accelerator(nodes: list[dict[str, Any]]) -> str:
-    """Ray names accelerators as resources, such as accelerator_type:H100."""
+    """Return the device name of the cluster's accelerator; empty unless there is exactly one type.
+
+    Ray names accelerators as resources, such as accelerator_type:H100.
+    """
     label = "accelerator_type:"
-    named = {name.removeprefix(label) for node in nodes for name in node["Resources"] if name.startswith(label)}
-    return find_device_preset(named.pop()) if len(named) == 1 else ""
+    accelerators = {name.removeprefix(label) for node in nodes for name in node["Resources"] if name.startswith(label)}
+    return find_device_preset(accelerators.pop()) if len(accelerators) == 1 else ""
 
 
 def resolve_world_size(config: Config, cluster: Topology) -> int:
-    """How many workers to start: what the settings fix, else every GPU, else two on CPU, in whole models."""
+    """Return the number of workers to start.
+
+    It is the number that the settings fix; otherwise one per GPU, or two on CPU, rounded down to whole model replicas.
+    """
     fixed = get_fixed_world_size(config)
     if fixed is not None:
         return fixed
     if config.cluster.workers != AUTO:
         return int(config.cluster.workers)
     slots = cluster.total_slots if cluster.device == "cuda" else min(DEFAULT_CPU_WORKERS, cluster.total_slots)
-    together = get_model_parallel_size(config)
-    return max(1, slots // together) * together
+    ranks_per_model = get_model_parallel_size(config)
+    return max(1, slots // ranks_per_model) * ranks_per_model
 
 
 def get_raylet_addresses() -> dict[str, tuple[str, int]]:
-    """Address and port of Ray's own process on every node that it knows."""
+    """Return node id -> (address, port) of the raylet of every node that Ray knows."""
     return {
         node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"])
         for node in ray.nodes()  # type: ignore[no-untyped-call]

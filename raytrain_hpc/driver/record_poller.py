@@ -1,4 +1,4 @@
-"""Records of the ranks of a generation, fetched behind what runs: a rank that gives no answer holds nobody up."""
+"""Records of a generation's ranks, fetched asynchronously: a rank that does not reply delays no other rank."""
 
 from __future__ import annotations
 
@@ -13,62 +13,67 @@ from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.elastic.watchdog import WorkerHealth
 from raytrain_hpc.runtime.control_channel import Record
 
-_POLL_INTERVAL_S = 1.0  # often enough to read along, seldom enough to cost nothing
-_MAX_POLLS_PER_S = 500  # questions at most: the first rank has the steps to tell, the others little
-_URGENT_INTERVAL_S = 0.05  # while stopping, and where a record is urgent
+_POLL_INTERVAL_S = 1.0  # short enough to follow the run, long enough to cost nothing
+_MAX_POLLS_PER_S = 500  # to all ranks together: only rank 0 reports steps
+_URGENT_INTERVAL_S = 0.05  # while stopping, and for urgent records
 _REPLY_TIMEOUT_S = 10.0
 
 
 class RecordPoller:
-    """Asks each rank for its records again and again, one question at a time."""
+    """Poller of each rank's records, with at most one outstanding request per rank."""
 
     def __init__(self, actors: Sequence[Any], on_record: Callable[[Record], None]):
         self._actors, self._on_record = actors, on_record
         now = time.time()
         self._pending: dict[int, tuple[float, Any]] = {}
         self._throttle = Throttle(0.0)
-        self._urgent_counts = [0] * len(actors)  # urgent records that each rank had made when it was last asked
-        self.last_reply_unix = [now] * len(actors)  # when each rank last answered, unix time
+        self._urgent_counts = [0] * len(actors)  # urgent records of each rank at its last request
+        self.seen_at = [now] * len(actors)  # unix time of each rank's last reply
 
     def poll(self, health: Mapping[int, WorkerHealth], *, urgent: bool = False) -> None:
-        """Take what has come, and ask who has not been asked for a while, or has something urgent. Returns at once."""
+        """Handle the records that have arrived and send the requests that are due; return at once.
+
+        A request is due if the last reply is old enough, or earlier if `health` counts a new urgent record of the rank.
+        `urgent`: poll all ranks at the short interval.
+        """
         if not self._throttle.is_ready():
             return
         with self._throttle.measure():
             self._receive(0.0)
-            now, seldom = time.time(), len(self._actors) / _MAX_POLLS_PER_S
+            now, min_interval_s = time.time(), len(self._actors) / _MAX_POLLS_PER_S
             for rank, actor in enumerate(self._actors):
                 num_urgent = health[rank].num_urgent_records if rank in health else 0
                 is_urgent = urgent or num_urgent > self._urgent_counts[rank]
-                often = max(_URGENT_INTERVAL_S if is_urgent else _POLL_INTERVAL_S, seldom)
-                patience = often if rank else min(often, _POLL_INTERVAL_S)
-                if rank not in self._pending and now - self.last_reply_unix[rank] > patience:
+                interval_s = max(_URGENT_INTERVAL_S if is_urgent else _POLL_INTERVAL_S, min_interval_s)
+                rank_interval_s = interval_s if rank else min(interval_s, _POLL_INTERVAL_S)
+                if rank not in self._pending and now - self.seen_at[rank] > rank_interval_s:
                     self._pending[rank], self._urgent_counts[rank] = (now, actor.drain.remote()), num_urgent
 
     def fetch_remaining(self, timeout_s: float = _REPLY_TIMEOUT_S, exclude: Collection[int] = ()) -> None:
-        """Take all records that there are, of the ranks that answer in time; `without` those that are gone."""
-        until = time.monotonic() + timeout_s
-        self._pending = {rank: asked for rank, asked in self._pending.items() if rank not in exclude}
+        """Handle all remaining records of the ranks that reply within `timeout_s`. Ranks in `exclude` have failed."""
+        deadline = time.monotonic() + timeout_s
+        self._pending = {rank: request for rank, request in self._pending.items() if rank not in exclude}
         self._receive(timeout_s)
-        left = [(rank, actor) for rank, actor in enumerate(self._actors) if rank not in exclude]
-        self._pending |= {rank: (time.time(), actor.drain.remote()) for rank, actor in left}
-        self._receive(max(0.0, until - time.monotonic()))
+        remaining = [(rank, actor) for rank, actor in enumerate(self._actors) if rank not in exclude]
+        self._pending |= {rank: (time.time(), actor.drain.remote()) for rank, actor in remaining}
+        self._receive(max(0.0, deadline - time.monotonic()))
 
     def find_silent_ranks(self) -> list[int]:
-        """Ranks whose answer has been waited for too long."""
-        return [rank for rank, (when, _) in self._pending.items() if time.time() - when > _REPLY_TIMEOUT_S]
+        """Return the ranks whose reply has been outstanding for more than 10 s."""
+        return [rank for rank, (sent_unix, _) in self._pending.items() if time.time() - sent_unix > _REPLY_TIMEOUT_S]
 
     def _receive(self, timeout_s: float) -> None:
-        asked = {answer: rank for rank, (_, answer) in self._pending.items()}
-        if not asked:
+        """Handle the records of all replies that arrive within `timeout_s`."""
+        rank_of_reply = {reply: rank for rank, (_, reply) in self._pending.items()}
+        if not rank_of_reply:
             return
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        for rank in sorted(asked[answer] for answer in ready):
-            _, answer = self._pending.pop(rank)
+        ready, _ = ray.wait(list(rank_of_reply), num_returns=len(rank_of_reply), timeout=timeout_s)
+        for rank in sorted(rank_of_reply[reply] for reply in ready):
+            _, reply = self._pending.pop(rank)
             try:
-                records = ray.get(answer)
+                records = ray.get(reply)
             except RayError:
-                continue  # its run call reports the death
-            self.last_reply_unix[rank] = time.time()
+                continue  # the rank's run call reports the failure
+            self.seen_at[rank] = time.time()
             for record in records:
                 self._on_record(record)

@@ -1,4 +1,4 @@
-"""How a run ended."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """What result.json holds. `outcome`: "done" or "stopped" (saved, to be continued)."""
+    """Content of result.json. `outcome` is "done" or "stopped" (saved; the same command resumes)."""
 
     outcome: str
     train_loss: float | None
@@ -25,7 +25,7 @@ class Result:
     startup: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of result.json."""
+        """Return the content under the keys of result.json."""
         plain = {**self.__dict__}
         plain["train/loss"] = plain.pop("train_loss")
         plain["val/loss"] = plain.pop("val_loss")

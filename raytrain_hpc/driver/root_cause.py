@@ -1,4 +1,4 @@
-"""Of the failures of several ranks, which one began it?"""
+"""Order of failures of several ranks, to tell the root cause from its consequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PRIMARY_KINDS = (
 
 
 def cascade_order(failure: WorkerFailedError) -> int:
-    """0: a dead process, or one given up on; up to PEER_GONE: what follows from the end of another one."""
+    """Return 0 for a failure that is a cause, such as a dead process, up to CONSEQUENCE for the effect of another."""
     if failure.kind in _PRIMARY_KINDS:
         return 0
     if failure.kind == "replicas differ":

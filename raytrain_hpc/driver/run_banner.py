@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains."""
+"""Summary of a run, printed before it trains."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from raytrain_hpc.planner.workload import make_workload
 def announce_run(
     prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine, print_line: Callable[[str], None]
 ) -> None:
-    """Write the settings and the plan to the run directory, and say what is about to be trained, on what is there."""
-    estimate, work = (
+    """Write the settings and the plan to the run directory, and print a summary of the run on `machine`."""
+    estimate, workload = (
         estimate_run(prepared, layout, batching, machine),
         make_workload(prepared.config, prepared.model_spec),
     )
-    config, shape, train = prepared.config, prepared.model_spec, prepared.config.train
-    own = count_max_rank_parameters(shape, layout, train.seq_len)
-    state = (
+    config, model_spec, train = prepared.config, prepared.model_spec, prepared.config.train
+    parameters = count_max_rank_parameters(model_spec, layout, train.seq_len)
+    state_size = (
         None
         if prepared.custom
-        else compute_state_bytes(own, layout, train.dtype, train.optimizer, config.parallel.offload)
+        else compute_state_bytes(parameters, layout, train.dtype, train.optimizer, config.parallel.offload)
     )
     plan = {
         "layout": asdict(layout),
         "workers": layout.world_size,
         "microbatches": asdict(batching),
-        "state_bytes_per_rank": state,
-        "flops_per_token": None if prepared.custom else compute_flops_per_token(shape, train.seq_len),
+        "state_bytes_per_rank": state_size,
+        "flops_per_token": None if prepared.custom else compute_flops_per_token(model_spec, train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
         "memory": None if estimate is None else asdict(estimate.footprint),
-        "expected": None if estimate is None else describe_estimate(estimate, estimate, work, machine),
+        "expected": None if estimate is None else describe_estimate(estimate, estimate, workload, machine),
     }
     tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
     prepared.directory.write_start(config, plan, tokenizer)
@@ -48,16 +48,16 @@ def announce_run(
         print_line("model   given by the caller")
     else:
         print_line(
-            f"model   {format_count(shape.num_parameters())} parameters: {shape.num_layers} layers, width "
-            f"{shape.hidden_size}, {shape.num_heads} heads, vocabulary {shape.vocab_size}; {train.dtype}"
+            f"model   {format_count(model_spec.num_parameters())} parameters: {model_spec.num_layers} layers, width "
+            f"{model_spec.hidden_size}, {model_spec.num_heads} heads, vocabulary {model_spec.vocab_size}; {train.dtype}"
         )
     print_line(f"data    {_describe_data(prepared)}")
-    memory = "" if state is None else f"; {state / 2**30:.2f} GiB of state a worker"
+    memory = "" if state_size is None else f"; {state_size / 2**30:.2f} GiB of state per worker"
     print_line(
         f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}"
     )
     if estimate is not None:
-        print_line(f"expect  {describe_expectation(estimate, work, machine)}")
+        print_line(f"expect  {describe_expectation(estimate, workload, machine)}")
     print_line(
         f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
         f"(observe.peak_tflops={config.observe.peak_tflops})"
@@ -68,6 +68,6 @@ def _describe_data(prepared: PreparedRun) -> str:
     data, dataset = prepared.config.data, prepared.dataset
     name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
     kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
-    counts = f"{format_count(sum(s.num_tokens for s in dataset.train))} for training"
+    counts = f"{format_count(sum(shard.num_tokens for shard in dataset.train))} for training"
     val = "none" if dataset.val is None else format_count(dataset.val.num_tokens)
     return f"{name}: {kind}, {counts}, {val} for validation, vocabulary {dataset.vocab_size}; order {data.order}"

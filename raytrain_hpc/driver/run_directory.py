@@ -1,4 +1,4 @@
-"""The files of a run directory: what each is called, and how it is written so that a reader never sees half of it."""
+"""Names of the files in a run directory, and atomic writes: a reader never sees a partial file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_hpc.config.schema import Config
 
 
 class RunDirectory:
-    """`run.dir`, by the names of its files. `alarm` is told of what could not be written."""
+    """The directory `run.dir`, with the paths of its files. `alarm` is called with each failure to write."""
 
     def __init__(self, path: Path, alarm: Callable[[str], None] = lambda text: None):
         self.path = path
@@ -29,30 +29,30 @@ class RunDirectory:
         self.result = path / "result.json"
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
-        """What the run is about to do."""
+        """Write the settings, the plan and the tokenizer. Call before training starts."""
         self._write_atomically(self.config, config_to_yaml(config))
         self._write_atomically(self.path / "plan.json", _to_json(plan))
         if tokenizer is not None:
             self._write_atomically(self.tokenizer, _to_json(tokenizer))
 
     def write_workers(self, generation: int, workers: list[dict[str, Any]]) -> None:
-        """The generation now running."""
+        """Write the workers of the current generation."""
         self._write_atomically(self.path / "workers.json", _to_json({"generation": generation, "workers": workers}))
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """How the run ended."""
+        """Write the result of the run."""
         self._write_atomically(self.result, _to_json(result))
 
     def read_incidents(self) -> list[str]:
-        """The lines of incidents.jsonl."""
+        """Return the lines of incidents.jsonl."""
         return self.incidents.read_text().splitlines() if self.incidents.exists() else []
 
     def write_incidents(self, lines: list[str]) -> None:
-        """All lines of incidents.jsonl. They are few, and the last one is completed when the run has recovered."""
+        """Write all lines of incidents.jsonl. They are few, and the last one changes when the run has recovered."""
         self._write_atomically(self.incidents, "".join(f"{line}\n" for line in lines))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl in file order. A last line cut short by a kill is left out."""
+        """Yield the lines of metrics.jsonl in file order, except lines that a kill left incomplete."""
         if not self.metrics.exists():
             return
         with self.metrics.open(errors="replace") as file:
@@ -63,14 +63,14 @@ class RunDirectory:
                     continue
 
     def read_step_metrics(self, step: int) -> dict[str, Any] | None:
-        """The line of `step` that counts: the last one."""
-        found = None
+        """Return the last line of `step` in metrics.jsonl, which is the valid one, or None."""
+        result = None
         for metrics in self.read_metrics():
-            found = metrics if metrics["step"] == step else found
-        return found
+            result = metrics if metrics["step"] == step else result
+        return result
 
     def _write_atomically(self, path: Path, text: str) -> None:
-        """In one step. A disk that refuses leaves the file as it was, and is an alarm: the run is worth more."""
+        """Replace a file in one step. A failed write keeps the old file and raises an alarm; the run continues."""
         temporary = self.path / f".{path.name}.tmp"
         try:
             temporary.write_text(text)
@@ -78,7 +78,7 @@ class RunDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            self._alarm(f"alarm: {path} cannot be written: {error.strerror}; the run goes on")
+            self._alarm(f"alarm: {path} cannot be written: {error.strerror}; the run continues")
 
 
 def _to_json(content: object) -> str:

@@ -1,4 +1,4 @@
-"""Turns what workers report into files, lines and published checkpoints. The only writer of a run directory."""
+"""The records of a run: turns reports of workers into files, console lines and published checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What MFU and the memory share are measured against; None where unknown."""
+    """Peak FLOP/s and memory of a device, for MFU and the share of memory in use. None if unknown."""
 
     peak_tflops: float | None
     memory_gib: float | None
@@ -34,22 +34,20 @@ class DeviceInfo:
 
 @dataclass
 class RunTotals:
-    """Sums over the run, for its result."""
+    """Totals over the run, for its result."""
 
     last_metrics: dict[str, Any] = field(default_factory=dict)
     val_loss: float | None = None
     best_val_loss: float | None = None
-    productive_step_s: float = (
-        0.0  # of the steps committed since this driver began, a step that is run again counted once
-    )
-    unsaved_steps: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) since the newest checkpoint
+    productive_step_s: float = 0.0  # of steps that this driver committed; a repeated step counts once
+    unsaved_steps: list[tuple[int, float]] = field(default_factory=list)  # (step, seconds) after the newest checkpoint
     first_step_unix: float | None = None
     checkpoint_path: str | None = None
     save_error: str | None = None
 
 
 class RunRecorder:
-    """Safe to call from any thread: a local worker's checkpoint thread reports beside its loop."""
+    """Handler of the records of all ranks. Thread-safe: a local worker's checkpoint thread reports during training."""
 
     def __init__(
         self,
@@ -63,8 +61,11 @@ class RunRecorder:
         trackers: Sequence[Tracker] = (),
         on_published: Callable[[int], None] = lambda step: None,
     ):
-        """`trackers`: where the metrics of committed steps go too; none of them may raise or wait. `published` hears of
-        the step of every checkpoint that is there."""
+        """Open the run's files and restore the totals of earlier starts.
+
+        `trackers` also receive the metrics of committed steps; they must neither raise nor block. `on_published` is
+        called with the step of each published checkpoint.
+        """
         self._config, self._directory, self._console = config, directory, console
         self._store, self._lease, self._checkpoint_metadata = store, lease, checkpoint_metadata
         self._flops_per_token = flops_per_token
@@ -76,11 +77,14 @@ class RunRecorder:
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
         self.totals = RunTotals()
-        self.ready_records: dict[int, Record] = {}  # of the generation that made this driver's first step
+        self.ready_records: dict[int, Record] = {}  # by rank, of the generation that commits the first step
         self._restore_totals()
 
     def begin_generation(self, generation: int, world: int, device: DeviceInfo, first_step: int) -> None:
-        """A generation starts: what earlier ones left half-done will never be finished."""
+        """Record a new generation of `world` ranks, and discard incomplete checkpoints and timelines of earlier ones.
+
+        Call before the generation runs. `first_step`: steps that are committed when it starts.
+        """
         with self._lock:
             self._generation, self._world, self._device = generation, world, device
             self._shards, self._committed_step = {}, first_step
@@ -98,7 +102,7 @@ class RunRecorder:
                 self._tensorboard.discard_steps_after(first_step)
 
     def handle_record(self, record: Record) -> None:
-        """Take one record from a worker."""
+        """Handle one record from a worker, according to its type."""
         with self._lock:
             if record["type"] == "step":
                 self._handle_step(record["metrics"])
@@ -113,16 +117,16 @@ class RunRecorder:
 
     @property
     def committed_step(self) -> int:
-        """The last step known to be committed in this generation, or the one it started from."""
+        """The last committed step of this generation, or the step from which it started."""
         return self._committed_step
 
     @property
     def world(self) -> int:
-        """Ranks of this generation."""
+        """The number of ranks in this generation."""
         return self._world
 
     def close(self, *, failed: bool) -> None:
-        """Flush every file. `failed`: the run ends with an error."""
+        """Write what is pending and close all files and trackers. `failed`: the run ends with an error."""
         with self._lock:
             self._jsonl.close()
             if self._tensorboard is not None:
@@ -131,17 +135,17 @@ class RunRecorder:
             tracker.close(failed=failed)
 
     def _restore_totals(self) -> None:
-        """Pick up the tally where an earlier life of the run left it."""
+        """Restore the totals from the metrics of earlier starts of this run."""
         for metrics in self._directory.read_metrics():
             self._update_totals(metrics)
 
     def _update_totals(self, metrics: dict[str, Any]) -> None:
-        tally = self.totals
-        tally.last_metrics = metrics
+        totals = self.totals
+        totals.last_metrics = metrics
         if "val/loss" in metrics:
-            tally.val_loss = metrics["val/loss"]
-            best = tally.best_val_loss
-            tally.best_val_loss = tally.val_loss if best is None else min(best, metrics["val/loss"])
+            totals.val_loss = metrics["val/loss"]
+            best = totals.best_val_loss
+            totals.best_val_loss = totals.val_loss if best is None else min(best, metrics["val/loss"])
 
     def _handle_step(self, metrics: dict[str, Any]) -> None:
         if metrics["step"] > self._committed_step:
@@ -154,10 +158,10 @@ class RunRecorder:
             self.totals.unsaved_steps.append((self._committed_step, metrics["time/step_s"]))
             if self.totals.first_step_unix is None:
                 self.totals.first_step_unix = metrics["time/unix"]
-        self._update_totals(metrics)  # a step that was committed before comes again with its evaluation
+        self._update_totals(metrics)  # also for a committed step that is reported again with its evaluation
         self._jsonl.write(metrics)
         if self._config.observe.tensorboard:
-            if self._tensorboard is None:  # only now: its import is slow, and until here workers would wait for it
+            if self._tensorboard is None:  # imported late: workers would wait for it
                 self._tensorboard = TensorBoardWriter(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
         for tracker in self._trackers:
@@ -169,18 +173,18 @@ class RunRecorder:
             or self._committed_step in (1, steps)
             or "val/loss" in metrics
         ):
-            left = (steps - self._committed_step) * metrics["time/step_s"]
-            self._console.print_line(format_step_line(metrics, steps, self._device.memory_gib, left))
+            remaining_s = (steps - self._committed_step) * metrics["time/step_s"]
+            self._console.print_line(format_step_line(metrics, steps, self._device.memory_gib, remaining_s))
         self._publish_complete_checkpoints()
 
     def _handle_timeline(self, record: Record) -> None:
         try:
-            written = self._timelines.add_rank(record, self._world)
+            description = self._timelines.add_rank(record, self._world)
         except OSError as error:
-            self._alarm(f"timeline of step {record['step']} not written: {error}; the run goes on")
+            self._alarm(f"timeline of step {record['step']} not written: {error}; the run continues")
             return
-        if written is not None:
-            self._console.print_line(f"timeline {Path(self._config.run.dir) / 'timeline' / written}")
+        if description is not None:
+            self._console.print_line(f"timeline {Path(self._config.run.dir) / 'timeline' / description}")
 
     def _handle_shard(self, record: Record) -> None:
         if record["generation"] != self._generation:
@@ -199,14 +203,14 @@ class RunRecorder:
             del self._shards[step]
             errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
             if errors:
-                first = min(errors)
-                others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-                self._report_save_failure(step, f"rank {first}{others}: {errors[first]}")
+                first_rank = min(errors)
+                more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+                self._report_save_failure(step, f"rank {first_rank}{more}: {errors[first_rank]}")
                 continue
             self._publish(step, [report for report in reports.values() if not isinstance(report, str)])
 
     def _publish(self, step: int, reports: list[ShardReport]) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             self._jsonl.sync()
             path = self._store.publish(
@@ -214,22 +218,22 @@ class RunRecorder:
             )
         except LeaseLostError:
             raise
-        except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk is an alarm, not a crash
+        except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk must not end the run
             self._report_save_failure(step, str(error))
             return
         self.totals.checkpoint_path, self.totals.save_error = str(path), None
         self.totals.unsaved_steps = [(s, seconds) for s, seconds in self.totals.unsaved_steps if s > step]
-        shown = Path(self._config.run.dir) / "checkpoints" / path.name  # as the user gave it
-        self._console.print_line(f"checkpoint {shown} ({1000 * (time.perf_counter() - began):.0f} ms to publish)")
+        shown_path = Path(self._config.run.dir) / "checkpoints" / path.name  # with run.dir as the user wrote it
+        self._console.print_line(f"checkpoint {shown_path} ({1000 * (time.perf_counter() - start):.0f} ms to publish)")
         self._on_published(step)
         try:
             self._store.prune(self._config.checkpoint.keep)
         except CheckpointError as error:
-            self._alarm(f"old checkpoints stay: {error}; the run goes on")
+            self._alarm(f"old checkpoints cannot be deleted: {error}; the run continues")
 
     def _report_save_failure(self, step: int, reason: str) -> None:
         self._store.discard(step, self._generation)
-        self._alarm(f"checkpoint of step {step} not saved: {reason}; the run goes on")
+        self._alarm(f"checkpoint of step {step} not saved: {reason}; the run continues")
         self.totals.save_error = reason
 
     def _alarm(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Everything about a run that can be settled, or refused, before a cluster is touched."""
+"""Preparation and validation of a run, before a cluster is used."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from raytrain_hpc.planner.layout import (
 from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 
-# Of a model's shape, what may be another one than in the run that its first weights are from.
+# Fields of the model spec that may differ from those of the run in run.init_from.
 _INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "balance", "balance_weight", "balance_rate"}
 _RAY_WORKING_DIRS = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run whose settings, data, directory and checkpoint fit together."""
+    """A run whose settings, data, run directory and newest checkpoint are consistent."""
 
     config: Config
     model_spec: ModelSpec
@@ -58,45 +58,45 @@ class PreparedRun:
     custom: CustomModel | Script | None
     directory: RunDirectory
     store: CheckpointStore
-    stream: LocalStream  # for its data state; nothing is read here
-    stored_batching: Batching | None = None  # how an earlier life of the run cut its batch
-    init_checkpoint: Path | None = None  # the checkpoint whose weights it begins with
+    stream: LocalStream  # for its data state; the driver reads no data
+    stored_batching: Batching | None = None  # the split of the batch when the run first started
+    init_checkpoint: Path | None = None  # the checkpoint that provides the initial weights
 
     def resolve_layout(self, world: int) -> tuple[Layout, Batching]:
-        """Layout and microbatches on `world` ranks."""
+        """Return layout and microbatches on `world` ranks. Raises LayoutError if the layout is not legal."""
         layout = resolve_layout(self.config, world)
         return layout, resolve_batching(self.config, layout, self.stored_batching)
 
     def estimate_comm_bytes(self, layout: Layout, batching: Batching) -> dict[str, float]:
-        """Bytes a step along each axis of the mesh; of a module of the user's own nothing is known."""
+        """Return the bytes per step along each mesh axis; empty for a user-supplied module."""
         return (
             {} if self.custom else compute_bytes_by_axis(make_workload(self.config, self.model_spec), layout, batching)
         )
 
     def make_checkpoint_metadata(self, batching: Batching) -> Callable[[int], dict[str, Any]]:
-        """What a checkpoint says of its run beside the tensors."""
+        """Return a function that gives the metadata of the checkpoint of a step."""
 
-        def of_step(step: int) -> dict[str, Any]:
+        def metadata_of_step(step: int) -> dict[str, Any]:
             return self.build_identity() | {
                 "microbatches": asdict(batching),
                 "data_state": self.stream.get_state(step).to_json(),
                 "positions": self.max_positions,
             }
 
-        return of_step
+        return metadata_of_step
 
     @property
     def max_positions(self) -> int:
-        """That the model is made for: more than it is trained on, where it was imported."""
-        wanted = self.config.model.max_positions
-        return self.config.train.seq_len if wanted == AUTO else int(wanted)
+        """The number of positions that the model supports, which can exceed train.seq_len."""
+        max_positions = self.config.model.max_positions
+        return self.config.train.seq_len if max_positions == AUTO else int(max_positions)
 
     def build_identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to continue this run."""
-        shape = None if self.custom else asdict(self.model_spec)
+        """Return the properties that a checkpoint must share to resume this run."""
+        model_spec = None if self.custom else asdict(self.model_spec)
         train, data = self.config.train, self.config.data
         return {
-            "model": shape,
+            "model": model_spec,
             "dtype": train.dtype,
             "optimizer": train.optimizer,
             **({LORA_META_KEY: {"rank": train.lora_rank, "alpha": train.lora_alpha}} if train.lora_rank else {}),
@@ -111,8 +111,10 @@ class PreparedRun:
 
 
 def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Callable[[str], None]) -> PreparedRun:
-    """Check settings against directory, data and checkpoints. Raises the error that a user should see, and leaves the
-    disk as it was."""
+    """Check the settings against run directory, data and checkpoints, and return the run.
+
+    Call before the cluster is used. Nothing is written. Raises the RaytrainError that the user should see.
+    """
     check_profiler(config.observe)
     check_trackers(config.observe)
     if config.train.lora_rank and find_spec("peft") is None:
@@ -124,11 +126,11 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     directory = RunDirectory(Path(config.run.dir).absolute(), warn)
     store = CheckpointStore(directory.checkpoints)
     _check_directory(config, directory, store)
-    wanted = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    dataset = open_dataset(config.data, vocab_size=wanted, seed=config.run.seed)
-    shape = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
+    dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
+    model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     if custom is None:
-        check_model_divisible(config, shape)
+        check_model_divisible(config, model_spec)
     else:
         _check_data_parallel(config)
         if isinstance(custom, Script):
@@ -147,7 +149,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
             "after the job, and no other node sees it; give an absolute path on a shared file system"
         )
     _warn_about_samples(dataset, stream, config, warn)
-    prepared = PreparedRun(config, shape, dataset, custom, directory, store, stream)
+    prepared = PreparedRun(config, model_spec, dataset, custom, directory, store, stream)
     newest = find_newest_checkpoint(store, warn)
     if newest is None:
         return replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
@@ -160,66 +162,79 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
 
 
 def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint that run.init_from names, if any. Raises CheckpointError where it is of another model, and
-    DataError where it is of another tokenizer."""
+    """Return the checkpoint that run.init_from names, or None if it is not set.
+
+    Raises CheckpointError if there is none, ConfigError if its model differs, and DataError if its tokenizer differs.
+    """
     if not run.config.run.init_from:
         return None
     directory = RunDirectory(Path(run.config.run.init_from))
-    found = find_newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
-    if found is None:
-        raise CheckpointError(f"run.init_from={directory.path}: has no checkpoint any more")
-    there, here = found.meta["model"], None if run.custom else asdict(run.model_spec)
-    if there is not None and here is not None:
-        there = asdict(ModelSpec(**there))
-        for key in here.keys() - _INDEPENDENT_MODEL_KEYS:
-            if there[key] != here[key]:
-                remedy = f"the model in {directory.path} has {there[key]!r}; leave the key out"
-                raise ConfigError(f"model.{key}", here[key], run.config.origin(f"model.{key}"), remedy)
-    mine = run.dataset.tokenizer
-    known = json.loads(directory.tokenizer.read_text()) if directory.tokenizer.exists() else None
-    if mine is not None and known is not None and known != mine.to_json():
+    checkpoint = find_newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
+    if checkpoint is None:
+        raise CheckpointError(f"run.init_from={directory.path}: has no checkpoint; choose another run or checkpoint")
+    init_model, model = checkpoint.meta["model"], None if run.custom else asdict(run.model_spec)
+    if init_model is not None and model is not None:
+        init_model = asdict(ModelSpec(**init_model))
+        for key in model.keys() - _INDEPENDENT_MODEL_KEYS:
+            if init_model[key] != model[key]:
+                remedy = f"the model in {directory.path} has {init_model[key]!r}; leave the key out"
+                raise ConfigError(f"model.{key}", model[key], run.config.origin(f"model.{key}"), remedy)
+    tokenizer = run.dataset.tokenizer
+    init_tokenizer = json.loads(directory.tokenizer.read_text()) if directory.tokenizer.exists() else None
+    if tokenizer is not None and init_tokenizer is not None and init_tokenizer != tokenizer.to_json():
         raise DataError(
-            f"data: its tokenizer is not that of the model in {directory.path}, whose tokens would mean something "
-            f"else; prepare it with the model's own (hf:{directory.path / 'huggingface'} after import-hf)"
+            f"data: its tokenizer differs from that of the model in {directory.path}; prepare it with the model's "
+            f"own tokenizer (hf:{directory.path / 'huggingface'} after import-hf)"
         )
-    return found.path
+    return checkpoint.path
 
 
 def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, warn: Callable[[str], None]) -> None:
-    """Say what a reader of the settings would not expect of the samples."""
-    named = [source.path for source in config.data.sources] or [config.data.path]
-    for path, source, size in zip(named, dataset.train, stream.source_sizes, strict=True):
+    """Warn if samples repeat within a step, or if padded samples lose tokens of long documents."""
+    paths = [source.path for source in config.data.sources] or [config.data.path]
+    for path, source, num_samples in zip(paths, dataset.train, stream.source_sizes, strict=True):
         packing = build_packing(config.data.packing, config.train.seq_len)
-        if size < stream.global_batch:
-            warn(f"data: {path} has {size} samples, a step takes {stream.global_batch}: some repeat within a step")
-        if isinstance(packing, PaddedPacking) and (cut := packing.count_truncated(source)):
+        if num_samples < stream.global_batch:
             warn(
-                f"data: {cut} of {source.num_documents} documents of {path} are longer than train.seq_len + 1 = "
-                f"{config.train.seq_len + 1} tokens: what lies behind is not read"
+                f"data: {path} has {num_samples} samples, a step takes {stream.global_batch}; some repeat within a step"
+            )
+        if isinstance(packing, PaddedPacking) and (num_truncated := packing.count_truncated(source)):
+            warn(
+                f"data: {num_truncated} of {source.num_documents} documents of {path} are longer than "
+                f"train.seq_len + 1 = {config.train.seq_len + 1} tokens; the remaining tokens are not used"
             )
 
 
 def _check_replicated(config: Config) -> None:
+    """Raise LayoutError if the settings shard the parameters of a script."""
     if zero := config.parallel.zero:
         key = "parallel.zero"
-        raise LayoutError(key, zero, config.origin(key), "a script's own optimizer needs whole parameters; set it to 0")
+        raise LayoutError(
+            key, zero, config.origin(key), "a script's own optimizer needs unsharded parameters; set it to 0"
+        )
 
 
 def _check_data_parallel(config: Config) -> None:
+    """Raise ConfigError or LayoutError if the settings need more of a user-supplied model than data parallelism."""
     if config.data.packing == "documents":
         key = "data.packing"
-        remedy = "a model of your own is given tokens alone; use stream or padded"
+        remedy = "a user-supplied model receives tokens only; use stream or padded"
         raise ConfigError(key, config.data.packing, config.origin(key), remedy)
     for axis in ("tp", "cp", "pp", "ep"):
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:
-            raise LayoutError(key, size, config.origin(key), "a model of your own trains data-parallel; set it to 1")
+            raise LayoutError(
+                key, size, config.origin(key), "a user-supplied model trains data-parallel only; set it to 1"
+            )
     if tile := config.parallel.tile_mib:
         key = "parallel.tile_mib"
-        raise LayoutError(key, tile, config.origin(key), "a model of your own is gathered block by block; set it to 0")
+        raise LayoutError(
+            key, tile, config.origin(key), "a user-supplied model is gathered block by block; set it to 0"
+        )
 
 
 def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
+    """Raise RunDirectoryError if the directory is not writable, in use, or holds a run that must not be resumed."""
     check_writable(directory.path)
     Lease.check_available(directory.path)
     if config.run.resume == "never" and (store.list_steps() or directory.metrics.exists()):
@@ -229,15 +244,15 @@ def _check_directory(config: Config, directory: RunDirectory, store: CheckpointS
 
 
 def make_paths_absolute(config: Config) -> Config:
-    """The settings with absolute paths, for processes whose current directory is another one."""
-    moved = deepcopy(config)
-    moved.run.dir = str(Path(config.run.dir).absolute())
-    moved.data.path = _to_absolute(config.data.path)
-    moved.data.preload = _to_absolute(config.data.preload)
-    moved.parallel.offload_dir = _to_absolute(config.parallel.offload_dir)
-    for source in moved.data.sources:
+    """Return a copy of the settings with absolute paths, for processes with another working directory."""
+    result = deepcopy(config)
+    result.run.dir = str(Path(config.run.dir).absolute())
+    result.data.path = _to_absolute(config.data.path)
+    result.data.preload = _to_absolute(config.data.preload)
+    result.parallel.offload_dir = _to_absolute(config.parallel.offload_dir)
+    for source in result.data.sources:
         source.path = _to_absolute(source.path)
-    return moved
+    return result
 
 
 def _to_absolute(path: str) -> str:
@@ -245,17 +260,17 @@ def _to_absolute(path: str) -> str:
 
 
 def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest valid checkpoint; damaged ones are reported and passed over. None where none was ever published.
+    """Return the newest valid checkpoint, or None if none was ever published. Corrupted ones are reported and skipped.
 
-    Raises CheckpointError where checkpoints exist and none is valid: starting over is the user's to decide.
+    Raises CheckpointError if checkpoints exist but none is valid: the user has to decide whether to start over.
     """
     damaged: list[str] = []
 
-    def note(path: Path, reason: str) -> None:
+    def report_damage(path: Path, reason: str) -> None:
         damaged.append(path.name)
-        warn(f"damaged checkpoint passed over: {path}: {reason}")
+        warn(f"damaged checkpoint skipped: {path}: {reason}")
 
-    newest = store.find_newest_valid(note)
+    newest = store.find_newest_valid(report_damage)
     if newest is None and damaged:
         raise CheckpointError(
             f"{store.root}: none of its checkpoints is valid ({', '.join(damaged)}); remove them to start over"
@@ -264,21 +279,23 @@ def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) 
 
 
 def _check_same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
-    here = run.build_identity()
-    for name, mine in here.items():
-        there = checkpoint.meta.get(name)
-        if name == "model" and there is not None:  # of before a shape had all that it has now
-            there = asdict(ModelSpec(**there))
-        if there == mine:
+    """Raise CheckpointError if the checkpoint belongs to a run with other settings."""
+    identity = run.build_identity()
+    for name, current in identity.items():
+        stored = checkpoint.meta.get(name)
+        if name == "model" and stored is not None:  # adds fields that older checkpoints lack
+            stored = asdict(ModelSpec(**stored))
+        if stored == current:
             continue
-        what, old, new = _find_difference(name, there, mine)
+        key, old, new = _find_difference(name, stored, current)
         raise CheckpointError(
-            f"{checkpoint.path}: belongs to another run: {what} is {old!r} there and {new!r} here; "
+            f"{checkpoint.path}: belongs to another run: {key} is {old!r} there and {new!r} here; "
             "choose another run.dir, or set it back"
         )
 
 
 def _find_difference(name: str, stored: Any, current: Any) -> tuple[str, Any, Any]:
+    """Return the first key that differs, its stored value and its current value."""
     if isinstance(stored, dict) and isinstance(current, dict):
         for key in current:
             if stored.get(key) != current[key]:

@@ -1,4 +1,4 @@
-"""Which ranks have kept the others waiting for a while."""
+"""Detection of ranks that keep the others waiting for some time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from raytrain_hpc.elastic.watchdog import WorkerHealth, find_stragglers
 
 _CHECK_INTERVAL_S = 0.5
-_MIN_CONSECUTIVE = 3  # stretches of time in which a rank must have been slow: one can be chance
+_MIN_CONSECUTIVE = 3  # readings in which a rank must be slow, since one may be chance
 
 
 class StragglerDetector:
-    """Compares signs of life of one stretch of time after the other, in one generation."""
+    """Comparison of successive health readings within one generation.
+
+    `factor`: a rank is slow if the same work takes it this many times as long as the other ranks.
+    """
 
     def __init__(self, factor: float):
         self._factor = factor
@@ -22,26 +25,27 @@ class StragglerDetector:
         self._reported: set[int] = set()
 
     def is_due(self) -> bool:
-        """Whether it is time for another look."""
+        """Return whether the next comparison is due."""
         return time.monotonic() - self._last_check_time > _CHECK_INTERVAL_S
 
     def detect(self, health: Mapping[int, WorkerHealth], load: Sequence[int]) -> dict[int, float]:
-        """Ranks that turn out to be slow with this look, each once, and how many times as long as others they take.
+        """Compare with the previous reading, and return the ranks newly detected as slow, with their slowdown.
 
-        `load[r]`: what rank r has to do in a step.
+        The slowdown is the time that a rank takes for the same work, relative to the other ranks. Each rank is returned
+        once per generation. `load[r]` is the number of microbatches of rank r in a step.
         """
         self._last_check_time = time.monotonic()
-        if self._previous_health.keys() != health.keys():  # agents elsewhere are heard of later
+        if self._previous_health.keys() != health.keys():  # remote agents reply later than the local one
             self._previous_health = dict(health)
-        found = find_stragglers(self._previous_health, health, self._factor, load)
-        if found is None:
+        slowdowns = find_stragglers(self._previous_health, health, self._factor, load)
+        if slowdowns is None:
             return {}
         self._previous_health = dict(health)
-        self._consecutive = {rank: self._consecutive.get(rank, 0) + 1 for rank in found}
-        slow = {
-            rank: by
-            for rank, by in found.items()
+        self._consecutive = {rank: self._consecutive.get(rank, 0) + 1 for rank in slowdowns}
+        newly_slow = {
+            rank: slowdown
+            for rank, slowdown in slowdowns.items()
             if self._consecutive[rank] >= _MIN_CONSECUTIVE and rank not in self._reported
         }
-        self._reported |= slow.keys()
-        return slow
+        self._reported |= newly_slow.keys()
+        return newly_slow

@@ -1,4 +1,4 @@
-"""One run from its preparation to its result: generations of workers, each going on from the one before."""
+"""A run from preparation to result, as a sequence of generations: each continues from the state of the last one."""
 
 from __future__ import annotations
 
@@ -50,78 +50,77 @@ class _RunContext:
 
 
 class Supervisor:
-    """Carries a run through its generations. `stop` may be set from any thread or signal handler."""
+    """Runs a training through its generations. `stop` may be set from any thread or signal handler."""
 
-    def __init__(
-        self, config: Config, custom: CustomModel | Script | None, console: Console, stop_event: threading.Event
-    ):
-        self._config, self._custom, self._console, self._stop_event = config, custom, console, stop_event
+    def __init__(self, config: Config, custom: CustomModel | Script | None, console: Console, stop: threading.Event):
+        self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._restarts = 0
-        self._consecutive_failures, self._furthest_step = 0, -1  # failures, and the step that none of them was beyond
-        self._initial_workers: list[dict[str, Any]] = []  # of the first generation
+        self._consecutive_failures, self._furthest_step = 0, -1  # without progress; furthest step of any failure
+        self._initial_workers: list[dict[str, Any]] = []  # host facts of the ranks of the first generation
         self._warned: set[str] = set()
-        self._target_workers = 0  # workers; 0: as many as the settings and the cluster say
+        self._target_workers = 0  # set by `resize`; 0: as many as settings and cluster allow
 
     def resize(self, workers: int) -> None:
-        """Go on with this many workers from the next step boundary on, or as soon as they are there. Any thread's.
+        """Continue with `workers` workers, from a step boundary on, as soon as they are ready; return at once.
 
-        Raises ConfigError for fewer than the run may shrink to.
+        May be called from any thread. Raises ConfigError if cluster.min_workers does not allow so few.
         """
-        least = get_min_workers(self._config)
-        if workers < least:
-            raise ConfigError("workers", workers, "resize", f"cluster.min_workers allows no fewer than {least}")
+        minimum = get_min_workers(self._config)
+        if workers < minimum:
+            raise ConfigError("workers", workers, "resize", f"cluster.min_workers allows no fewer than {minimum}")
         self._target_workers = workers
 
     def run(self) -> Result:
-        """Prepare, train, and write the result. Raises what a user should see."""
+        """Prepare the run, train, and write the result. Raises the RaytrainError that the user should see."""
         prepared = prepare_run(self._config, self._custom, self._warn)
-        with open_backend(self._config) as fleet:
+        with open_backend(self._config) as backend:
             self._timestamps["cluster"] = time.time()
-            prepared = resolve_auto_layout(prepared, fleet.world, fleet.cluster, self._console.print_line)
+            prepared = resolve_auto_layout(prepared, backend.world, backend.cluster, self._console.print_line)
             self._config = prepared.config
-            prepared.resolve_layout(
-                fleet.world
-            )  # the last thing that can be wrong with the settings: nothing is written yet
+            prepared.resolve_layout(backend.world)  # refuses an illegal layout before anything is written
             lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
             try:
                 with lease.renew_in_background(self._stop_event.set):
-                    return self._run_under_lease(prepared, lease, fleet)
+                    return self._run_under_lease(prepared, lease, backend)
             finally:
                 self._release_lease(lease)
 
     def _create_trackers(self, backend: ExecutionBackend) -> list[BackgroundTracker]:
-        found = create_trackers(self._config, self._alarm)
+        """Return the experiment trackers of the settings, each on a thread of its own."""
+        trackers = create_trackers(self._config, self._alarm)
         if backend.is_external and self._config.observe.ray_metrics:
-            from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # Ray is there, then
+            from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
 
-            found.append(
+            trackers.append(
                 BackgroundTracker("ray_metrics", partial(RayMetricsTracker, self._config.run.name), self._alarm)
             )
-        return found
+        return trackers
 
     def _alarm(self, text: str) -> None:
         self._console.print_line(f"alarm: {text}")
 
     def _warn(self, text: str) -> None:
-        """Print a line once: preparation and every generation look at the same checkpoints."""
+        """Print a line once, although preparation and every generation check the same checkpoints."""
         if text not in self._warned:
             self._warned.add(text)
             self._console.print_line(text)
 
     def _release_lease(self, lease: Lease) -> None:
+        """Release the lease. A failure to do so is an alarm, since the run itself has ended."""
         try:
             lease.release()
-        except RunDirectoryError as error:  # lost to another driver, or no space left: the run itself has ended
+        except RunDirectoryError as error:  # another driver holds it, or the disk is full
             self._console.print_line(f"alarm: {error}")
 
     def _run_under_lease(self, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend) -> Result:
+        """Train, record, and write the result. Call while this driver holds the lease of the run directory."""
         layout, batching = prepared.resolve_layout(backend.world)
         announce_run(
             prepared, layout, batching, build_machine(backend.world, backend.cluster), self._console.print_line
         )
         prepared.store.remove_leftovers()
-        samples = CheckpointSampler(self._config, self._console.print_line, self._alarm)
+        sampler = CheckpointSampler(self._config, self._console.print_line, self._alarm)
         recorder = RunRecorder(
             self._config,
             prepared.directory,
@@ -131,7 +130,7 @@ class Supervisor:
             prepared.make_checkpoint_metadata(batching),
             None if self._custom else compute_flops_per_token(prepared.model_spec, self._config.train.seq_len),
             self._create_trackers(backend),
-            samples.on_published,
+            sampler.on_published,
         )
         run = _RunContext(prepared, lease, recorder, IncidentLog(prepared.directory), batching)
         self._target_workers = self._target_workers or backend.world
@@ -144,10 +143,11 @@ class Supervisor:
             raise RunFailedError(f"stopped without a checkpoint: {recorder.totals.save_error}")
         result = self._build_result(layout, recorder, outcome)
         prepared.directory.write_result(result.to_json())
-        samples.close()
+        sampler.close()
         return result
 
     def _is_already_trained(self, run: _RunContext) -> bool:
+        """Return whether the newest checkpoint is at the last step and has been evaluated."""
         newest, steps = find_newest_checkpoint(run.prepared.store, self._warn), self._config.train.steps
         if newest is None or newest.step < steps or self._find_unevaluated_metrics(run, newest.step) is not None:
             return False
@@ -156,73 +156,81 @@ class Supervisor:
         return True
 
     def _run_generations(self, run: _RunContext, backend: ExecutionBackend) -> str:
-        """Generation after generation, until one has done what there was to do or was stopped."""
-        crew = self._start_worker_group(backend)
+        """Run generations until one ends as "done", or as "stopped" on request; return that outcome.
+
+        After a failure or a request to regroup, the next generation is formed from the workers then available.
+        """
+        workers = self._start_worker_group(backend)
         try:
             while True:
-                formation = self._wait_for_membership(run, crew)
+                membership = self._wait_for_membership(run, workers)
                 try:
-                    outcome = self._run_generation(run, crew, formation)
+                    outcome = self._run_generation(run, workers, membership)
                 except WorkerFailedError as failure:
-                    self._handle_failure(run, crew, failure)
+                    self._handle_failure(run, workers, failure)
                 else:
                     if outcome == "done" or (outcome == "stopped" and self._stop_event.is_set()):
                         return outcome
                     if outcome == "lost":
-                        crew.discard_state()
+                        workers.discard_state()
                 run.lease.next_generation()
         finally:
-            crew.close()
+            workers.close()
 
     def _start_worker_group(self, backend: ExecutionBackend) -> WorkerGroup:
-        crew = backend.create_worker_group(self._config)
+        """Create the worker group of the run and start it. Raises ClusterError if the workers do not start."""
+        workers = backend.create_worker_group(self._config)
         try:
-            crew.start()
+            workers.start()
         except ClusterError:
-            crew.close()
+            workers.close()
             raise
         self._timestamps["actors"] = time.time()
-        return crew
+        return workers
 
     def _wait_for_membership(self, run: _RunContext, workers: WorkerGroup) -> Membership:
-        """The next generation. Who holds a step in memory goes on at once; for a checkpoint all are waited for."""
+        """Return the membership of the next generation, as soon as one is possible.
+
+        It can be smaller if its members hold the state in memory; otherwise wait for all workers until the timeout.
+        """
         while True:
             candidates = workers.list_candidates()
-            formation = plan_membership(
+            membership = plan_membership(
                 self._config, run.batching, candidates, self._target_workers, run.prepared.estimate_comm_bytes
             )
-            complete = formation is not None and formation.layout.world_size == self._target_workers
-            if formation is not None and (complete or formation.step is not None):
-                return formation
+            complete = membership is not None and membership.layout.world_size == self._target_workers
+            if membership is not None and (complete or membership.step is not None):
+                return membership
             try:
                 workers.wait_for_workers(len(candidates) + 1)
             except ClusterError as error:
-                if formation is not None:  # others will not come; these can go on
-                    return formation
+                if membership is not None:  # no more workers will start
+                    return membership
                 raise RunFailedError(f"gave up after {self._restarts} failures: {error}") from error
 
     def _run_generation(self, run: _RunContext, workers: WorkerGroup, membership: Membership) -> str:
+        """Run one generation from the step in memory, the newest checkpoint or initial weights; return its outcome."""
         prepared, recorder, layout = run.prepared, run.recorder, membership.layout
         batching = self._balance_microbatches(run, membership, workers.list_candidates())
         infos = workers.set_members(membership.members)
         if self._initial_workers and membership.step is None:
-            self._console.print_line("no state to go on from in memory; going on from the newest checkpoint")
+            self._console.print_line("no complete state in memory; resuming from the newest checkpoint")
         sites = [Site(info["rack"], info["node"]) for info in infos]
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
         self._initial_workers = self._initial_workers or infos
         newest = None if membership.step is not None else find_newest_checkpoint(prepared.store, self._warn)
-        first = membership.step if membership.step is not None else 0 if newest is None else newest.step
+        step = membership.step if membership.step is not None else 0 if newest is None else newest.step
         self._write_workers(run, layout, infos)
         recorder.begin_generation(
-            run.lease.generation, layout.world_size, get_device_info(self._config, infos[0]), first
+            run.lease.generation, layout.world_size, get_device_info(self._config, infos[0]), step
         )
         if newest is not None:
-            self._console.print_line(f"resumed from {newest.path}: step {first} of {self._config.train.steps}")
+            self._console.print_line(f"resumed from {newest.path}: step {step} of {self._config.train.steps}")
             recorder.totals.checkpoint_path = str(newest.path)
         elif membership.step is None and prepared.init_checkpoint is not None:
-            self._console.print_line(f"first weights from {prepared.init_checkpoint}")
-        self._console.start_progress(self._config.train.steps, first)
+            self._console.print_line(f"initial weights from {prepared.init_checkpoint}")
+        self._console.start_progress(self._config.train.steps, step)
         spec = WorkerSpec(
             config=make_paths_absolute(self._config),
             layout=layout,
@@ -230,87 +238,88 @@ class Supervisor:
             model_spec=prepared.model_spec,
             custom=self._custom,
             generation=run.lease.generation,
-            resume_step=None if newest is None else first,
+            resume_step=None if newest is None else step,
             memory_step=membership.step,
             end_step=self._config.train.steps,
-            pending_eval_metrics=self._find_unevaluated_metrics(run, first),
-            has_pending_checkpoint=membership.step is not None and self._is_checkpoint_missing(run, first),
+            pending_eval_metrics=self._find_unevaluated_metrics(run, step),
+            has_pending_checkpoint=membership.step is not None and self._is_checkpoint_missing(run, step),
             init_checkpoint=prepared.init_checkpoint,
             replication_pairs=plan_replication_pairs(layout, sites) if self._config.checkpoint.buddies else (),
             is_single_node=len({site.node for site in sites}) == 1,
         )
-        run.incidents.record_resumption(first, layout.world_size)
-
-        regroup = self._build_regroup_poll(run, workers, membership, batching)
-        return workers.run_generation(spec, partial(self._handle_record, run), self._stop_event, regroup)
+        run.incidents.record_resumption(step, layout.world_size)
+        poll_regroup = self._build_regroup_poll(run, workers, membership, batching)
+        return workers.run_generation(spec, partial(self._handle_record, run), self._stop_event, poll_regroup)
 
     def _build_regroup_poll(
         self, run: _RunContext, workers: WorkerGroup, membership: Membership, batching: Batching
     ) -> Callable[[], RegroupRequest]:
-        """Asks whether another formation is wanted: more workers have come, fewer are wished for, some are leaving.
+        """Build the function that the worker group polls during a generation, to ask whether to end it and regroup.
 
-        Where those that stay need not hold all of the state, this one is to be saved first.
+        Reasons are new workers, a resize, draining nodes, and stragglers to rebalance. The answer is "pause", "save" if
+        the remaining workers may not hold the whole state, or None to continue.
         """
-        looked: tuple[Any, ...] = ()
+        last_inputs: tuple[Any, ...] = ()
 
-        def regroup() -> RegroupRequest:
-            nonlocal looked
+        def poll_regroup() -> RegroupRequest:
+            nonlocal last_inputs
             candidates = workers.list_candidates()
-            if looked == (
-                seen := (self._target_workers, len(candidates), [(one.slowdown, one.is_draining) for one in candidates])
+            if last_inputs == (
+                inputs := (self._target_workers, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
             ):
                 return None
-            looked = seen
+            last_inputs = inputs
             workers.scale_up_to(self._target_workers)
-            other = plan_membership(
+            next_membership = plan_membership(
                 self._config, run.batching, candidates, self._target_workers, run.prepared.estimate_comm_bytes
             )
-            leaving = {one.worker for one in candidates if one.is_draining} & set(membership.members)
-            if other is None:
-                if leaving:
-                    self._console.print_line("nodes are being taken away, and the others are too few to go on: saving")
+            draining = {candidate.worker for candidate in candidates if candidate.is_draining} & set(membership.members)
+            if next_membership is None:
+                if draining:
+                    self._console.print_line("nodes are draining and too few workers remain: saving and stopping")
                     self._stop_event.set()
                 return None
-            if leaving or other.layout.world_size < membership.layout.world_size:
+            if draining or next_membership.layout.world_size < membership.layout.world_size:
                 return "save" if max(compute_state_partition(membership.layout)) else "pause"
-            larger = other.layout.world_size > membership.layout.world_size
+            larger = next_membership.layout.world_size > membership.layout.world_size
             return "pause" if larger or self._balance_microbatches(run, membership, candidates) != batching else None
 
-        return regroup
+        return poll_regroup
 
     def _balance_microbatches(self, run: _RunContext, membership: Membership, candidates: list[Candidate]) -> Batching:
-        """The step's microbatches, fewer of them for those that are slow where the settings want that."""
+        """Return the microbatches of the step, fewer for slow ranks if fault.on_straggler=rebalance."""
         if self._config.fault.on_straggler != "rebalance":
             return run.batching
-        pace = {one.worker: one.slowdown for one in candidates}
-        return balance_by_speed(run.batching, membership.layout, [pace[member] for member in membership.members])
+        slowdown = {candidate.worker: candidate.slowdown for candidate in candidates}
+        return balance_by_speed(run.batching, membership.layout, [slowdown[member] for member in membership.members])
 
     def _find_unevaluated_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
-        """The metrics of `step` where an evaluation follows it and was cut short."""
+        """Return the metrics of `step` if its evaluation is due and was interrupted, otherwise None."""
         train = self._config.train
         if not step or run.prepared.dataset.val is None or not should_evaluate(train, step, train.steps):
             return None
-        if isinstance(self._custom, Script):  # what it evaluates is its own affair
+        if isinstance(self._custom, Script):  # a script evaluates by itself
             return None
-        last = run.recorder.totals.last_metrics
-        line = last if last.get("step") == step else run.prepared.directory.read_step_metrics(step)
-        return None if line is None or "val/loss" in line else line
+        last_metrics = run.recorder.totals.last_metrics
+        metrics = last_metrics if last_metrics.get("step") == step else run.prepared.directory.read_step_metrics(step)
+        return None if metrics is None or "val/loss" in metrics else metrics
 
     def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
-        """Whether a checkpoint of `step` is due and was cut short."""
-        every = self._config.checkpoint.every
-        due = step == self._config.train.steps or (step and every and step % every == 0)
-        return bool(due) and step not in run.prepared.store.list_steps()
+        """Return whether a checkpoint of `step` is due and was not published."""
+        interval = self._config.checkpoint.every
+        is_due = step == self._config.train.steps or (step and interval and step % interval == 0)
+        return bool(is_due) and step not in run.prepared.store.list_steps()
 
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:
-        before = run.recorder.committed_step
+        """Log an incident, or pass the record to the recorder and report a recovery that its step completes."""
+        previous_step = run.recorder.committed_step
         if record["type"] == "incident":
-            run.incidents.record_incident(record, run.lease.generation, before)
+            run.incidents.record_incident(record, run.lease.generation, previous_step)
             self._console.print_line(f"{record['operation']}: {record['reason']}")
             return
         run.recorder.handle_record(record)
         if (
-            run.recorder.committed_step > before
+            run.recorder.committed_step > previous_step
             and (incident := run.incidents.record_commit(record["metrics"]["time/unix"])) is not None
         ):
             self._console.print_line(
@@ -320,9 +329,9 @@ class Supervisor:
             )
 
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
-        """A generation failed: record what it committed, and the failure. RunFailed where it is one too many."""
-        whole = find_newest_complete_step(one.state_parts for one in workers.list_candidates())
-        for metrics in workers.recall_metrics(run.recorder.committed_step, whole) if whole is not None else ():
+        """Record a failed generation and its last steps. Raises RunFailedError past fault.max_failures."""
+        newest = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
+        for metrics in workers.recall_metrics(run.recorder.committed_step, newest) if newest is not None else ():
             run.recorder.handle_record({"type": "step", "metrics": metrics})
         step = run.recorder.committed_step
         self._restarts += 1
@@ -331,12 +340,13 @@ class Supervisor:
         run.incidents.record_failure(failure, run.lease.generation, step, run.recorder.world)
         if self._consecutive_failures > self._config.fault.max_failures:
             raise RunFailedError(
-                f"gave up after {self._consecutive_failures} failures (fault.max_failures={self._config.fault.max_failures}): "
-                f"{failure}"
+                f"gave up after {self._consecutive_failures} failures "
+                f"(fault.max_failures={self._config.fault.max_failures}): {failure}"
             ) from failure
         self._console.print_line(f"worker failed: {failure}; {step} steps are committed")
 
     def _write_workers(self, run: _RunContext, layout: Layout, infos: list[dict[str, Any]]) -> None:
+        """Write workers.json for the ranks of this generation."""
         keys = ("rank", "pid", "node", "host", "device")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
@@ -344,46 +354,47 @@ class Supervisor:
         run.prepared.directory.write_workers(run.lease.generation, workers)
 
     def _build_result(self, layout: Layout, recorder: RunRecorder, outcome: str) -> Result:
-        tally, wall = recorder.totals, time.time() - self._timestamps["began"]
+        """Return the result of the run, from the totals over all its generations."""
+        totals, wall_s = recorder.totals, time.time() - self._timestamps["began"]
         return Result(
             outcome=outcome,
-            train_loss=tally.last_metrics.get("train/loss"),
-            val_loss=tally.val_loss,
-            best_val_loss=tally.best_val_loss,
-            steps=tally.last_metrics.get("step", 0),
-            tokens=tally.last_metrics.get("train/tokens", 0),
-            wall_s=wall,
-            goodput=tally.productive_step_s / wall,
+            train_loss=totals.last_metrics.get("train/loss"),
+            val_loss=totals.val_loss,
+            best_val_loss=totals.best_val_loss,
+            steps=totals.last_metrics.get("step", 0),
+            tokens=totals.last_metrics.get("train/tokens", 0),
+            wall_s=wall_s,
+            goodput=totals.productive_step_s / wall_s,
             restarts=self._restarts,
             layout=asdict(layout),
-            checkpoint=tally.checkpoint_path,
+            checkpoint=totals.checkpoint_path,
             run_dir=self._config.run.dir,
             startup=self._compute_startup_times(recorder),
         )
 
     def _compute_startup_times(self, recorder: RunRecorder) -> dict[str, float]:
-        """Seconds from the command to the first finished step, cut into its parts (slowest worker)."""
+        """Return the seconds of each phase of the startup, until the first committed step, for the slowest worker."""
         if not recorder.ready_records or recorder.totals.first_step_unix is None:
             return {}
         began, cluster = self._timestamps["began"], self._timestamps["cluster"]
         imported = max(info["imported"] for info in self._initial_workers)
-        spawned = max(info["began"] for info in self._initial_workers)
+        actors_started = max(info["began"] for info in self._initial_workers)
         built = max(record["model"] for record in recorder.ready_records.values())
         ends = {
             "cluster_s": cluster,
-            "actors_s": spawned,
+            "actors_s": actors_started,
             "imports_s": imported,
             "model_s": built,
             "first_step_s": recorder.totals.first_step_unix,
         }
-        parts, last = {}, began
+        seconds, previous_end = {}, began
         for name, end in ends.items():
-            parts[name], last = max(0.0, end - last), max(last, end)
-        return parts | {"total_s": recorder.totals.first_step_unix - began}
+            seconds[name], previous_end = max(0.0, end - previous_end), max(previous_end, end)
+        return seconds | {"total_s": recorder.totals.first_step_unix - began}
 
 
 def get_device_info(config: Config, info: dict[str, Any]) -> DeviceInfo:
-    """Peak FLOP/s of a worker's device by its name, where the settings give none, and its memory."""
+    """Return peak TFLOP/s, from the settings or looked up by name, and memory of a worker's device."""
     peak = config.observe.peak_tflops
-    known = get_peak_tflops(info["device"], config.train.dtype) if peak == "auto" else float(peak)
-    return DeviceInfo(known, info["memory_gib"])
+    peak_flops = get_peak_tflops(info["device"], config.train.dtype) if peak == "auto" else float(peak)
+    return DeviceInfo(peak_flops, info["memory_gib"])

@@ -1,4 +1,4 @@
-"""How often something is done beside a run, so that it never becomes the driver's main work."""
+"""Rate limit for work of the driver during training, so that such work never dominates its time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _MAX_TIME_FRACTION = 0.1  # of the driver's time
 
 
 class Throttle:
-    """Says when it is time again: `every_s` after the last time, or later where that took more than a tenth of it."""
+    """Rate limit: the work is due `interval_s` after its last run, or later, to take at most a tenth of the time."""
 
     def __init__(self, interval_s: float):
         self._interval_s, self._next_time = interval_s, 0.0
 
     def is_ready(self) -> bool:
-        """Whether it is time."""
+        """Return whether the work is due."""
         return time.monotonic() >= self._next_time
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """While it is done."""
-        began = time.monotonic()
+        """Time one run of the work, which decides when the next one is due."""
+        start = time.monotonic()
         yield
-        ended = time.monotonic()
-        self._next_time = ended + max(self._interval_s, (ended - began) / _MAX_TIME_FRACTION)
+        end = time.monotonic()
+        self._next_time = end + max(self._interval_s, (end - start) / _MAX_TIME_FRACTION)

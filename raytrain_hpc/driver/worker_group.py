@@ -1,4 +1,4 @@
-"""The actors of a run: their slots in a placement group, their start, and others in the place of those that ended."""
+"""The Ray actors of a run: their slots in placement groups, their start, and the replacement of failed ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.worker.actor import WorkerActor
 
 _log = logging.getLogger(__name__)
-_MAX_START_ATTEMPTS = 3  # to start one in the place of another, in a row
-_REPLACEMENT_DELAY_S = 1.0  # a start takes a CPU for seconds: those that are left come first
+_MAX_START_ATTEMPTS = 3  # consecutive failures to start a replacement, after which no more are started
+_REPLACEMENT_DELAY_S = 1.0  # a start takes a CPU for seconds: let the surviving ranks resume first
 
 WorkerInfo = dict[str, Any]
 
 
-Slot = tuple[PlacementGroup, int]  # and which of its bundles
+Slot = tuple[PlacementGroup, int]  # placement group, index of the bundle
 
 
 @dataclass(eq=False)
 class Worker:
-    """One actor. `info` says who and where it is, once it is up; `held` what it had in memory when it last ended."""
+    """One actor, with host and device facts once it is ready, and the states it held after its last generation."""
 
     worker_id: int
     actor: Any
@@ -41,33 +41,36 @@ class Worker:
     description_ref: Any
     info: WorkerInfo = field(default_factory=dict)
     states: tuple[StatePart, ...] = ()
-    slowdown: float = 1.0  # how many times as long as others it was seen to work for a step
+    slowdown: float = 1.0  # time for the same work, relative to the other ranks
 
 
 class ActorPool:
-    """An actor a slot, in node-shaped bundles. One that ends is followed by another in its slot."""
+    """One actor per slot, in bundles that each fit on a node. A failed actor is replaced in its slot."""
 
     def __init__(self, config: Config, count: int, cluster: Topology, actor_class: Any = WorkerActor):
-        """Raises ClusterError where `count` slots are not free within cluster.start_timeout. `kind`: a Ray actor."""
+        """Reserve `count` slots on `cluster`. Raises ClusterError if they are not free within cluster.start_timeout.
+
+        `actor_class`: a Ray actor with the interface of WorkerActor.
+        """
         self._starting: list[Worker] = []
-        self._vacant_slots: list[tuple[float, Slot]] = []  # since when
+        self._vacant_slots: list[tuple[float, Slot]] = []  # (vacant since, slot)
         self.ready: list[Worker] = []
         self._num_started, self._failed_starts, self._is_started = 0, 0, False
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
-        self.warmup_spec: WorkerSpec | None = None  # what those who come up behind a run are warmed up with
+        self.warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
         self._placement_groups: list[PlacementGroup] = []
         shares = assign_workers_to_nodes(count, cluster, config.parallel.tp)
-        # Without racks one node is as good as another, and Ray knows best which are free.
+        # Name the nodes only if racks matter; otherwise Ray chooses those that are free.
         self._slots = self._reserve(list(shares.values()), list(shares) if cluster.has_racks else ())
         if not self._placement_groups[0].wait(config.cluster.start_timeout):
             self.close()
             raise ClusterError(
-                f"cluster.start_timeout={config.cluster.start_timeout:g}: {count} free {cluster.ray_resource} slots did "
-                "not turn up; other jobs hold them (see `ray status`)"
+                f"cluster.start_timeout={config.cluster.start_timeout:g}: {count} free {cluster.ray_resource} slots "
+                "were not available in time; other jobs hold them (see `ray status`)"
             )
 
     def start(self) -> None:
-        """Start all and learn where each is. Raises ClusterError past cluster.start_timeout."""
+        """Start an actor in every slot and wait until all are ready. Raises ClusterError past cluster.start_timeout."""
         for slot in self._slots:
             self._start_worker(slot)
         self.wait_for_workers(len(self._slots))
@@ -75,71 +78,80 @@ class ActorPool:
 
     @property
     def nodes(self) -> set[str]:
-        """Where slots are."""
+        """The ids of the nodes on which slots are reserved."""
         tables = [placement_group_table(group) for group in self._placement_groups]  # type: ignore[no-untyped-call]
         return {node for table in tables for node in table["bundles_to_node_id"].values() if node}
 
     def scale_up_to(self, count: int) -> None:
-        """Have `count` slots in all. What is missing comes up behind what runs, as soon as the cluster has room."""
-        together = self._config.parallel.tp
+        """Reserve slots until there are `count`, and start an actor in each new slot; return at once.
+
+        An actor starts as soon as the cluster has room for it.
+        """
+        tp = self._config.parallel.tp
         missing = max(0, count - len(self._slots))
-        for slot in self._reserve([together] * (missing // together) + [1] * (missing % together)):
+        for slot in self._reserve([tp] * (missing // tp) + [1] * (missing % tp)):
             self._slots.append(slot)
             self._start_worker(slot)
 
     def wait_for_workers(self, count: int) -> None:
-        """Wait until `count` are up. Raises ClusterError past cluster.start_timeout."""
+        """Start due replacements and block until `count` actors are ready; ClusterError past cluster.start_timeout."""
         self._refill_slots(time.monotonic())
         timeout = self._config.cluster.start_timeout
         missing = count - len(self.ready)
-        described = [worker.description_ref for worker in self._starting]
-        ready, _ = ray.wait(described, num_returns=min(missing, len(described)), timeout=timeout)
+        descriptions = [worker.description_ref for worker in self._starting]
+        ready, _ = ray.wait(descriptions, num_returns=min(missing, len(descriptions)), timeout=timeout)
         self._register_started(ready)
         if len(self.ready) < count:
             raise ClusterError(
-                f"cluster.start_timeout={timeout:g}: only {len(self.ready)} of {count} workers were up in time; see "
+                f"cluster.start_timeout={timeout:g}: only {len(self.ready)} of {count} workers were ready in time; see "
                 "`ray status` and the worker logs, or raise it"
             )
 
     def poll_started(self) -> bool:
-        """Whether any came up since the last look, all of which are now in `up`."""
+        """Add actors that have become ready to `ready`, without blocking, and return whether there were any.
+
+        Also starts replacements in slots that have been vacant for a second.
+        """
         self._refill_slots(time.monotonic() - _REPLACEMENT_DELAY_S)
         if not self._starting:
             return False
-        described = [worker.description_ref for worker in self._starting]
-        ready, _ = ray.wait(described, num_returns=len(described), timeout=0)
-        before = len(self.ready)
+        descriptions = [worker.description_ref for worker in self._starting]
+        ready, _ = ray.wait(descriptions, num_returns=len(descriptions), timeout=0)
+        count = len(self.ready)
         self._register_started(ready)
-        return len(self.ready) > before
+        return len(self.ready) > count
 
     def replace_worker(self, worker: Worker) -> None:
-        """Have done with one, whatever state it is in. Another one comes up in its slot, behind what runs."""
+        """Kill an actor in any state. Its replacement is started by a later `poll_started` or `wait_for_workers`."""
         if worker in self.ready:
             self.ready.remove(worker)
             ray.kill(worker.actor, no_restart=True)
             self._vacant_slots.append((time.monotonic(), worker.slot))
 
     def replace_workers_on_node(self, node: str) -> None:
-        """The same for all on a node that is gone."""
-        for worker in [one for one in self.ready if one.info["node"] == node]:
+        """Replace all actors on a lost node."""
+        for worker in [worker for worker in self.ready if worker.info["node"] == node]:
             self.replace_worker(worker)
 
     def _refill_slots(self, vacant_before: float) -> None:
-        """Start a worker in every slot that has been vacant since before this moment."""
-        due = [slot for since, slot in self._vacant_slots if since <= vacant_before]
+        """Start an actor in every slot that is vacant since `vacant_before` or earlier (monotonic seconds)."""
+        slots = [slot for since, slot in self._vacant_slots if since <= vacant_before]
         self._vacant_slots = [(since, slot) for since, slot in self._vacant_slots if since > vacant_before]
-        for slot in due:
+        for slot in slots:
             self._start_worker(slot)
 
     def close(self) -> None:
-        """End all and give their slots back."""
+        """Kill all actors and remove the placement groups."""
         for worker in [*self.ready, *self._starting]:
             ray.kill(worker.actor, no_restart=True)
         for group in self._placement_groups:
             remove_placement_group(group)
 
     def _reserve(self, shares: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
-        """A node-shaped bundle a share; those of a first reservation on as many nodes, on these if any are named."""
+        """Reserve one bundle per share and return the slots, one per unit of a share.
+
+        The bundles of the first reservation are on different nodes, on `nodes` if given.
+        """
         if not shares:
             return []
         strategy = "PACK" if self._placement_groups or len(shares) == 1 else "STRICT_SPREAD"
@@ -160,11 +172,12 @@ class ActorPool:
                 placement_group=slot[0], placement_group_bundle_index=slot[1]
             ),
         ).remote(self._cluster.device, self._config.cluster.threads)
-        described = actor.describe.remote(self._config, self.warmup_spec)
-        self._starting.append(Worker(self._num_started, actor, slot, described))
+        description_ref = actor.describe.remote(self._config, self.warmup_spec)
+        self._starting.append(Worker(self._num_started, actor, slot, description_ref))
         self._num_started += 1
 
     def _register_started(self, ready: list[Any]) -> None:
+        """Move started actors from `_starting` to `ready`; retry replacements that failed to start, a few times."""
         for worker in [worker for worker in self._starting if worker.description_ref in ready]:
             self._starting.remove(worker)
             try:
@@ -173,8 +186,8 @@ class ActorPool:
                 if not self._is_started:
                     raise ClusterError(f"a worker did not start: {extract_last_line(error)}") from error
                 self._failed_starts += 1
-                _log.warning("a worker did not come up behind the run: %s", extract_last_line(error))
-                if self._failed_starts <= _MAX_START_ATTEMPTS:  # then the run goes on without it
+                _log.warning("a replacement worker did not start: %s", extract_last_line(error))
+                if self._failed_starts <= _MAX_START_ATTEMPTS:  # afterwards the run continues without it
                     self._start_worker(worker.slot)
                 continue
             self._failed_starts = 0
@@ -182,6 +195,6 @@ class ActorPool:
 
 
 def extract_last_line(error: BaseException) -> str:
-    """The line of a Ray error that says what went wrong."""
+    """Return the last line of a Ray error's text, which names the problem."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,1 +1,1 @@
-"""One process a device: builds the model, runs the steps. No Ray but in actor.py."""
+"""One process per device: the Ray actor that runs a rank. Only actor.py imports Ray."""

@@ -1,4 +1,4 @@
-"""The Ray actor around a worker: one a device. The only file of this room that imports Ray."""
+"""The Ray actor of a worker, one per device. This is the only file of the package that imports Ray."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]
 class WorkerActor:
-    """Runs the loop in its own thread of calls; the control group answers while the loop is busy."""
+    """Runs generations in the default concurrency group; the control group answers while a generation runs."""
 
     def __init__(self, device: str, threads: int):
-        began = time.time()
+        """Import what a rank needs and start the heartbeat."""
+        start = time.time()
         use_single_malloc_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # whoever is given up on is the driver's to say
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the driver decides which rank has failed
         enable_flight_recorder()
         import torch
 
-        import raytrain_hpc.training.factory  # noqa: F401  here, where no rank waits for another
+        import raytrain_hpc.training.factory  # noqa: F401  before ranks wait for each other
         from raytrain_hpc.parallel.blocking_collectives import get_blocking_files
         from raytrain_hpc.runtime.control_channel import ControlChannel
         from raytrain_hpc.runtime.heartbeat import Heartbeat
@@ -49,12 +50,13 @@ class WorkerActor:
         self._heartbeat = Heartbeat(get_blocking_files())
         self._control, self._snapshots = ControlChannel(heartbeat=self._heartbeat), SnapshotStore()
         self._run_start_ns, self._is_warmed_up = time.time_ns(), False
-        self._start_unix, self._imported_unix = began, time.time()
+        self._start_unix, self._imported_unix = start, time.time()
 
     def describe(self, config: Config, spec: WorkerSpec | None) -> dict[str, Any]:
-        """Who and where this worker is; settles the network interface its collectives use, and is warm after it.
+        """Finish the setup of this process, and return its host and device facts. Call once, before `run`.
 
-        `spec`: the generation behind which it has come up, to rehearse a step of.
+        It chooses the network interface for collectives. If `spec` is given, it also warms up with a step for that
+        generation.
         """
         import torch
 
@@ -62,15 +64,15 @@ class WorkerActor:
         from raytrain_hpc.distributed.process_groups import set_network_interface
         from raytrain_hpc.training.builder import configure_torch
 
-        configure_torch(config, self._device)  # loads for seconds, which others would wait for later
+        configure_torch(config, self._device)  # takes seconds, for which other ranks would wait later
         interface = config.cluster.interface
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        chosen = find_interface(address) if interface == "auto" else interface
-        if chosen is not None:
-            set_network_interface(chosen)
+        chosen_interface = find_interface(address) if interface == "auto" else interface
+        if chosen_interface is not None:
+            set_network_interface(chosen_interface)
         if spec is not None:
-            self.rehearse(spec)
-        gc.freeze()  # what is there by now stays: only what generations make is to be looked through
+            self.warm_up(spec)
+        gc.freeze()  # these objects stay: spare later garbage collections from scanning them
         cuda = self._device.type == "cuda"
         return {
             "node": ray.get_runtime_context().get_node_id(),
@@ -86,24 +88,27 @@ class WorkerActor:
             "imported": self._imported_unix,
         }
 
-    def rehearse(self, spec: WorkerSpec) -> None:
-        """A step of a tiny model of this kind, once, behind what runs."""
+    def warm_up(self, spec: WorkerSpec) -> None:
+        """Train a tiny model of the same kind for one step, to load libraries and kernels. Later calls do nothing."""
         if not self._is_warmed_up:
             from raytrain_hpc.training.warmup import run_warmup_step
 
             run_warmup_step(spec, self._device)
             self._is_warmed_up = True
 
-    def facts(self, path: str, marker: str) -> dict[str, Any]:
-        """What this process finds on its machine; see worker.facts."""
+    def collect_host_info(self, path: str, marker: str) -> dict[str, Any]:
+        """Return facts about this process and its host; see `worker.host_info`."""
         from raytrain_hpc.worker.host_info import collect_host_info
 
         return collect_host_info(self._device, path, marker)
 
-    def collectives(
+    def measure_collectives(
         self, rank: int, world_size: int, rendezvous: Rendezvous, sizes: list[int]
     ) -> dict[str, dict[int, float]]:
-        """Join a group of so many, and measure; see worker.collectives."""
+        """Measure collectives for each message size in bytes, as one rank of a process group of its own.
+
+        Returns operation -> bytes -> seconds; see `distributed.collective_bench`.
+        """
         from raytrain_hpc.distributed.collective_bench import measure_collectives
         from raytrain_hpc.distributed.process_groups import destroy_process_groups, init_process_groups
 
@@ -114,9 +119,9 @@ class WorkerActor:
             destroy_process_groups()
 
     def run(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous | None, feeder: Any = None) -> GenerationOutcome:
-        """One generation, on what the feeder hands out, if there is one. Whatever broke, it can go on to another.
+        """Run one generation as `rank`, and return how it ended. The actor can then run another generation.
 
-        Raises what a user should see.
+        `feeder`: the actor that delivers training data, if any. Raises RaytrainError for an error that ends the run.
         """
         from raytrain_hpc.distributed.process_groups import destroy_process_groups
         from raytrain_hpc.distributed.replica_check import ReplicaMismatchError
@@ -125,30 +130,38 @@ class WorkerActor:
         self._run_start_ns = time.time_ns()
         self._control.begin_generation()
         try:
-            ended = GenerationOutcome(self._train(spec, rank, rendezvous, feeder))
+            outcome = GenerationOutcome(self._train(spec, rank, rendezvous, feeder))
         except StateLostError as error:
-            ended = GenerationOutcome("lost", str(error))
+            outcome = GenerationOutcome("lost", str(error))
         except RaytrainError:
             raise
         except ReplicaMismatchError as error:
             self._snapshots.discard_unverified()
-            ended = GenerationOutcome("differs", str(error), divergent_ranks=error.ranks if error.has_majority else ())
-        except Exception as error:  # most often a collective that broke because a peer is gone
-            made = tuple(read_calls(self._run_start_ns))
-            ended = GenerationOutcome("broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=made)
-            if not is_peer_failure(ended.reason):
+            outcome = GenerationOutcome(
+                "differs", str(error), divergent_ranks=error.ranks if error.has_majority else ()
+            )
+        except Exception as error:  # usually a collective that failed because a peer was lost
+            recent_calls = tuple(read_calls(self._run_start_ns))
+            outcome = GenerationOutcome(
+                "broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=recent_calls
+            )
+            if not is_peer_failure(outcome.reason):
                 traceback.print_exc()
         finally:
             self._control.disarm_abort()
-            destroy_process_groups()  # at once: it sets those free who wait for this rank
+            destroy_process_groups()  # at once, to release the ranks that wait for this one
             self._control.set_phase("idle")
-        self._snapshots.copy_live()  # also of a run that is done: another rank may be lost while it saves
-        memory = self._snapshots
+        self._snapshots.copy_live()  # even if done: another rank may fail while it saves
+        snapshots = self._snapshots
         return replace(
-            ended, steps=memory.steps, replica_steps=memory.replica_steps, snapshot_generation=memory.generation
+            outcome,
+            steps=snapshots.steps,
+            replica_steps=snapshots.replica_steps,
+            snapshot_generation=snapshots.generation,
         )
 
     def _train(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous | None, feeder: Any) -> TrainOutcome:
+        """Build the rank and train it up to the last step of `spec`."""
         from raytrain_hpc.training.factory import build_rank_trainer
 
         blocks = None
@@ -161,27 +174,27 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:
-        """Records made since the last call."""
+        """Return the records emitted since the last call."""
         return self._control.drain()
 
     @ray.method(concurrency_group="control")
-    def calls(self) -> list[CollectiveCall]:
-        """The collectives that this rank was last in, in this generation."""
+    def recent_calls(self) -> list[CollectiveCall]:
+        """Return the last collectives of this rank in this generation."""
         return read_calls(self._run_start_ns)
 
     @ray.method(concurrency_group="control")
     def recall(self, after_step: int) -> list[Record]:
-        """The metrics of the steps after this one."""
+        """Return the metrics of the steps after `after_step`, as far as they are remembered."""
         return self._control.recall_metrics(after_step)
 
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
-        """The generation has fallen: end its collectives."""
+        """Abort the collectives of this rank, because the generation has failed."""
         self._control.abort()
 
     @ray.method(concurrency_group="control")
     def request_pause(self) -> None:
-        """End this generation after the current step."""
+        """End this generation after the current step, keeping the state in memory."""
         self._control.request_pause()
 
     @ray.method(concurrency_group="control")

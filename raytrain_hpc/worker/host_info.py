@@ -1,4 +1,4 @@
-"""What a worker's process finds on its machine, for `doctor`."""
+"""Facts about a worker's process and host, for `doctor`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from typing import Any
 
 import torch
 
-_MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # of the square matrices that are multiplied
-_COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes
+_MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the square matrices that are multiplied
+_COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 
 def collect_host_info(device: torch.device, path: str, marker: str) -> dict[str, Any]:
-    """As plain values: versions, clock, limits, speed of the device, and whether the file at `path` says `mark`."""
+    """Return versions, clock, limits and device speed, and whether the file at `path` contains `marker`."""
     try:
-        seen = Path(path).read_text() == marker
+        sees_marker = Path(path).read_text() == marker
     except OSError:
-        seen = False
+        sees_marker = False
     return {
         "python": platform.python_version(),
         "versions": {name: _get_version(name) for name in ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")},
         "time": time.time(),
         "shared_memory_free": shutil.disk_usage("/dev/shm").free,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "sees_directory": seen,
+        "sees_directory": sees_marker,
         "tflops": _measure_tflops(device),
         "memory_gbs": _measure_memory_gbs(device),
     }
 
 
 def _get_version(name: str) -> str:
+    """Return the version of an installed package, or "missing"."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -42,25 +43,26 @@ def _get_version(name: str) -> str:
 
 
 def _measure_tflops(device: torch.device) -> float:
-    """What a large product reaches: in bf16 on a GPU, in fp32 on a CPU."""
+    """Return the TFLOP/s of a large matrix product: in bf16 on a GPU, in fp32 on a CPU."""
     side, dtype = _MATRIX_SIZE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     return 2 * side**3 / _time_best(lambda: a @ b, device) / 1e12
 
 
 def _measure_memory_gbs(device: torch.device) -> float:
-    """Bytes read and written in a second by a copy."""
+    """Return the GB/s that a copy reads and writes."""
     source = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _time_best(lambda: target.copy_(source), device) / 1e9
 
 
 def _time_best(operation: Any, device: torch.device) -> float:
+    """Return the seconds of the fastest of five runs."""
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         operation()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return min(times)

@@ -1,4 +1,4 @@
-"""The C library's allocator, set up for a process that allocates from one busy thread."""
+"""Setup of the C library's allocator for a process that allocates mostly from one thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _M_ARENA_MAX = -8  # glibc's malloc.h
 
 
 def use_single_malloc_arena() -> None:
-    """Let every thread that has not allocated yet use the main arena (glibc; elsewhere nothing happens).
+    """Make all threads that have not allocated yet use the main arena (glibc only; otherwise do nothing).
 
-    Ray runs an actor's calls in a thread, and glibc gives threads arenas of their own, which fragment under tensors of
-    many sizes.
+    Ray runs the calls of an actor in a thread. By default glibc gives each thread an arena of its own, which fragments
+    under tensors of many sizes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

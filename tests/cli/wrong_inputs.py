@@ -148,7 +148,7 @@ WRONG = [
     train(
         "one of several that a launcher started",
         "cluster.workers=1",
-        "srun has started 8 of these, and this is number 3",
+        "this is task 3 of 8 of srun",
         "cluster.address",
         env={"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"},
         alone=True,

@@ -78,7 +78,7 @@ def test_a_node_agent_without_requests_from_the_driver_kills_its_workers() -> No
         agent.watch({0: (process.pid, process.stdout.readline().strip())})
         for _ in range(20):
             time.sleep(0.1)
-            assert agent.look().workers is not None and process.poll() is None, "requests keep the workers alive"
+            assert agent.get_health().workers is not None and process.poll() is None, "requests keep the workers alive"
         assert process.wait(timeout=30) == -signal.SIGKILL
         agent.close()
 

@@ -1,4 +1,4 @@
-"""Lives of a run: the command line in processes of its own, forked from one that has torch imported already."""
+"""The command line as processes, forked from one that has already imported torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from tests.warm_pool import SMALL_OVERRIDES
 
 TIMEOUT_S = 120
-# Several microbatches a step, so that a signal hits it in the middle, and dropout: random bits to be replayed.
+# Several microbatches per step, so that a signal arrives within a step; dropout, whose random bits must be replayed.
 WORDS = [
     *SMALL_OVERRIDES,
     "model.dropout=0.1",
@@ -25,13 +25,13 @@ WORDS = [
     "cluster.workers=0",
 ]
 
-PARENT = """
+SERVER = """
 import json, os, sys
-import numpy, torch, torch._inductor  # all that a life would import
+import numpy, torch, torch._inductor  # everything that a run imports
 import raytrain_hpc.driver.local_backend, raytrain_hpc.driver.supervisor, raytrain_hpc.cli.train_summary
 from raytrain_hpc.cli.main import main
 
-def live(argv, out, patch):
+def run_command(argv, out, patch):
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
     exec(patch, {})
@@ -45,113 +45,115 @@ def live(argv, out, patch):
         os._exit(code)
 
 for line in sys.stdin:
-    ask = json.loads(line)
-    if "argv" in ask:
-        answer = os.fork() or live(**ask)
+    request = json.loads(line)
+    if "argv" in request:
+        reply = os.fork() or run_command(**request)
     else:
-        pid, status = os.waitpid(ask["pid"], os.WNOHANG)
-        answer = os.waitstatus_to_exitcode(status) if pid else None
-    print(json.dumps(answer), flush=True)
+        pid, status = os.waitpid(request["pid"], os.WNOHANG)
+        reply = os.waitstatus_to_exitcode(status) if pid else None
+    print(json.dumps(reply), flush=True)
 """
 
 
-class Lives:
-    """Starts `raytrain-hpc` again and again."""
+class CliRunner:
+    """Starts `raytrain-hpc` processes."""
 
     def __init__(self) -> None:
-        self._parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._running: set[int] = set()
 
-    def start(self, out: Path, *argv: str, patch: str = "") -> Life:
-        """One life; `patch` is code that it executes first. Output goes to the end of the file `out`."""
-        pid = self.ask({"argv": argv, "out": str(out), "patch": patch})
+    def start(self, out: Path, *argv: str, patch: str = "") -> CliProcess:
+        """Start one process. `patch` is code that it executes first. Its output is appended to the file `out`."""
+        pid = self.send({"argv": argv, "out": str(out), "patch": patch})
         self._running.add(pid)
-        return Life(self, pid, out)
+        return CliProcess(self, pid, out)
 
     def run(self, out: Path, *argv: str, patch: str = "") -> tuple[int, str]:
-        """One life to its end: exit code and what it printed."""
+        """Run one process to its end; return its exit code and its output."""
         before = len(out.read_text()) if out.exists() else 0
         code = self.start(out, *argv, patch=patch).wait()
         return code, out.read_text()[before:]
 
-    def ask(self, what: dict[str, Any]) -> Any:
-        self._parent.stdin.write(json.dumps(what) + "\n")
-        self._parent.stdin.flush()
-        answer = json.loads(self._parent.stdout.readline())
-        if "pid" in what and answer is not None:
-            self._running.discard(what["pid"])
-        return answer
+    def send(self, request: dict[str, Any]) -> Any:
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        reply = json.loads(self._server.stdout.readline())
+        if "pid" in request and reply is not None:
+            self._running.discard(request["pid"])
+        return reply
 
     def close(self) -> None:
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)
-        self._parent.kill()
-        self._parent.communicate()
+        self._server.kill()
+        self._server.communicate()
 
 
-class Life:
-    """One process of it."""
+class CliProcess:
+    """One process of the command line."""
 
-    def __init__(self, lives: Lives, pid: int, out: Path) -> None:
-        self._lives, self.pid, self.out = lives, pid, out
+    def __init__(self, runner: CliRunner, pid: int, out: Path) -> None:
+        self._runner, self.pid, self.out = runner, pid, out
 
     def wait(self) -> int:
-        """Exit code, or minus the signal that ended it."""
+        """Wait for the end; return the exit code, or minus the signal that ended the process."""
         code = None
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             nonlocal code
-            code = self._lives.ask({"pid": self.pid})
+            code = self._runner.send({"pid": self.pid})
             return code is not None
 
-        until(ended, self.out)
+        wait_until(has_ended, self.out)
         return code
 
-    def until_stopped(self) -> None:
+    def wait_until_stopped(self) -> None:
         """Wait until SIGSTOP has taken effect."""
         stat = Path(f"/proc/{self.pid}/stat")
-        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", self.out)
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", self.out)
 
 
-def until(holds: Callable[[], bool], out: Path | None = None, timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for something to become true, not for ever."""
+def wait_until(condition: Callable[[], bool], out: Path | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until `condition` holds; raise TimeoutError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
-    while not holds():
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(out.read_text() if out is not None and out.exists() else "it did not happen")
+            raise TimeoutError(out.read_text() if out is not None and out.exists() else "timed out")
         time.sleep(0.01)
 
 
-def count(run_dir: Path) -> int:
+def count_steps(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def joined(run_dir: Path, steps: int = 24) -> list[tuple[float, float, float]]:
-    """Loss, gradient norm and learning rate of steps 1..N, the last line of a step counting. Every line is whole."""
-    last = {line["step"]: line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
-    assert sorted(last) == list(range(1, steps + 1))
-    return [curve(last[step]) for step in sorted(last)]
+def read_curve(run_dir: Path, steps: int = 24) -> list[tuple[float, float, float]]:
+    """Return loss, gradient norm and learning rate of steps 1..N, of which the last line of each counts."""
+    metrics_of_step = {
+        line["step"]: line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    }
+    assert sorted(metrics_of_step) == list(range(1, steps + 1))
+    return [curve_point(metrics_of_step[step]) for step in sorted(metrics_of_step)]
 
 
-def curve(metrics: dict[str, Any]) -> tuple[float, float, float]:
+def curve_point(metrics: dict[str, Any]) -> tuple[float, float, float]:
     return metrics["train/loss"], metrics["train/grad_norm"], metrics["train/lr"]
 
 
 def signal_after(step: int, number: signal.Signals, delay_s: float = 0.0) -> str:
-    """A patch: the process is sent a signal this long after a step is committed."""
+    """Return a patch: the process receives a signal `delay_s` after a step is committed."""
     return f"""
 import os, threading
 from raytrain_hpc.driver.run_recorder import RunRecorder
 real = RunRecorder._handle_step
-def take(self, metrics):
+def handle_step(self, metrics):
     real(self, metrics)
     if metrics["step"] == {step}:
         threading.Timer({delay_s}, os.kill, (os.getpid(), {int(number)})).start()
-RunRecorder._handle_step = take
+RunRecorder._handle_step = handle_step
 """
 
 
-__all__ = ["WORDS", "Life", "Lives", "count", "curve", "joined", "signal_after", "until"]
+__all__ = ["WORDS", "CliProcess", "CliRunner", "count_steps", "curve_point", "read_curve", "signal_after", "wait_until"]

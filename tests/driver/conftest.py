@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a process to fork lives from, and the run that nothing disturbs."""
+"""Fixtures for tests of whole runs: a runner of the command line, and the curve of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.driver.cli_process import WORDS, Lives, joined
+from tests.driver.cli_process import WORDS, CliRunner, read_curve
 
 
 @pytest.fixture(scope="session")
-def lives() -> Iterator[Lives]:
-    made = Lives()
-    yield made
-    made.close()
+def cli() -> Iterator[CliRunner]:
+    runner = CliRunner()
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="session")
-def undisturbed(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float, float]]:
-    """Loss, gradient norm and learning rate of every step of the run of WORDS."""
+def reference_curve(cli: CliRunner, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float, float]]:
+    """Return loss, gradient norm and learning rate of every step of an undisturbed run of WORDS."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    code, said = lives.run(directory / "out", "train", *WORDS, f"run.dir={directory}/run")
-    assert code == 0, said
-    return joined(directory / "run")
+    code, output = cli.run(directory / "out", "train", *WORDS, f"run.dir={directory}/run")
+    assert code == 0, output
+    return read_curve(directory / "run")

@@ -1,4 +1,4 @@
-"""A Ray whose actors are played: they answer as workers and agents do, and take no time but what the play says."""
+"""A fake Ray whose actors answer as workers and agents do, at the times of a scenario."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.control_channel import GenerationOutcome
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
-_DOZE_S = 0.001
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True)
-class Play:
-    """What happens: seconds until a generation's first step, and of each; which rank is lost, after which step."""
+class Scenario:
+    """Seconds until the first step of a generation and per step; the rank that is lost, and after which step."""
 
-    building_s: float = 0.5
+    build_s: float = 0.5
     step_s: float = 0.25
-    lost_after: int = 10
-    lost: int = 5
-    breaking_s: float = 0.1  # from then until the others have left
+    lost_after_step: int = 10
+    lost_rank: int = 5
+    abort_s: float = 0.1  # from the loss until the other ranks have ended
 
 
-class Reference:
-    """An answer, now or later."""
+class FakeRef:
+    """An object reference, resolved now or later."""
 
     __slots__ = ("error", "ready", "value")
 
     def __init__(self) -> None:
         self.ready, self.value, self.error = False, None, None
 
-    def answer(self, value: Any = None, error: BaseException | None = None) -> Reference:
+    def resolve(self, value: Any = None, error: BaseException | None = None) -> FakeRef:
         self.ready, self.value, self.error = True, value, error
         return self
 
 
-class Actor:
-    """`actor.method.remote(...)` calls the method of whoever plays it, and counts."""
+class FakeActor:
+    """An actor: `actor.method.remote(...)` calls the method of `target` and counts the message."""
 
-    def __init__(self, stage: Stage, player: Any):
-        self._stage, self.player = stage, player
+    def __init__(self, fake_ray: FakeRay, target: Any):
+        self._fake_ray, self.target = fake_ray, target
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self._stage.call(self.player, name, arguments))
+        return SimpleNamespace(remote=lambda *arguments: self._fake_ray.call(self.target, name, arguments))
 
 
 @dataclass
-class Part:
-    """A worker: where it is, what it has to say, and the run call that it has not answered."""
+class FakeWorker:
+    """A worker: its node, its pending records, and its unfinished run call."""
 
     node: str
     pid: int
     records: list[dict[str, Any]] = field(default_factory=list)
-    running: Reference | None = None
-    held: GenerationOutcome = field(default_factory=lambda: GenerationOutcome("done"))
+    running: FakeRef | None = None
+    outcome: GenerationOutcome = field(default_factory=lambda: GenerationOutcome("done"))
 
     def describe(self, config: Any, spec: Any) -> dict[str, Any]:
         now = time.time()
@@ -77,63 +77,63 @@ class Part:
         taken, self.records = self.records, []
         return taken
 
-    def calls(self) -> list[Any]:
+    def recent_calls(self) -> list[Any]:
         return []
 
     def recall(self, after: int) -> list[dict[str, Any]]:
         return []
 
-    def nothing(self, *arguments: Any) -> None:
+    def do_nothing(self, *arguments: Any) -> None:
         pass
 
-    rehearse = abort = request_pause = request_stop = nothing
+    warm_up = abort = request_pause = request_stop = do_nothing
 
 
 @dataclass
-class Watcher:
-    """A node's agent: everybody it watches is well."""
+class FakeAgent:
+    """A node's agent that reports all its ranks as healthy."""
 
-    stage: Stage
+    fake_ray: FakeRay
     ranks: Sequence[int] = ()
 
     def watch(self, pulses: dict[int, Any]) -> None:
         self.ranks = list(pulses)
 
-    def look(self) -> NodeHealth:
-        step = self.stage.step
+    def get_health(self) -> NodeHealth:
+        step = self.fake_ray.step
         return NodeHealth([], {r: WorkerHealth(r, True, False, 0.0, 0.0, "training", step, 0.25) for r in self.ranks})
 
-    def stacks(self) -> dict[int, str]:
+    def collect_stacks(self) -> dict[int, str]:
         return dict.fromkeys(self.ranks, "")
 
     def kill(self, rank: int) -> None:
         pass
 
 
-class Stage:
-    """In place of Ray, for the rooms of the driver. Time is real; whoever waits lets the play go on."""
+class FakeRay:
+    """A replacement for Ray in the driver's modules. Time is real; events become due while the driver waits."""
 
-    def __init__(self, cluster: Topology, play: Play):
-        self._cluster, self._play = cluster, play
+    def __init__(self, cluster: Topology, scenario: Scenario):
+        self._cluster, self._scenario = cluster, scenario
         self._pids, self._patches = 1000, ExitStack()
-        self._cast: dict[int, tuple[Part, WorkerSpec]] = {}  # of this generation, by rank
+        self._running: dict[int, tuple[FakeWorker, WorkerSpec]] = {}  # rank -> worker and spec, of this generation
         self._due: list[tuple[float, Callable[[], None]]] = []
-        self.step, self.struck = 0, 0.0
-        self.launched: list[float] = []
-        self.placed: list[dict[int, str]] = []  # rank -> node, of each generation
+        self.step, self.lost_at = 0, 0.0
+        self.launch_times: list[float] = []
+        self.node_of_rank: list[dict[int, str]] = []  # of each generation
         self.messages: Counter[str] = Counter()
-        self.sent_bytes, self.own_cpu_s = 0, 0.0
+        self.sent_bytes, self.fake_cpu_s = 0, 0.0
         self._steady: tuple[float, int] | None = None
         self.steady_s, self.steady_messages = 0.0, 0
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> FakeRay:
         context = SimpleNamespace(get_node_id=lambda: "driver")
         ray = SimpleNamespace(get=self.get, wait=self.wait, kill=self.kill, put=self.put, nodes=list)
         ray.get_runtime_context = lambda: context
         state = SimpleNamespace(state=SimpleNamespace(get_draining_nodes=dict))
         ray._private = SimpleNamespace(state=state)
-        for room in (worker_group, node_drain, ray_topology, record_poller, health_monitor, ray_backend):
-            self._patches.enter_context(mock.patch.object(room, "ray", ray))
+        for module in (worker_group, node_drain, ray_topology, record_poller, health_monitor, ray_backend):
+            self._patches.enter_context(mock.patch.object(module, "ray", ray))
         replaced = {
             "placement_group": self._group,
             "placement_group_table": lambda group: {"bundles_to_node_id": dict(enumerate(group.nodes))},
@@ -141,8 +141,10 @@ class Stage:
             "PlacementGroupSchedulingStrategy": SimpleNamespace,
         }
         self._patches.enter_context(mock.patch.multiple(worker_group, **replaced))
-        agents = SimpleNamespace(options=lambda **named: SimpleNamespace(remote=lambda *_: Actor(self, Watcher(self))))
-        self._patches.enter_context(mock.patch.object(health_monitor, "AgentActor", agents))
+        agent_class = SimpleNamespace(
+            options=lambda **named: SimpleNamespace(remote=lambda *_: FakeActor(self, FakeAgent(self)))
+        )
+        self._patches.enter_context(mock.patch.object(health_monitor, "AgentActor", agent_class))
         self._patches.enter_context(mock.patch.object(health_monitor, "NodeAffinitySchedulingStrategy", mock.Mock()))
         return self
 
@@ -151,7 +153,7 @@ class Stage:
 
     @property
     def workers(self) -> Any:
-        """What `driver.actors` makes workers of."""
+        """The actor class from which `driver.worker_group` starts workers."""
         return SimpleNamespace(options=self._options)
 
     def _options(self, *, scheduling_strategy: Any, **named: Any) -> Any:
@@ -160,9 +162,9 @@ class Stage:
             scheduling_strategy.placement_group_bundle_index,
         )
 
-        def start(*arguments: Any) -> Actor:
+        def start(*arguments: Any) -> FakeActor:
             self._pids += 1
-            return Actor(self, Part(group.nodes[bundle], self._pids))
+            return FakeActor(self, FakeWorker(group.nodes[bundle], self._pids))
 
         return SimpleNamespace(remote=start)
 
@@ -170,23 +172,23 @@ class Stage:
         nodes = [node.id for node in self._cluster.nodes[: len(bundles)]]
         return SimpleNamespace(nodes=nodes, wait=lambda timeout: True)
 
-    def call(self, player: Any, name: str, arguments: tuple[Any, ...]) -> Reference:
-        """One message to an actor, packed as Ray packs it."""
+    def call(self, target: Any, name: str, arguments: tuple[Any, ...]) -> FakeRef:
+        """Send one message to an actor, serialized as Ray does it."""
         self.messages[name] += 1
-        packed = [one for one in arguments if not isinstance(one, Reference)]
-        self.sent_bytes += len(cloudpickle.dumps(packed))
+        payload = [argument for argument in arguments if not isinstance(argument, FakeRef)]
+        self.sent_bytes += len(cloudpickle.dumps(payload))
         if name != "run":
-            return Reference().answer(getattr(player, name)(*arguments))
+            return FakeRef().resolve(getattr(target, name)(*arguments))
         spec, rank = arguments[0].value, arguments[1]
-        player.running = Reference()
-        self._cast[rank] = player, spec
-        if len(self._cast) == spec.layout.world:
+        target.running = FakeRef()
+        self._running[rank] = target, spec
+        if len(self._running) == spec.layout.world_size:
             self._begin(spec)
-        return player.running
+        return target.running
 
     def get(self, references: Any, timeout: float | None = None) -> Any:
         if isinstance(references, list):
-            return [self.get(one, timeout) for one in references]
+            return [self.get(ref, timeout) for ref in references]
         ready, _ = self.wait([references], timeout=timeout)
         if not ready:
             raise GetTimeoutError("no answer")
@@ -194,89 +196,100 @@ class Stage:
             raise references.error
         return references.value
 
-    def put(self, value: Any) -> Reference:
+    def put(self, value: Any) -> FakeRef:
         self.sent_bytes += len(cloudpickle.dumps(value))
-        return Reference().answer(value)
+        return FakeRef().resolve(value)
 
     def wait(
-        self, references: Sequence[Reference], num_returns: int = 1, timeout: float | None = None
-    ) -> tuple[list[Reference], list[Reference]]:
-        """As Ray's: at most `num_returns` of those that are ready, and all others."""
-        until = None if timeout is None else time.monotonic() + timeout
+        self, references: Sequence[FakeRef], num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[FakeRef], list[FakeRef]]:
+        """Return at most `num_returns` references that are ready, and all others, as Ray does."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            self._go_on()
-            ready = [one for one in references if one.ready][:num_returns]
-            if len(ready) >= num_returns or (until is not None and time.monotonic() >= until):
-                chosen = set(map(id, ready))
-                return ready, [one for one in references if id(one) not in chosen]
-            time.sleep(_DOZE_S)
+            self._run_due_events()
+            ready = [ref for ref in references if ref.ready][:num_returns]
+            if len(ready) >= num_returns or (deadline is not None and time.monotonic() >= deadline):
+                returned = set(map(id, ready))
+                return ready, [ref for ref in references if id(ref) not in returned]
+            time.sleep(_POLL_S)
 
-    def kill(self, actor: Actor, *, no_restart: bool) -> None:
+    def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
         pass
 
-    def _go_on(self) -> None:
-        """Whatever is due happens; what that costs is not the driver's."""
-        began = time.process_time()
+    def _run_due_events(self) -> None:
+        """Run the events that are due. Their CPU time is not counted as the driver's."""
+        start = time.process_time()
         now = time.monotonic()
-        due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
-        for _, event in due:
-            event()
-        self.own_cpu_s += time.process_time() - began
+        due, self._due = (
+            [entry for entry in self._due if entry[0] <= now],
+            [entry for entry in self._due if entry[0] > now],
+        )
+        for _, action in due:
+            action()
+        self.fake_cpu_s += time.process_time() - start
 
     def _begin(self, spec: WorkerSpec) -> None:
-        now, play = time.monotonic(), self._play
-        self.launched.append(now)
-        self.placed.append({rank: player.node for rank, (player, _) in self._cast.items()})
-        self._due.append((now + play.building_s, self._ready))
+        now, scenario = time.monotonic(), self._scenario
+        self.launch_times.append(now)
+        self.node_of_rank.append({rank: target.node for rank, (target, _) in self._running.items()})
+        self._due.append((now + scenario.build_s, self._ready))
         for step in range(spec.start_step + 1, spec.end_step + 1):
-            at = now + play.building_s + (step - spec.start_step) * play.step_s
-            self._due.append((at, lambda step=step: self._commit(spec, step)))
-            if step == play.lost_after and len(self.launched) == 1:
-                self._due.append((at + play.step_s / 2, lambda step=step: self._lose(spec, step)))
+            due = now + scenario.build_s + (step - spec.start_step) * scenario.step_s
+            self._due.append((due, lambda step=step: self._commit(spec, step)))
+            if step == scenario.lost_after_step and len(self.launch_times) == 1:
+                self._due.append((due + scenario.step_s / 2, lambda step=step: self._lose_rank(spec, step)))
                 return
-        self._due.append((at + play.step_s, lambda: self._end(spec, "done", spec.end_step)))
+        self._due.append((due + scenario.step_s, lambda: self._end(spec, "done", spec.end_step)))
 
     def _ready(self) -> None:
         self._steady = time.monotonic(), self.messages.total()
-        for rank, (player, _) in self._cast.items():
-            player.records.append({"type": "ready", "rank": rank, "model": time.time()})
+        for rank, (target, _) in self._running.items():
+            target.records.append({"type": "ready", "rank": rank, "model": time.time()})
 
     def _commit(self, spec: WorkerSpec, step: int) -> None:
-        self.step, play = step, self._play
+        self.step, scenario = step, self._scenario
         tokens = spec.config.train.global_batch * spec.config.train.seq_len
-        values = dict.fromkeys(("train/lr", "train/grad_norm", "time/data_s", "time/checkpoint_s"), 0.0)
-        values |= {"step": step, "train/loss": 1.0 / step, "train/tokens": step * tokens, "time/unix": time.time()}
-        values |= {"time/step_s": play.step_s, "memory/peak_gib": 1.0, "elastic/world_size": spec.layout.world_size}
-        values |= {"throughput/tokens_per_sec": tokens / play.step_s, "elastic/generation": spec.generation}
-        values["throughput/tokens_per_sec_per_device"] = tokens / play.step_s / spec.layout.world_size
-        self._cast[0][0].records.append({"type": "step", "metrics": values})
+        metrics = dict.fromkeys(("train/lr", "train/grad_norm", "time/data_s", "time/checkpoint_s"), 0.0)
+        metrics |= {"step": step, "train/loss": 1.0 / step, "train/tokens": step * tokens, "time/unix": time.time()}
+        metrics |= {
+            "time/step_s": scenario.step_s,
+            "memory/peak_gib": 1.0,
+            "elastic/world_size": spec.layout.world_size,
+        }
+        metrics |= {"throughput/tokens_per_sec": tokens / scenario.step_s, "elastic/generation": spec.generation}
+        metrics["throughput/tokens_per_sec_per_device"] = tokens / scenario.step_s / spec.layout.world_size
+        self._running[0][0].records.append({"type": "step", "metrics": metrics})
 
-    def _lose(self, spec: WorkerSpec, step: int) -> None:
-        """One is gone; the others break in their next collective, and hold what they held."""
-        self.struck = time.monotonic()
-        self._count_messages()
-        gone = self._cast.pop(self._play.lost)[0]
-        assert gone.running is not None
-        gone.running.answer(error=ActorDiedError())
+    def _lose_rank(self, spec: WorkerSpec, step: int) -> None:
+        """Lose a rank; the others fail in their next collective and keep their states."""
+        self.lost_at = time.monotonic()
+        self._count_steady_messages()
+        worker = self._running.pop(self._scenario.lost_rank)[0]
+        assert worker.running is not None
+        worker.running.resolve(error=ActorDiedError())
         reason = "RuntimeError: [gloo] Connection closed by peer"
-        self._due.append((self.struck + self._play.breaking_s, lambda: self._end(spec, "broken", step, reason)))
+        self._due.append((self.lost_at + self._scenario.abort_s, lambda: self._end(spec, "broken", step, reason)))
 
     def _end(self, spec: WorkerSpec, outcome: Any, step: int, reason: str = "") -> None:
         if outcome == "done":
-            self._count_messages()
+            self._count_steady_messages()
         copies: dict[int, dict[int, tuple[int, ...]]] = {}
-        for source, buddy in spec.replication_pairs:
-            copies.setdefault(buddy, {})[source] = (step - 1, step)
-        for rank, (player, _) in self._cast.items():
-            assert player.running is not None
-            states = {"steps": (step - 1, step), "copies": copies.get(rank, {}), "taken_in": spec.generation}
-            player.running.answer(GenerationOutcome(outcome, reason, **states))
-        self._cast = {}
+        for source, holder in spec.replication_pairs:
+            copies.setdefault(holder, {})[source] = (step - 1, step)
+        for rank, (target, _) in self._running.items():
+            assert target.running is not None
+            states = {
+                "steps": (step - 1, step),
+                "replica_steps": copies.get(rank, {}),
+                "snapshot_generation": spec.generation,
+            }
+            target.running.resolve(GenerationOutcome(outcome, reason, **states))
+        self._running = {}
 
-    def _count_messages(self) -> None:
-        """Of the time between a generation's beginning and its end."""
+    def _count_steady_messages(self) -> None:
+        """Count the messages between the start and the end of a generation."""
         if self._steady is not None:
-            began, count = self._steady
-            self.steady_s += time.monotonic() - began
+            start, count = self._steady
+            self.steady_s += time.monotonic() - start
             self.steady_messages += self.messages.total() - count
             self._steady = None

@@ -1,4 +1,4 @@
-"""One run with a fault, or without, and what its directory says of what that cost."""
+"""One run with or without a fault, and the cost of the fault according to the run directory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 
 import raytrain_hpc as rt
 from raytrain_hpc.cli.drill import fingerprint
-from tests.driver.external_faults import lines, stamp, steps_of, until, workers
-from tests.driver.loop_filesystem import Disk, mounted
-from tests.driver.network_namespaces import Apart
-from tests.driver.two_node_cluster import TwoNodes
+from tests.driver.external_faults import count_steps, read_lines, read_workers, record_fault_time, wait_until
+from tests.driver.loop_filesystem import Disk, mount_disk
+from tests.driver.network_namespaces import NamespacedNodes
+from tests.driver.two_node_cluster import TwoNodeCluster
 from tests.jobs.ray_head import Head
 from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
@@ -40,15 +40,16 @@ WORDS = [
 
 @dataclass(frozen=True)
 class Fault:
-    """A row. `expected`: (kind, rank) of each incident; `targets`: seconds to detection, and from there to a step.
+    """One row of the matrix.
 
-    Of several that die at once the lowest rank names the incident, and all are in it. `layout`: settings of the run it
-    is compared with, too. `grow`: how many workers are asked for, one after the other. `between`: what is done to the
-    directory of a run that was stopped after step 45, before the same run is started again. `struck`: what of two nodes
-    is: the second is lost, the network to it cut, or all on it frozen for as long as twenty steps take; the driver is
-    killed and started again; Ray's head is; or the job is submitted again after its driver was killed. `disk`: what
-    becomes of the disk under the run. `like`: settings of the run that it is compared with, and not its own.
-    `unseen`: no incident is to come of it. `after`: how many steps of a run are seen before it is struck from outside.
+    `expected`: (kind, rank) of each incident; of several ranks that die at once the lowest names the incident.
+    `targets`: seconds to detection, and from there to the next step. `layout`: settings that also apply to the
+    reference run. `grow`: numbers of workers to resize to. `between_runs`: a fault inflicted on the directory of a run
+    that was stopped after step 45, before the run is started again. `component`: what fails besides single ranks: the
+    second of two nodes (node: lost, network: cut off, freeze: frozen for twenty steps), the driver (started again),
+    Ray's head, or the driver of a job (submitted again). `disk_fault`: the fault of the disk under the run.
+    `reference_words`: settings of the reference run alone. `is_invisible`: no incident is expected. `fault_step`: steps
+    before an external fault.
     """
 
     name: str
@@ -57,195 +58,210 @@ class Fault:
     inject: tuple[tuple[str, int, int], ...] = ()  # kind, rank, step
     workers: int = 3
     words: tuple[str, ...] = ()
-    outside: Callable[[Path], None] | None = None
+    external: Callable[[Path], None] | None = None
     steps: int = STEPS
     layout: tuple[str, ...] = ()
     grow: tuple[int, ...] = ()
-    between: Callable[[Path], None] | None = None
-    struck: Literal["", "node", "network", "freeze", "driver", "head", "job"] = ""
-    disk: Callable[[Disk], None] | None = None
-    like: tuple[str, ...] = ()
-    unseen: bool = False
-    after: int = 30
+    between_runs: Callable[[Path], None] | None = None
+    component: Literal["", "node", "network", "freeze", "driver", "head", "job"] = ""
+    disk_fault: Callable[[Disk], None] | None = None
+    reference_words: tuple[str, ...] = ()
+    is_invisible: bool = False
+    fault_step: int = 30
 
-    def settings(self, *, disturbed: bool) -> list[str]:
-        """The words of a run with the fault, or of the one that it is compared with."""
-        own = list(self.layout) + [f"train.steps={self.steps}", f"cluster.workers={self.workers if self.struck else 3}"]
-        if not disturbed:
-            return [*WORDS, *own, *self.like]
+    def settings(self, *, with_fault: bool) -> list[str]:
+        """Return the settings of the run with the fault, or of the reference run."""
+        own = list(self.layout) + [
+            f"train.steps={self.steps}",
+            f"cluster.workers={self.workers if self.component else 3}",
+        ]
+        if not with_fault:
+            return [*WORDS, *own, *self.reference_words]
         faults = ", ".join(f"{{kind: {kind}, rank: {rank}, step: {step}}}" for kind, rank, step in self.inject)
         return [*WORDS, *own, f"cluster.workers={self.workers}", f"fault.inject=[{faults}]", *self.words]
 
 
 @dataclass
 class Cost:
-    """What a row cost: seconds from the fault to its detection, from there to the next step; steps run again."""
+    """The cost of a fault: seconds to detection, and from there to the next step; steps that were run again."""
 
     detected_s: list[float] = field(default_factory=list)
     recovered_s: list[float] = field(default_factory=list)
     steps_lost: int = 0
-    same: bool = True
+    same_bits: bool = True
 
 
-def train(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
-    """A run in the Ray that this process is connected to. Returns the hash of losses and last state."""
-    if disturbed and fault.between:
-        first = rt.start(make_small_config(run_dir, *fault.settings(disturbed=True)))
-        until(lambda: steps_of(run_dir) >= 45, 0.01)
+def train(fault: Fault, run_dir: Path, *, with_fault: bool) -> str:
+    """Run in the Ray to which this process is connected; return a hash of the losses and the last state."""
+    if with_fault and fault.between_runs:
+        first = rt.start(make_small_config(run_dir, *fault.settings(with_fault=True)))
+        wait_until(lambda: count_steps(run_dir) >= 45, 0.01)
         first.stop()
         assert first.result(timeout=120).outcome == "stopped"
-        fault.between(run_dir)
-        stamp(run_dir)
-    handle = rt.start(make_small_config(run_dir, *fault.settings(disturbed=disturbed)))
-    if disturbed and fault.outside:
-        threading.Thread(target=fault.outside, args=(run_dir,), daemon=True).start()
-    for world in fault.grow if disturbed else ():
+        fault.between_runs(run_dir)
+        record_fault_time(run_dir)
+    handle = rt.start(make_small_config(run_dir, *fault.settings(with_fault=with_fault)))
+    if with_fault and fault.external:
+        threading.Thread(target=fault.external, args=(run_dir,), daemon=True).start()
+    for world in fault.grow if with_fault else ():
         grow(run_dir, handle, world)
     result = handle.result(timeout=280)
     assert (result.outcome, result.steps) == ("done", fault.steps)
     return fingerprint(run_dir)
 
 
-def train_on_a_disk(fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
-    """As `train`, on a disk of its own, of which something becomes after ten steps."""
-    if not disturbed or fault.disk is None:
-        return train(fault, run_dir, disturbed=disturbed)
-    with mounted(run_dir.with_name(f"{run_dir.name}-disk")) as disk:
-        there, act = disk.path / "run", fault.disk
+def train_on_disk(fault: Fault, run_dir: Path, *, with_fault: bool) -> str:
+    """Run `train` on a disk of its own, which fails after ten steps."""
+    if not with_fault or fault.disk_fault is None:
+        return train(fault, run_dir, with_fault=with_fault)
+    with mount_disk(run_dir.with_name(f"{run_dir.name}-disk")) as disk:
+        disk_run_dir, inflict = disk.path / "run", fault.disk_fault
 
-        def strike() -> None:
-            until(lambda: steps_of(there) >= 10, 0.01)
-            act(disk)
+        def inflict_later() -> None:
+            wait_until(lambda: count_steps(disk_run_dir) >= 10, 0.01)
+            inflict(disk)
 
-        threading.Thread(target=strike, daemon=True).start()
-        train(fault, there, disturbed=True)
-        shutil.copytree(there, run_dir)
+        threading.Thread(target=inflict_later, daemon=True).start()
+        train(fault, disk_run_dir, with_fault=True)
+        shutil.copytree(disk_run_dir, run_dir)
     return fingerprint(run_dir)
 
 
 def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
-    """Ask for more workers, and wait for them."""
-    until(lambda: steps_of(run_dir) >= 10, 0.01)
+    """Request more workers and wait until they train."""
+    wait_until(lambda: count_steps(run_dir) >= 10, 0.01)
     handle.resize(workers)
-    until(lambda: lines(run_dir / "metrics.jsonl")[-1]["elastic/world_size"] == workers, 0.05)
+    wait_until(lambda: read_lines(run_dir / "metrics.jsonl")[-1]["elastic/world_size"] == workers, 0.05)
 
 
-def train_on(cluster: TwoNodes | Apart, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
-    """A run in a process of its own on the first of two nodes, and what is to be struck of all this."""
-    words = [*SMALL_OVERRIDES, *fault.settings(disturbed=disturbed)]
-    command = cluster.inside(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
-    process = _started(command, cluster, run_dir)
+def train_on_two_nodes(
+    cluster: TwoNodeCluster | NamespacedNodes, fault: Fault, run_dir: Path, *, with_fault: bool
+) -> str:
+    """Run in a process on the first of two nodes, and inflict the fault on the component."""
+    words = [*SMALL_OVERRIDES, *fault.settings(with_fault=with_fault)]
+    command = cluster.on_first_node(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
+    process = _start(command, cluster, run_dir)
     try:
-        if disturbed:
-            until(lambda: steps_of(run_dir) >= fault.after or process.poll() is not None, 0.01)
-            stamp(run_dir)
-            if fault.struck == "driver":
+        if with_fault:
+            wait_until(lambda: count_steps(run_dir) >= fault.fault_step or process.poll() is not None, 0.01)
+            record_fault_time(run_dir)
+            if fault.component == "driver":
                 process.kill()
                 process.communicate()
-                process = _started(command, cluster, run_dir)
-            elif fault.struck == "head":
-                assert isinstance(cluster, TwoNodes)
-                cluster.tell("behead")
-            elif fault.struck == "freeze":
-                assert isinstance(cluster, TwoNodes)
-                note_lost(run_dir, cluster.strike(ranks(run_dir), "freeze"))
-                until(lambda: workers(run_dir)[0] == 2, 0.01)
-                after = steps_of(run_dir)
-                until(lambda: steps_of(run_dir) >= after + 20, 0.01)
-                cluster.tell("thaw")
+                process = _start(command, cluster, run_dir)
+            elif fault.component == "head":
+                assert isinstance(cluster, TwoNodeCluster)
+                cluster.send("behead")
+            elif fault.component == "freeze":
+                assert isinstance(cluster, TwoNodeCluster)
+                write_lost_ranks(run_dir, cluster.fail_second_node(read_ranks(run_dir), "freeze"))
+                wait_until(lambda: read_workers(run_dir)[0] == 2, 0.01)
+                resume_step = count_steps(run_dir)
+                wait_until(lambda: count_steps(run_dir) >= resume_step + 20, 0.01)
+                cluster.send("thaw")
             else:
-                note_lost(run_dir, cluster.strike(ranks(run_dir)))
+                write_lost_ranks(run_dir, cluster.fail_second_node(read_ranks(run_dir)))
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     finally:
         process.kill()
         process.communicate()
-        if disturbed and fault.struck == "freeze":
-            cluster.tell("lose")
-        if disturbed and fault.struck in ("node", "network", "freeze"):
+        if with_fault and fault.component == "freeze":
+            cluster.send("lose")
+        if with_fault and fault.component in ("node", "network", "freeze"):
             cluster.restore()
     return fingerprint(run_dir)
 
 
-def train_as_job(head: Head, fault: Fault, run_dir: Path, *, disturbed: bool) -> str:
-    """A submitted job, whose driver is killed, and the same submitted again."""
-    words = [f"run.dir={run_dir}", *SMALL_OVERRIDES, *fault.settings(disturbed=disturbed)]
-    names = [run_dir.name, f"{run_dir.name}-again"][: 2 if disturbed else 1]
+def train_as_job(head: Head, fault: Fault, run_dir: Path, *, with_fault: bool) -> str:
+    """Run a submitted job, kill its driver, and submit the job again."""
+    words = [f"run.dir={run_dir}", *SMALL_OVERRIDES, *fault.settings(with_fault=with_fault)]
+    names = [run_dir.name, f"{run_dir.name}-again"][: 2 if with_fault else 1]
     for name in names:
         head.submit(name, *words, wait=False)
         if name != names[-1]:
-            until(lambda: steps_of(run_dir) >= fault.after, 0.01)
-            stamp(run_dir)
-            for one in head.process.children(recursive=True):
+            wait_until(lambda: count_steps(run_dir) >= fault.fault_step, 0.01)
+            record_fault_time(run_dir)
+            for process in head.process.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if f"run.dir={run_dir}" in one.cmdline():
-                        one.kill()
-    until(lambda: head.status(names[-1]) not in ("PENDING", "RUNNING"), 0.2)
+                    if f"run.dir={run_dir}" in process.cmdline():
+                        process.kill()
+    wait_until(lambda: head.status(names[-1]) not in ("PENDING", "RUNNING"), 0.2)
     assert head.status(names[-1]) == "SUCCEEDED", head.logs(names[-1])
     return fingerprint(run_dir)
 
 
-def ranks(run_dir: Path) -> list[dict[str, Any]]:
-    """What workers.json says of each."""
-    there: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text())["workers"]
-    return there
+def read_ranks(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the entries of workers.json."""
+    workers: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text())["workers"]
+    return workers
 
 
-def note_lost(run_dir: Path, lost: list[int]) -> None:
+def write_lost_ranks(run_dir: Path, lost: list[int]) -> None:
     (run_dir / "lost.json").write_text(json.dumps(lost))
 
 
-def _started(command: list[str], cluster: TwoNodes | Apart, run_dir: Path) -> subprocess.Popen[str]:
+def _start(command: list[str], cluster: TwoNodeCluster | NamespacedNodes, run_dir: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, env=cluster.env, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
-    """Detection and recovery of each incident, and steps lost, having checked that the right rank is named."""
-    metrics = lines(run_dir / "metrics.jsonl")
-    struck = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
-    if fault.grow or fault.between or fault.disk or fault.unseen or fault.struck in ("driver", "head", "job"):
-        assert not (said := run_dir / "incidents.jsonl").exists(), said.read_text()
-        after = [line["time/unix"] for line in metrics if struck and line["time/unix"] > struck[0]]
-        paused = max(pauses(metrics)) if fault.grow else longest(metrics)
-        assert struck or not fault.unseen
-        begun_again = fault.between or fault.struck in ("driver", "job")
-        again = len(metrics) - fault.steps
-        assert again <= interval(run_dir), f"{again} steps run again"
-        return [], [min(after) - struck[0] if begun_again else paused], again
-    incidents = lines(run_dir / "incidents.jsonl")
-    named = tuple((one["kind"], one["rank"]) for one in incidents)
-    if fault.struck:
-        lost = json.loads((run_dir / "lost.json").read_text())
-        kinds = ("died", "node lost") if fault.struck == "node" else ("node lost",)  # Ray may be the first to say so
-        assert lost and len(named) == 1 and incidents[0]["ranks"] == lost, incidents
-        assert named[0][0] in kinds and named[0][1] == lost[0], incidents
+def measure_cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
+    """Check that the right ranks are named; return detection times, recovery times and the number of lost steps."""
+    metrics = read_lines(run_dir / "metrics.jsonl")
+    fault_times = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
+    if (
+        fault.grow
+        or fault.between_runs
+        or fault.disk_fault
+        or fault.is_invisible
+        or fault.component in ("driver", "head", "job")
+    ):
+        assert not (incident_file := run_dir / "incidents.jsonl").exists(), incident_file.read_text()
+        later_times = [line["time/unix"] for line in metrics if fault_times and line["time/unix"] > fault_times[0]]
+        pause = max(measure_pauses(metrics)) if fault.grow else measure_longest_pause(metrics)
+        assert fault_times or not fault.is_invisible
+        was_restarted = fault.between_runs or fault.component in ("driver", "job")
+        repeated_steps = len(metrics) - fault.steps
+        assert repeated_steps <= get_checkpoint_interval(run_dir), f"{repeated_steps} steps run again"
+        return [], [min(later_times) - fault_times[0] if was_restarted else pause], repeated_steps
+    incidents = read_lines(run_dir / "incidents.jsonl")
+    attributed = tuple((incident["kind"], incident["rank"]) for incident in incidents)
+    if fault.component:
+        lost_ranks = json.loads((run_dir / "lost.json").read_text())
+        kinds = ("died", "node lost") if fault.component == "node" else ("node lost",)  # Ray may report it first
+        assert lost_ranks and len(attributed) == 1 and incidents[0]["ranks"] == lost_ranks, incidents
+        assert attributed[0][0] in kinds and attributed[0][1] == lost_ranks[0], incidents
     else:
-        assert named == fault.expected, incidents
+        assert attributed == fault.expected, incidents
     killed = sorted({rank for kind, rank, _ in fault.inject if kind == "kill"})
     assert not killed or incidents[0]["ranks"] == killed
-    detected = [max(0.0, incidents[0]["time"] - min(struck))] if struck else []
-    after = [line["time/unix"] for line in metrics if line["time/unix"] > incidents[-1]["time"]]
-    return detected, [min(after) - incidents[-1]["time"]], sum(one["steps_lost"] or 0 for one in incidents)
+    detected = [max(0.0, incidents[0]["time"] - min(fault_times))] if fault_times else []
+    later_times = [line["time/unix"] for line in metrics if line["time/unix"] > incidents[-1]["time"]]
+    return (
+        detected,
+        [min(later_times) - incidents[-1]["time"]],
+        sum(incident["steps_lost"] or 0 for incident in incidents),
+    )
 
 
-def interval(run_dir: Path) -> int:
-    """Steps between two checkpoints of a run."""
-    every: int = OmegaConf.load(run_dir / "config.yaml").checkpoint.every
-    return every
+def get_checkpoint_interval(run_dir: Path) -> int:
+    """Return the number of steps between two checkpoints of a run."""
+    interval: int = OmegaConf.load(run_dir / "config.yaml").checkpoint.every
+    return interval
 
 
-def pauses(metrics: list[dict[str, Any]]) -> list[float]:
-    """Seconds by which the first step of each further generation came later than a step does."""
+def measure_pauses(metrics: list[dict[str, Any]]) -> list[float]:
+    """Return the seconds by which the first step of each later generation exceeds a usual step."""
     usual = median(line["time/step_s"] for line in metrics)
     return [
-        line["time/unix"] - before["time/unix"] - usual
-        for before, line in zip(metrics, metrics[1:], strict=False)
-        if line["elastic/generation"] != before["elastic/generation"]
+        line["time/unix"] - previous["time/unix"] - usual
+        for previous, line in zip(metrics, metrics[1:], strict=False)
+        if line["elastic/generation"] != previous["elastic/generation"]
     ]
 
 
-def longest(metrics: list[dict[str, Any]]) -> float:
-    """Seconds between two steps, at most."""
-    return max(line["time/unix"] - before["time/unix"] for before, line in zip(metrics, metrics[1:], strict=False))
+def measure_longest_pause(metrics: list[dict[str, Any]]) -> float:
+    """Return the largest number of seconds between two steps."""
+    return max(line["time/unix"] - previous["time/unix"] for previous, line in zip(metrics, metrics[1:], strict=False))

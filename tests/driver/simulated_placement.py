@@ -1,6 +1,6 @@
-"""Workers on a simulated cluster, placed as a run's are.
+"""Workers placed on a simulated cluster as those of a run are.
 
-As a script: pairs of nodes to add, as SLOTS:RACK,SLOTS:RACK, and JSON of the settings to place on what is there then.
+As a script: pairs of arguments, the nodes to add as SLOTS:RACK,SLOTS:RACK and JSON of the settings to place on them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.driver.two_node_cluster import LEAN_HEAD
 
 
 @ray.remote
-class Stand:
-    """In a worker's place: says where it is, and trains nothing."""
+class FakeWorkerActor:
+    """An actor that reports where it is and trains nothing."""
 
     def __init__(self, device: str, threads: int):
         pass
@@ -39,43 +39,48 @@ class Stand:
         return {"node": context.get_node_id(), "rack": rack, "pid": os.getpid()}
 
 
-def placed(config: Config) -> dict[str, Any]:
-    """Where each rank of a first generation would be, by what is planned and by what Ray says of the processes."""
+def place(config: Config) -> dict[str, Any]:
+    """Return where each rank of a first generation is: its planned coordinates, and the node that Ray reports."""
     cluster = read_topology(config)
     world = int(config.cluster.workers)
     batching = resolve_batching(config, resolve_layout(config, world))
     work = make_workload(config, resolve_model_spec(config.model, vocab_size=64, seq_len=config.train.seq_len))
-    actors = ActorPool(config, world + config.cluster.spares, cluster, Stand)
+    pool = ActorPool(config, world + config.cluster.spares, cluster, FakeWorkerActor)
     try:
-        actors.start()
-        there = [
-            Candidate(one.worker_id, one.info["node"], one.info["pid"], rack=one.info["rack"]) for one in actors.ready
+        pool.start()
+        candidates = [
+            Candidate(worker.worker_id, worker.info["node"], worker.info["pid"], rack=worker.info["rack"])
+            for worker in pool.ready
         ]
         formation = plan_membership(
-            config, batching, there, world, lambda layout, cut: compute_bytes_by_axis(work, layout, cut)
+            config,
+            batching,
+            candidates,
+            world,
+            lambda layout, batch_split: compute_bytes_by_axis(work, layout, batch_split),
         )
         assert formation is not None
-        by_number = {one.worker_id: one.info for one in actors.ready}
-        spares = [info["node"] for number, info in by_number.items() if number not in formation.members]
-        members = [by_number[number] for number in formation.members]
+        info_of_worker = {worker.worker_id: worker.info for worker in pool.ready}
+        spares = [info["node"] for worker_id, info in info_of_worker.items() if worker_id not in formation.members]
+        members = [info_of_worker[worker_id] for worker_id in formation.members]
     finally:
-        actors.close()
+        pool.close()
     coordinates = [formation.layout.get_coordinates(rank) for rank in range(world)]
-    ranks = [{**info, "at": at} for info, at in zip(members, coordinates, strict=True)]
+    ranks = [{**info, "at": rank_coordinates} for info, rank_coordinates in zip(members, coordinates, strict=True)]
     slots = {node.id: node.slots for node in cluster.nodes}
     return {"ranks": ranks, "spares": spares, "slots": slots, "racks": {node.id: node.rack for node in cluster.nodes}}
 
 
 def main(words: Sequence[str]) -> None:
-    cluster, found = Cluster(), []
+    cluster, placements = Cluster(), []
     try:
         for nodes, runs in zip(words[::2], words[1::2], strict=True):
             for slots, rack in (node.split(":") for node in nodes.split(",")):
                 cluster.add_node(num_cpus=int(slots), labels={"rack": rack} if rack else {}, **LEAN_HEAD)
             cluster.wait_for_nodes(timeout=60)
             ray.init(address=cluster.address, log_to_driver=False, ignore_reinit_error=True)
-            found += [placed(load_config(None, run)) for run in json.loads(runs)]
-        print(json.dumps(found))
+            placements += [place(load_config(None, run)) for run in json.loads(runs)]
+        print(json.dumps(placements))
     finally:
         ray.shutdown()
         cluster.shutdown()

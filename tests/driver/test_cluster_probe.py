@@ -1,4 +1,4 @@
-"""Workers asked what they see and how fast they reach one another; and what `doctor` makes of it."""
+"""Facts and collective timings of a cluster's workers, and the report of `doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_hpc.planner.link_fit import BUS_FACTORS
 from tests.warm_pool import make_small_config
 
 pytestmark = pytest.mark.timeout(200)
-FACT: dict[str, Any] = {
+HOST_INFO: dict[str, Any] = {
     "node": "n1",
     "host": "h1",
     "pid": 1,
@@ -32,7 +32,7 @@ FACT: dict[str, Any] = {
 }
 
 
-def test_sets_of_workers() -> None:
+def test_workers_are_grouped_by_scope() -> None:
     assert group_workers_by_scope(["a", "a", "b", "b"]) == {
         "inside a node": [0, 1],
         "across nodes": [0, 2],
@@ -43,17 +43,17 @@ def test_sets_of_workers() -> None:
     assert group_workers_by_scope(["a"]) == {}
 
 
-def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
+def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
     run_dir = tmp_path / "not there yet" / "run"
     report = examine_cluster(make_small_config(run_dir, "cluster.workers=3"))
     assert {check.name: check.state for check in report.checks if check.state == "fail"} == {}
-    assert report.is_healthy and not run_dir.parent.exists(), "nothing is left behind"
+    assert report.is_healthy and not run_dir.parent.exists(), "nothing is written"
     (reach,) = report.timings
     assert (reach.scope, reach.ranks, reach.nodes) == ("inside a node", 3, 1)
     assert reach.seconds.keys() == BUS_FACTORS.keys()
     assert all(took > 0 for seconds in reach.seconds.values() for took in seconds.values())
-    said = "\n".join(report.format_lines())
-    assert "run.dir" in said and "all_to_all" in said and "3 workers on 1 node" in said
+    text = "\n".join(report.format_lines())
+    assert "run.dir" in text and "all_to_all" in text and "3 workers on 1 node" in text
     assert json.loads(json.dumps(report.to_json()))["collectives"][0]["ranks"] == 3
     table = build_table(list(report.timings))
     assert [row["operation"] for row in table.rows] == list(BUS_FACTORS)
@@ -61,7 +61,7 @@ def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "state", "said"),
+    ("changes", "name", "state", "expected_text"),
     [
         ({"versions": {"torch": "2.12.0", "ray": "2.60.0"}}, "versions", "fail", "torch 2.12.0 and 2.13.0"),
         ({"python": "3.11.9"}, "versions", "fail", "python 3.11.9 and 3.12.1"),
@@ -74,10 +74,12 @@ def test_the_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
         ({"memory_gbs": 3.0}, "memory", "warn", "slowest 3"),
     ],
 )
-def test_one_worker_that_is_unlike_the_others(changes: dict[str, Any], name: str, state: str, said: str) -> None:
-    others = [FACT, {**FACT, "pid": 2}]
+def test_doctor_reports_a_worker_that_differs(
+    changes: dict[str, Any], name: str, state: str, expected_text: str
+) -> None:
+    others = [HOST_INFO, {**HOST_INFO, "pid": 2}]
     assert {check.state for check in run_checks(others, (99.0, 102.0), "/runs")} == {"ok"}
-    found = run_checks([*others, {**FACT, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
-    (check,) = [check for check in found if check.state != "ok"]
+    checks = run_checks([*others, {**HOST_INFO, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
+    (check,) = [check for check in checks if check.state != "ok"]
     assert (check.name, check.state) == (name, state)
-    assert said in check.found and check.remedy
+    assert expected_text in check.found and check.remedy

@@ -1,4 +1,4 @@
-"""The driver over ranks that are not there, and what single ranks of thousands make of their place."""
+"""The driver over simulated ranks, and the shard of single ranks among thousands."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from raytrain_hpc.planner.layout import Layout, resolve_layout
 from raytrain_hpc.planner.model_state_memory import count_parameters_by_pp_rank
 from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.state.sharded_state import to_local
-from tests.driver.dry_run import A_NODE, dry_run
-from tests.driver.fake_ray import Play
+from tests.driver.dry_run import RANKS_PER_NODE, dry_run
+from tests.driver.fake_ray import Scenario
 
-SHORT = Play(building_s=0.2, step_s=0.1)
+SHORT = Scenario(build_s=0.2, step_s=0.1)
 SIZES = (64, 512)
 
 
@@ -33,31 +33,33 @@ def runs() -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_run_gets_over_the_loss_of_a_rank(runs: dict[int, dict[str, Any]], ranks: int) -> None:
-    """Its state was in its buddy's memory alone, and a spare takes its place."""
+def test_run_recovers_from_a_lost_rank(runs: dict[int, dict[str, Any]], ranks: int) -> None:
+    """Recover the lost rank's state, which only its replica holds, on a spare."""
     run = runs[ranks]
     assert (run["outcome"], run["steps"]) == ("done", 20)
     [incident] = run["incidents"]
-    assert (incident["kind"], incident["rank"], incident["step"]) == ("died", SHORT.lost, SHORT.lost_after)
+    assert (incident["kind"], incident["rank"], incident["step"]) == ("died", SHORT.lost_rank, SHORT.lost_after_step)
     assert (incident["world_after"], incident["steps_lost"]) == (ranks, 0)
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_ranks_are_on_the_nodes_that_their_layout_wants(runs: dict[int, dict[str, Any]], ranks: int) -> None:
-    first, second = runs[ranks]["placed"]
-    for tensor_parallel in (range(begin, begin + A_NODE) for begin in range(0, ranks, A_NODE)):
+def test_ranks_are_placed_by_their_layout(runs: dict[int, dict[str, Any]], ranks: int) -> None:
+    first, second = runs[ranks]["node_of_rank"]
+    for tensor_parallel in (range(begin, begin + RANKS_PER_NODE) for begin in range(0, ranks, RANKS_PER_NODE)):
         assert len({first[rank] for rank in tensor_parallel}) == 1
-    assert set(Counter(first.values()).values()) == {A_NODE}
-    assert sum(first[rank] != second[rank] for rank in range(ranks)) <= A_NODE, "one tensor-parallel group moved"
-    assert len({second[rank] for rank in range(A_NODE)}) == 1, "and is together again"
+    assert set(Counter(first.values()).values()) == {RANKS_PER_NODE}
+    assert sum(first[rank] != second[rank] for rank in range(ranks)) <= RANKS_PER_NODE, (
+        "only one tensor-parallel group moved"
+    )
+    assert len({second[rank] for rank in range(RANKS_PER_NODE)}) == 1, "and shares a node again"
 
 
-def test_messages_grow_no_faster_than_ranks(runs: dict[int, dict[str, Any]]) -> None:
+def test_message_count_is_linear_in_ranks(runs: dict[int, dict[str, Any]]) -> None:
     fewer, more = (Counter(runs[ranks]["messages"]) for ranks in SIZES)
-    times = SIZES[1] / SIZES[0]
-    for name in ("describe", "run", "rehearse", "watch", "drain", "look"):
-        assert 0 < more[name] <= 1.1 * times * fewer[name], name
-    assert more["run"] == 2 * SIZES[1], "one a rank and generation"
+    ratio = SIZES[1] / SIZES[0]
+    for name in ("describe", "run", "warm_up", "watch", "drain", "get_health"):
+        assert 0 < more[name] <= 1.1 * ratio * fewer[name], name
+    assert more["run"] == 2 * SIZES[1], "one per rank and generation"
 
 
 LAYOUTS = {
@@ -70,30 +72,30 @@ WORLD = 4096
 
 @pytest.mark.parametrize("rank", [0, 514, 2049, 3589])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_of_thousands_has_its_share_of_the_model(layout: str, rank: int) -> None:
-    """Its groups on a fake backend, its stage of Llama 8B on the meta device."""
+def test_rank_of_4096_stores_its_shard_of_the_model(layout: str, rank: int) -> None:
+    """Build the process groups on a fake backend, and the rank's stage of Llama 8B on the meta device."""
     words = [f"cluster.workers={WORLD}", f"train.global_batch={WORLD}", "train.micro_batch=1", "train.seq_len=4096"]
     config = load_config(None, ["model.preset=llama3_8b", *words, *LAYOUTS[layout]])
     resolved = resolve_layout(config, WORLD)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     try:
-        held = elements(config, resolved, rank)
+        stored = count_parameters(config, resolved, rank)
     finally:
         dist.destroy_process_group()
     shape = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
     planned = count_parameters_by_pp_rank(shape, resolved, 4096)[resolved.get_coordinates(rank)["pp"]].dense
     shards = resolved.dp_shard if resolved.zero == 3 else 1
-    assert held == pytest.approx(planned / shards, rel=0.01)
+    assert stored == pytest.approx(planned / shards, rel=0.01)
 
 
-def elements(config: Any, layout: Layout, rank: int) -> int:
-    """Parameters that this rank stores."""
+def count_parameters(config: Any, layout: Layout, rank: int) -> int:
+    """Return the number of parameters that this rank stores."""
     place = build_parallel_context(rank, layout, torch.device("cpu"), tied_weights=False, balance_experts=False)
     assert place.coordinates == layout.get_coordinates(rank)
     if layout.tp > 1:
-        neighbours = dist.get_process_group_ranks(place.axes["tp"].group)
-        assert len({other // A_NODE for other in neighbours}) == 1 and rank in neighbours
-        assert all(after - before == 1 for before, after in pairwise(neighbours))
+        neighbors = dist.get_process_group_ranks(place.axes["tp"].group)
+        assert len({neighbor // RANKS_PER_NODE for neighbor in neighbors}) == 1 and rank in neighbors
+        assert all(after - before == 1 for before, after in pairwise(neighbors))
     shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
     stages = split_layers(shape, config.train.seq_len, layout.pipeline.num_stages)
     with torch.device("meta"):
@@ -102,7 +104,7 @@ def elements(config: Any, layout: Layout, rank: int) -> int:
             for stage in layout.pipeline.get_stages_of_rank(place.coordinates["pp"])
         }
     meta = torch.device("meta")
-    made = parallelize(
+    parallel_model = parallelize(
         modules, config, layout, place.mesh, meta, place.axes, place.expert_mesh, None, keyed_randomness=True
     )
-    return sum(to_local(parameter).numel() for parameter in made.parameters.values())
+    return sum(to_local(parameter).numel() for parameter in parallel_model.parameters.values())

@@ -1,4 +1,4 @@
-"""Ranks as launchers say them; the words are those of their manuals."""
+"""Launcher tasks from the environment variables that the launchers' manuals document."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4"}
         ),
     ],
 )
-def test_a_task_is_read(environment: dict[str, str], task: LauncherTask) -> None:
+def test_launcher_task_is_detected(environment: dict[str, str], task: LauncherTask) -> None:
     assert detect_launcher_task(environment) == task
 
 
@@ -47,5 +47,5 @@ def test_a_task_is_read(environment: dict[str, str], task: LauncherTask) -> None
         {"PMI_RANK": "-1", "PMI_SIZE": "four"},
     ],
 )
-def test_whoever_is_no_task_of_several_is_none(environment: dict[str, str]) -> None:
+def test_other_environments_are_no_launcher_task(environment: dict[str, str]) -> None:
     assert detect_launcher_task(environment) is None

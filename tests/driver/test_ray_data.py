@@ -1,4 +1,4 @@
-"""Training on what readers on Ray deliver: the losses of the local engine, bit for bit, whoever dies."""
+"""Training on data that Ray readers deliver: the losses of the local engine, bit for bit, under any failure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.loader.block_stream import BlocksUnavailableError
 from tests.conftest import OBJECT_STORE_BYTES
 from tests.data.loader.test_exactly_once import find_reader_processes, wait_until
-from tests.driver.cli_process import count, curve, joined
+from tests.driver.cli_process import count_steps, curve_point, read_curve
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 WORDS = ["train.steps=700", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
 
 
 @pytest.fixture(scope="module")
-def local(ray_cluster: None, pool: WarmPool) -> list:
-    """Of ranks that read for themselves, with neither Ray nor a driver."""
-    return [curve(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *WORDS))[0])]
+def local_curve(ray_cluster: None, pool: WarmPool) -> list:
+    """Return the curve of ranks that read their own data, without Ray or a driver."""
+    return [curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *WORDS))[0])]
 
 
 @pytest.mark.timeout(200)
-def test_readers_on_ray_give_the_same_losses_and_may_be_killed(
-    local: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_killed_ray_readers_do_not_change_the_losses(
+    local_curve: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = rt.start(make_small_config(tmp_path, *WORDS, "data.engine=ray"))
     killed = []
@@ -46,39 +46,39 @@ def test_readers_on_ray_give_the_same_losses_and_may_be_killed(
     killer.start()
     run.result(timeout=180)
     killer.join()
-    assert joined(tmp_path, 700) == local
-    assert killed and count(tmp_path) == 700
+    assert read_curve(tmp_path, 700) == local_curve
+    assert killed and count_steps(tmp_path) == 700
     assert "lost" not in capfd.readouterr().out
     wait_until(lambda: not find_reader_processes())
 
 
 @pytest.mark.timeout(200)
-def test_an_object_store_that_others_have_filled(
-    local: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_full_object_store_does_not_change_the_losses(
+    local_curve: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With objects that are in use, and so cannot leave it: blocks go to disk, or ranks read for themselves."""
+    """Fill the object store with objects in use: blocks spill to disk, or ranks read their own data."""
     import ray
 
     @ray.remote(num_cpus=0)
-    class Hog:
+    class Occupant:
         def fill(self) -> int:
             self.held = [ray.put(np.ones(OBJECT_STORE_BYTES // 8, np.uint8)) for _ in range(8)]
-            self.used = [ray.get(one) for one in self.held]
-            return sum(one.nbytes for one in self.used)
+            self.used = [ray.get(ref) for ref in self.held]
+            return sum(array.nbytes for array in self.used)
 
-    hog = Hog.remote()
+    occupant = Occupant.remote()
     try:
-        assert ray.get(hog.fill.remote()) >= OBJECT_STORE_BYTES
+        assert ray.get(occupant.fill.remote()) >= OBJECT_STORE_BYTES
         rt.train(make_small_config(tmp_path, *WORDS, "data.engine=ray"))
     finally:
-        ray.kill(hog)
-    assert joined(tmp_path, 700) == local and count(tmp_path) == 700
+        ray.kill(occupant)
+    assert read_curve(tmp_path, 700) == local_curve and count_steps(tmp_path) == 700
     assert not (tmp_path / "incidents.jsonl").exists() and "Traceback" not in capfd.readouterr().out
 
 
 @pytest.mark.timeout(120)
-def test_no_cpu_for_readers_is_said(ray_cluster: None) -> None:
-    """The ranks are told, and then read for themselves: `tests/data/loader/test_exactly_once.py`."""
+def test_missing_cpu_for_readers_is_reported(ray_cluster: None) -> None:
+    """Report it to the ranks, which then read their own data: `tests/data/loader/test_exactly_once.py`."""
     import ray
 
     from raytrain_hpc.data.loader.block_stream import BlockPlan
@@ -86,26 +86,26 @@ def test_no_cpu_for_readers_is_said(ray_cluster: None) -> None:
     from raytrain_hpc.data.loader.stream import StreamSpec
 
     @ray.remote(num_cpus=8)
-    class Hog:
+    class Occupant:
         def up(self) -> bool:
             return True
 
-    hog, plan = Hog.remote(), BlockPlan(0, 8, 4, (range(2),), (0,))
-    ray.get(hog.up.remote())
+    occupant, plan = Occupant.remote(), BlockPlan(0, 8, 4, (range(2),), (0,))
+    ray.get(occupant.up.remote())
     recipe = StreamSpec(DataConfig(path="synthetic"), 64, 1, 16, 4, 2)
     feeder = Feeder.remote(recipe, plan, 1, 200_000)
     try:
-        blocks, told = RayBlockSource(feeder, plan, 0), []
+        blocks, reasons = RayBlockSource(feeder, plan, 0), []
 
-        def lost() -> bool:
+        def is_unavailable() -> bool:
             try:
                 return blocks.get_block(0) is not None
             except BlocksUnavailableError as reason:
-                told.append(str(reason))
+                reasons.append(str(reason))
             return True
 
-        wait_until(lost)
-        assert told and "no CPU is free for them: leave one to them, or set data.engine=local" in told[0]
+        wait_until(is_unavailable)
+        assert reasons and "no CPU is free for them: leave one to them, or set data.engine=local" in reasons[0]
     finally:
-        ray.kill(hog)
+        ray.kill(occupant)
         ray.kill(feeder)

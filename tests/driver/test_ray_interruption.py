@@ -1,4 +1,4 @@
-"""One run through the real command line, two workers: SIGKILL, Ctrl-C to the group, SIGTERM."""
+"""One run through the real command line on two workers: SIGKILL, Ctrl-C to the process group, SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,88 +15,88 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.driver.cli_process import TIMEOUT_S, count, curve, until
-from tests.driver.test_ray_faults import STEPS, WORDS, config, gone, pids
+from tests.driver.cli_process import TIMEOUT_S, count_steps, curve_point, wait_until
+from tests.driver.test_ray_faults import STEPS, WORDS, has_exited, make_config, read_pids
 from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics
 
-OURS = "RAYTRAIN_TEST_OF"
+MARKER = "RAYTRAIN_TEST_OF"
 
 
 @pytest.fixture
 def ray_tmpdir() -> Iterator[str]:
-    """Short, for the sockets in it, and this test's own, so that nobody's cluster is found."""
+    """Return a short directory (for socket paths) that only this test uses, so that it finds no other cluster."""
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as name:
         yield name
 
 
-def processes_of(mark: str) -> list[int]:
-    """Everything that a life has started and that still runs, by an environment variable that all inherit."""
-    found = []
+def find_processes(marker: str) -> list[int]:
+    """Return the running processes of a run, found by an environment variable that all of them inherit."""
+    running = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{OURS}={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except (OSError, ValueError):  # it has ended in the meantime, or is another user's
+            if entry.name.isdigit() and f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes():
+                running.append(int(entry.name))
+        except (OSError, ValueError):  # it has ended, or belongs to another user
             continue
-    return [pid for pid in found if not gone(pid)]
+    return [pid for pid in running if not has_exited(pid)]
 
 
 @contextmanager
-def life(run: Path, ray_tmpdir: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "RAY_TMPDIR": ray_tmpdir, OURS: str(run)}
+def start_run(run: Path, ray_tmpdir: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "RAY_TMPDIR": ray_tmpdir, MARKER: str(run)}
     command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run}", *SMALL_OVERRIDES, *WORDS, *words]
     with (run.parent / "out").open("ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
         try:
             yield process
         finally:
-            for pid in processes_of(str(run)):
+            for pid in find_processes(str(run)):
                 os.kill(pid, signal.SIGKILL)
             process.wait(TIMEOUT_S)
 
 
-def generation(run: Path) -> int:
+def read_generation(run: Path) -> int:
     workers = run / "workers.json"
     return json.loads(workers.read_text())["generation"] if workers.exists() else 0
 
 
-def reached(run: Path) -> int:
+def read_last_step(run: Path) -> int:
     return json.loads((run / "result.json").read_text())["steps"]
 
 
 @pytest.mark.timeout(600)
-def test_interrupted_again_and_again(ray_cluster: None, pool: WarmPool, tmp_path: Path, ray_tmpdir: str) -> None:
+def test_repeated_interruptions(ray_cluster: None, pool: WarmPool, tmp_path: Path, ray_tmpdir: str) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     shared = f"cluster.address={ray.get_runtime_context().gcs_address}"
-    with life(run, ray_tmpdir, shared) as process:
-        until(lambda: any((run / "checkpoints").glob("step-*")), out)
-        workers = pids(run)
+    with start_run(run, ray_tmpdir, shared) as process:
+        wait_until(lambda: any((run / "checkpoints").glob("step-*")), out)
+        workers = read_pids(run)
         process.kill()
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
-        until(lambda: all(gone(pid) for pid in workers), out, timeout_s=30)
+        wait_until(lambda: all(has_exited(pid) for pid in workers), out, timeout_s=30)
 
-    with life(run, ray_tmpdir, "cluster.address=local") as process:  # takes the lease over at once
-        until(lambda: generation(run) == 2 and pids(run) != workers, out)
-        before = count(run)
-        until(lambda: count(run) > before, out)
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does: Ray's own processes get it too
+    with start_run(run, ray_tmpdir, "cluster.address=local") as process:  # takes over the lease at once
+        wait_until(lambda: read_generation(run) == 2 and read_pids(run) != workers, out)
+        before = count_steps(run)
+        wait_until(lambda: count_steps(run) > before, out)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: Ray's processes receive it too
         assert process.wait(TIMEOUT_S) == 3, out.read_text()
-        until(lambda: not processes_of(str(run)), out)
-    first = reached(run)
+        wait_until(lambda: not find_processes(str(run)), out)
+    first = read_last_step(run)
     assert f"resumed from {run}/checkpoints/step-" in out.read_text()
 
-    with life(run, ray_tmpdir, shared) as process:
-        until(lambda: generation(run) == 3, out)
-        before = count(run)
-        until(lambda: count(run) > before, out)
+    with start_run(run, ray_tmpdir, shared) as process:
+        wait_until(lambda: read_generation(run) == 3, out)
+        before = count_steps(run)
+        wait_until(lambda: count_steps(run) > before, out)
         process.terminate()
         assert process.wait(TIMEOUT_S) == 3, out.read_text()
-    second = reached(run)
+    second = read_last_step(run)
     assert first < second < STEPS and f"resumed from {run}/checkpoints/step-{first:08d}" in out.read_text()
     assert "Traceback" not in out.read_text() and "authentication" not in out.read_text()
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rest = get_step_metrics(pool.train(config(run), resume_step=second)[0])
-    by_step = {metrics["step"]: curve(metrics) for metrics in [*lines, *rest]}
-    alone = get_step_metrics(pool.train(config(tmp_path / "alone"))[0])
-    assert len(alone) == STEPS and by_step == {metrics["step"]: curve(metrics) for metrics in alone}
+    rest = get_step_metrics(pool.train(make_config(run), resume_step=second)[0])
+    by_step = {metrics["step"]: curve_point(metrics) for metrics in [*lines, *rest]}
+    alone = get_step_metrics(pool.train(make_config(tmp_path / "alone"))[0])
+    assert len(alone) == STEPS and by_step == {metrics["step"]: curve_point(metrics) for metrics in alone}

@@ -1,4 +1,4 @@
-"""Gauges on Ray, as Prometheus would read them."""
+"""Gauges on Ray, as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from raytrain_hpc.driver.ray_metrics import RayMetricsTracker
 from tests.run_report.run_directories import make_metrics
 
 
-def test_the_newest_step_is_what_prometheus_reads(ray_cluster: None) -> None:
-    gauges = RayMetricsTracker("mine")
-    gauges.write(make_metrics(3))
-    gauges.write(make_metrics(4, **{"throughput/mfu": 0.5}))
+def test_prometheus_reads_the_newest_step(ray_cluster: None) -> None:
+    tracker = RayMetricsTracker("mine")
+    tracker.write(make_metrics(3))
+    tracker.write(make_metrics(4, **{"throughput/mfu": 0.5}))
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     deadline = time.monotonic() + 60
-    shown: list[str] = []
-    while not shown and time.monotonic() < deadline:
+    rows: list[str] = []
+    while not rows and time.monotonic() < deadline:
         time.sleep(0.5)
-        with urllib.request.urlopen(address, timeout=5) as answer:
-            text = answer.read().decode()
-        shown = [row for row in text.splitlines() if "raytrain_train_loss{" in row and 'run="mine"' in row]
-    assert shown and float(shown[-1].split()[-1]) == 2.0
+        with urllib.request.urlopen(address, timeout=5) as response:
+            text = response.read().decode()
+        rows = [row for row in text.splitlines() if "raytrain_train_loss{" in row and 'run="mine"' in row]
+    assert rows and float(rows[-1].split()[-1]) == 2.0

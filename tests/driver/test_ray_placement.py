@@ -1,4 +1,4 @@
-"""Actors on simulated Ray clusters are where the plan says, and the plan puts near what sends most."""
+"""Actors on simulated Ray clusters are placed as planned: ranks that communicate most share a node."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ pytestmark = pytest.mark.timeout(200)
 WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "train.global_batch=32"]
 
 
-def run(*stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
+def place_on_clusters(*stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
     """Return what tests.driver.simulated_placement prints. Each stage: nodes to add, then settings to place."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
-    words = [word for nodes, settings in stages for word in (nodes, json.dumps([[*WORDS, *one] for one in settings]))]
+    words = [
+        word
+        for nodes, settings in stages
+        for word in (nodes, json.dumps([[*WORDS, *overrides] for overrides in settings]))
+    ]
     command = [sys.executable, "-m", simulated_placement.__name__, *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert process.returncode == 0, process.stderr
+    placements: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
+    return placements
 
 
-def nodes_of(found: dict[str, Any], *axes: str) -> list[set[str]]:
-    """The nodes of each group of ranks that differ in these axes alone."""
+def find_nodes_of_groups(placement: dict[str, Any], *axes: str) -> list[set[str]]:
+    """Return the nodes of each group of ranks that differ in these axes only."""
     groups: dict[tuple[int, ...], set[str]] = defaultdict(set)
-    for rank in found["ranks"]:
-        groups[tuple(at for axis, at in rank["at"].items() if axis not in axes)].add(rank["node"])
+    for rank in placement["ranks"]:
+        groups[tuple(coordinate for axis, coordinate in rank["at"].items() if axis not in axes)].add(rank["node"])
     return list(groups.values())
 
 
-def test_two_nodes_of_four_and_one_of_three() -> None:
-    tensor, stages, spared, uneven, odd = run(
+def test_placement_on_uneven_nodes() -> None:
+    tensor, stages, with_spares, uneven, odd = place_on_clusters(
         (
             "4:,4:",
             [
@@ -56,20 +60,20 @@ def test_two_nodes_of_four_and_one_of_three() -> None:
             ],
         ),
     )
-    assert all(len(nodes) == 1 for nodes in nodes_of(tensor, "tp"))
-    # Gradients are more than what stages hand on: replicas share a node, stages do not.
-    assert all(len(nodes) == 1 for nodes in nodes_of(stages, "tp", "dp_replicate"))
-    assert all(len(nodes) == 2 for nodes in nodes_of(stages, "pp"))
-    assert Counter(spared["spares"]) == dict.fromkeys(spared["slots"], 1), "one on each node"
-    for found in (tensor, stages, spared):
-        assert Counter([rank["node"] for rank in found["ranks"]] + found["spares"]) == found["slots"]
-    assert all(len(nodes) == 1 for nodes in nodes_of(uneven, "tp"))
+    assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(tensor, "tp"))
+    # Gradients are larger than the activations between stages: replicas share a node, stages do not.
+    assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(stages, "tp", "dp_replicate"))
+    assert all(len(nodes) == 2 for nodes in find_nodes_of_groups(stages, "pp"))
+    assert Counter(with_spares["spares"]) == dict.fromkeys(with_spares["slots"], 1), "one on each node"
+    for placement in (tensor, stages, with_spares):
+        assert Counter([rank["node"] for rank in placement["ranks"]] + placement["spares"]) == placement["slots"]
+    assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(uneven, "tp"))
     assert sorted(Counter(rank["node"] for rank in uneven["ranks"]).values()) == [2, 4, 4]
     assert Counter(rank["node"] for rank in odd["ranks"]) == odd["slots"]
 
 
-def test_four_nodes_of_two_on_two_racks() -> None:
-    four, all_ = run(
+def test_placement_on_two_racks() -> None:
+    four, eight = place_on_clusters(
         (
             "2:a,2:b,2:a,2:b",
             [
@@ -79,8 +83,10 @@ def test_four_nodes_of_two_on_two_racks() -> None:
         )
     )
     assert len({rank["rack"] for rank in four["ranks"]}) == 1, "half of the cluster is one rack"
-    assert all(len(nodes) == 1 for nodes in nodes_of(four, "cp"))
-    assert all(len(nodes) == 1 for nodes in nodes_of(all_, "tp"))
-    assert all(rank["rack"] == all_["racks"][rank["node"]] != "" for rank in all_["ranks"])
-    ring = [rank["rack"] for rank in all_["ranks"]]
-    assert sum(one != other for one, other in zip(ring, ring[1:], strict=False)) == 1, "a rack, then the other"
+    assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(four, "cp"))
+    assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(eight, "tp"))
+    assert all(rank["rack"] == eight["racks"][rank["node"]] != "" for rank in eight["ranks"])
+    ring = [rank["rack"] for rank in eight["ranks"]]
+    assert sum(rack != next_rack for rack, next_rack in zip(ring, ring[1:], strict=False)) == 1, (
+        "a rack, then the other"
+    )

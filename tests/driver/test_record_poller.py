@@ -1,4 +1,4 @@
-"""Who is asked for records, and when: ranks that answer at once, on a clock of the test's own."""
+"""When ranks are polled for records: ranks that reply at once, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raytrain_hpc.driver import record_poller, throttle
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.elastic.watchdog import WorkerHealth
 
-WELL = WorkerHealth(0, True, False, 0.0, 0.0, "training", 1, 0.1)
+HEALTHY = WorkerHealth(0, True, False, 0.0, 0.0, "training", 1, 0.1)
 
 
 class Clock:
-    """Time that passes when the test says so; it begins long after the epoch, as real time does."""
+    """A clock that the test advances. It starts long after the epoch, as real time does."""
 
     now = 1e9
 
@@ -26,73 +26,75 @@ class Clock:
     monotonic = time
 
 
-class Answer:
-    """As a reference: known by being itself."""
+class FakeRef:
+    """An object reference, compared by identity."""
 
     def __init__(self, records: list[Any]):
         self.records = records
 
 
-class Rank:
-    """An actor that answers at once: every answer is what it has to say, and when it was asked."""
+class FakeRank:
+    """An actor that replies at once with its records, and notes when it was polled."""
 
     def __init__(self, clock: Clock):
-        self.clock, self.records, self.asked = clock, [], []
+        self.clock, self.records, self.poll_times = clock, [], []
         self.drain = SimpleNamespace(remote=self.take)
 
-    def take(self) -> Answer:
-        self.asked.append(round(self.clock.now - Clock.now, 2))
+    def take(self) -> FakeRef:
+        self.poll_times.append(round(self.clock.now - Clock.now, 2))
         taken, self.records = self.records, []
-        return Answer(taken)
+        return FakeRef(taken)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    played = SimpleNamespace(
-        wait=lambda asked, num_returns, timeout: (asked, []),
-        get=lambda answer: answer.records,
+    fake_ray = SimpleNamespace(
+        wait=lambda refs, num_returns, timeout: (refs, []),
+        get=lambda ref: ref.records,
     )
-    monkeypatch.setattr(record_poller, "ray", played)
+    monkeypatch.setattr(record_poller, "ray", fake_ray)
     monkeypatch.setattr(record_poller, "time", clock)
     monkeypatch.setattr(throttle, "time", clock)
     return clock
 
 
-def listened(
-    clock: Clock, ranks: list[Rank], urgent: dict[int, list[float]], until_s: float
+def poll_until(
+    clock: Clock, ranks: list[FakeRank], urgent: dict[int, list[float]], until_s: float
 ) -> list[tuple[Any, float]]:
-    """Records and when they came, of a driver that looks every 0.05 s; `urgent`: when a rank makes such a record."""
-    came: list[tuple[Any, float]] = []
-    listener = RecordPoller(ranks, lambda record: came.append((record, round(clock.now - Clock.now, 2))))
-    made = dict.fromkeys(range(len(ranks)), 0)
+    """Poll every 0.05 s; return records with their arrival times. `urgent`: when each rank emits an urgent record."""
+    received: list[tuple[Any, float]] = []
+    poller = RecordPoller(ranks, lambda record: received.append((record, round(clock.now - Clock.now, 2))))
+    num_urgent = dict.fromkeys(range(len(ranks)), 0)
     for _ in range(round(until_s / 0.05)):
         clock.now += 0.05
-        for rank, moments in urgent.items():
-            while made[rank] < len(moments) and clock.now - Clock.now >= moments[made[rank]]:
+        for rank, times in urgent.items():
+            while num_urgent[rank] < len(times) and clock.now - Clock.now >= times[num_urgent[rank]]:
                 ranks[rank].records.append(f"shard of {rank}")
-                made[rank] += 1
-        listener.poll({rank: replace(WELL, rank=rank, num_urgent_records=number) for rank, number in made.items()})
-    return came
+                num_urgent[rank] += 1
+        poller.poll(
+            {rank: replace(HEALTHY, rank=rank, num_urgent_records=number) for rank, number in num_urgent.items()}
+        )
+    return received
 
 
-def test_what_is_urgent_is_fetched_at_once_and_once(clock: Clock) -> None:
-    ranks = [Rank(clock) for _ in range(3)]
-    came = listened(clock, ranks, {1: [0.2, 0.72]}, 0.95)
-    assert [record for record, _ in came] == ["shard of 1"] * 2
-    assert [when for _, when in came] == [pytest.approx(0.25, abs=0.06), pytest.approx(0.8, abs=0.06)]
-    assert len(ranks[1].asked) == 2
-    assert ranks[0].asked == ranks[2].asked == []
+def test_urgent_records_are_fetched_at_once_and_once(clock: Clock) -> None:
+    ranks = [FakeRank(clock) for _ in range(3)]
+    received = poll_until(clock, ranks, {1: [0.2, 0.72]}, 0.95)
+    assert [record for record, _ in received] == ["shard of 1"] * 2
+    assert [when for _, when in received] == [pytest.approx(0.25, abs=0.06), pytest.approx(0.8, abs=0.06)]
+    assert len(ranks[1].poll_times) == 2
+    assert ranks[0].poll_times == ranks[2].poll_times == []
 
 
-def test_others_are_asked_once_a_second(clock: Clock) -> None:
-    ranks = [Rank(clock) for _ in range(2)]
-    listened(clock, ranks, {}, 4.9)
-    assert [len(rank.asked) for rank in ranks] == [4, 4]
+def test_ranks_are_polled_once_per_second(clock: Clock) -> None:
+    ranks = [FakeRank(clock) for _ in range(2)]
+    poll_until(clock, ranks, {}, 4.9)
+    assert [len(rank.poll_times) for rank in ranks] == [4, 4]
 
 
-def test_what_is_urgent_on_thousands_of_ranks_keeps_to_the_rate(clock: Clock) -> None:
-    ranks = [Rank(clock) for _ in range(1000)]
-    listened(clock, ranks, {rank: [0.5, 0.6, 0.7, 0.8] for rank in range(1000)}, 4.0)
-    asked = sum(len(rank.asked) for rank in ranks[1:])
-    assert asked <= 500 * 4
+def test_urgent_polls_respect_the_rate_limit(clock: Clock) -> None:
+    ranks = [FakeRank(clock) for _ in range(1000)]
+    poll_until(clock, ranks, {rank: [0.5, 0.6, 0.7, 0.8] for rank in range(1000)}, 4.0)
+    num_polls = sum(len(rank.poll_times) for rank in ranks[1:])
+    assert num_polls <= 500 * 4

@@ -1,4 +1,4 @@
-"""The files of a run directory hold what the documentation says, key for key."""
+"""The files of a run directory have exactly the documented keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.warm_pool import make_small_config
 
 
 @dataclass
-class Ended:
-    """A tiny run, in this process and without Ray, of three steps that evaluated after the last two."""
+class FinishedRun:
+    """A tiny run of three steps in this process, without Ray, evaluated after the last two steps."""
 
     path: Path
     result: Result
@@ -29,15 +29,15 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     path = tmp_path_factory.mktemp("run") / "run"
     words = ["train.eval_every=2", "train.steps=3", "observe.peak_tflops=0.01", "observe.tensorboard=true"]
     words += ["observe.ranks_every=2"]
     result = train(make_small_config(path, "cluster.workers=0", "cluster.device=cpu", *words), quiet=True)
-    return Ended(path, result, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
+    return FinishedRun(path, result, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
 
 
-def test_metrics_have_exactly_the_documented_keys(run: Ended) -> None:
+def test_metrics_have_exactly_the_documented_keys(run: FinishedRun) -> None:
     assert [line["step"] for line in run.metrics] == [1, 2, 3]
     for line in run.metrics:
         absent = {"val/loss"} if line["step"] == 1 else set()
@@ -48,7 +48,7 @@ def test_metrics_have_exactly_the_documented_keys(run: Ended) -> None:
         assert line["train/tokens"] == line["step"] * 12 * 16
 
 
-def test_tensorboard_has_the_same_keys_and_values(run: Ended) -> None:
+def test_tensorboard_has_the_same_keys_and_values(run: FinishedRun) -> None:
     events = EventAccumulator(str(run.path / "tb"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {key for key in METRIC_KEYS if "/" in key}
@@ -57,7 +57,7 @@ def test_tensorboard_has_the_same_keys_and_values(run: Ended) -> None:
         assert shown == [(m["step"], pytest.approx(m[key], rel=1e-6)) for m in run.metrics if key in m]
 
 
-def test_result_has_the_documented_keys(run: Ended) -> None:
+def test_result_has_the_documented_keys(run: FinishedRun) -> None:
     result = run.json("result.json")
     documented = {"train/loss", "val/loss", "best_val_loss", "steps", "tokens", "wall_s", "goodput", "restarts"}
     assert documented | {"layout", "checkpoint"} <= set(result)
@@ -69,22 +69,22 @@ def test_result_has_the_documented_keys(run: Ended) -> None:
     assert Path(result["checkpoint"]) == run.path / "checkpoints" / "step-00000003"
 
 
-def test_workers_name_who_and_where(run: Ended) -> None:
+def test_workers_file_has_the_documented_keys(run: FinishedRun) -> None:
     (worker,) = run.json("workers.json")["workers"]
     assert {"rank", "pid", "node", "device", "coordinates"} <= set(worker)
     assert (worker["rank"], worker["pid"], worker["device"]) == (0, os.getpid(), "cpu")
     assert worker["coordinates"] == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
 
 
-def test_config_written_is_the_config_run(run: Ended) -> None:
-    again = load_config(run.path / "config.yaml")
-    assert again.train.eval_every == 2
-    assert again.run.dir == str(run.path)
+def test_written_config_is_the_config_of_the_run(run: FinishedRun) -> None:
+    loaded = load_config(run.path / "config.yaml")
+    assert loaded.train.eval_every == 2
+    assert loaded.run.dir == str(run.path)
     assert run.json("plan.json")["layout"] == run.json("result.json")["layout"]
 
 
-def test_nothing_half_written_is_left(run: Ended) -> None:
-    left = {entry.name for entry in run.path.iterdir() if not entry.name.startswith(".")}
+def test_no_temporary_files_remain(run: FinishedRun) -> None:
+    names = {entry.name for entry in run.path.iterdir() if not entry.name.startswith(".")}
     documented = {"config.yaml", "plan.json", "workers.json", "metrics.jsonl", "tb", "checkpoints", "result.json"}
-    assert left == documented | {"lease.json"}
+    assert names == documented | {"lease.json"}
     assert [entry.name for entry in (run.path / "checkpoints").iterdir()] == ["step-00000003"]

@@ -1,4 +1,4 @@
-"""The storage of a run goes away in the middle of it, with errors, without a word, or as if it had never been there."""
+"""The storage of a run becomes unavailable for a while: it fails, blocks, or is missing."""
 
 from __future__ import annotations
 
@@ -7,56 +7,58 @@ from pathlib import Path
 
 import pytest
 
-from tests.driver.cli_process import WORDS, Lives, joined
-from tests.driver.loop_filesystem import Disk, NoDisk, mounted
+from tests.driver.cli_process import WORDS, CliRunner, read_curve
+from tests.driver.loop_filesystem import Disk, DiskUnavailableError, mount_disk
 
 WORDS = [*WORDS, "observe.tensorboard=true", "checkpoint.async=false"]
-# What is done to it after step 6 and after step 18: in the driver, so that it comes between the same steps every time.
+# Begin the outage after step 6 and end it after step 18: in the driver, so that both always fall between these steps.
 PATCH = """
 from pathlib import Path
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from tests.driver.loop_filesystem import Disk
 disk = Disk(Path({path!r}), Path({image!r}))
-strike, mend = {{
-    "errors": (disk.fail, disk.mend),
+begin, end = {{
+    "errors": (disk.fail, disk.repair),
     "absent": (
         lambda: (disk.path / "run").rename(disk.path / "away"), lambda: (disk.path / "away").rename(disk.path / "run")
     ),
     "silence": (lambda: disk.freeze(3.0), lambda: None),
-}}[{how!r}]
+}}[{outage!r}]
 real = RunRecorder._handle_step
-def take(self, metrics):
+def handle_step(self, metrics):
     if metrics["step"] == 7:
-        strike()
+        begin()
     if metrics["step"] == 19:
-        mend()
+        end()
     real(self, metrics)
-RunRecorder._handle_step = take
+RunRecorder._handle_step = handle_step
 """
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     try:
-        with mounted(tmp_path / "disk") as made:
-            yield made
-    except NoDisk as error:
+        with mount_disk(tmp_path / "disk") as mounted_disk:
+            yield mounted_disk
+    except DiskUnavailableError as error:
         pytest.skip(f"may not mount a file system here: {error}")
 
 
-@pytest.mark.parametrize("how", ["errors", "absent", "silence"])
-def test_storage_that_is_gone_for_a_while(lives: Lives, undisturbed, disk: Disk, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("outage", ["errors", "absent", "silence"])
+def test_temporary_storage_outage(cli: CliRunner, reference_curve, disk: Disk, tmp_path: Path, outage: str) -> None:
     run = disk.path / "run"
-    patch = PATCH.format(path=str(disk.path), image=str(disk.image), how=how)
-    code, said = lives.run(tmp_path / "out", "train", *WORDS, f"run.dir={run}", patch=patch)
-    assert code == 0 and "Traceback" not in said, said
-    alarms = [line for line in said.splitlines() if line.startswith("alarm: ")]
+    patch = PATCH.format(path=str(disk.path), image=str(disk.image), outage=outage)
+    code, output = cli.run(tmp_path / "out", "train", *WORDS, f"run.dir={run}", patch=patch)
+    assert code == 0 and "Traceback" not in output, output
+    alarms = [line for line in output.splitlines() if line.startswith("alarm: ")]
     saved = sorted(int(path.name[-8:]) for path in (run / "checkpoints").iterdir())
-    if how == "silence":  # it only takes longer
+    if outage == "silence":  # writes only take longer
         assert not alarms and saved == [16, 20, 24]
     else:
-        assert saved == [4, 20, 24], said
+        assert saved == [4, 20, 24], output
         for step in (8, 12, 16):
-            assert sum(f"checkpoint of step {step} not saved" in line for line in alarms) == 1, said
-    assert joined(run) == undisturbed, "no line is lost and none is torn"
-    assert sorted(path.name for path in disk.path.iterdir()) == ["lost+found", "run"], "nothing was made in its place"
+            assert sum(f"checkpoint of step {step} not saved" in line for line in alarms) == 1, output
+    assert read_curve(run) == reference_curve, "no line is lost or incomplete"
+    assert sorted(path.name for path in disk.path.iterdir()) == ["lost+found", "run"], (
+        "the run directory was not created again"
+    )

@@ -1,4 +1,4 @@
-"""Training over two nodes, and more workers asked for than there are slots."""
+"""Training over two nodes: placement, loss of a node, growth onto a new node, and draining."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.driver.cli_process import curve
-from tests.driver.two_node_cluster import TwoNodes
+from tests.driver.cli_process import curve_point
+from tests.driver.two_node_cluster import TwoNodeCluster
 from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,13 +23,13 @@ WORDS += ["train.steps=3", "train.global_batch=12", "train.eval_samples=4", "obs
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodes]:
-    made = TwoNodes()
-    yield made
-    made.close()
+def cluster() -> Iterator[TwoNodeCluster]:
+    nodes = TwoNodeCluster()
+    yield nodes
+    nodes.close()
 
 
-def train(cluster: TwoNodes, run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def train(cluster: TwoNodeCluster, run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *WORDS, *words]
     return subprocess.run(command, env=cluster.env, cwd=run_dir.parent, capture_output=True, text=True, timeout=150)
 
@@ -38,37 +38,37 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_neighbouring_ranks_share_a_node(cluster: TwoNodes, tmp_path: Path) -> None:
+def test_neighboring_ranks_share_a_node(cluster: TwoNodeCluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "four"
     words = ["cluster.workers=4", "parallel.zero=3", "parallel.dp_shard=2", "train.micro_batch=1"]
-    done = train(cluster, run_dir, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = train(cluster, run_dir, *words)
+    assert process.returncode == 0, process.stdout + process.stderr
     workers = json.loads((run_dir / "workers.json").read_text())["workers"]
     nodes = [worker["node"] for worker in workers]
     assert [worker["rank"] for worker in workers] == [0, 1, 2, 3]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
-    # The shards of one replica lie on one node; replicas are across nodes.
+    # The shards of a replica are on one node, and the two replicas on different nodes.
     for worker in workers:
         assert worker["coordinates"]["dp_replicate"] == nodes.index(worker["node"]) // 2
     assert len({worker["pid"] for worker in workers}) == 4
-    alone = train(cluster, tmp_path / "one", "cluster.workers=0", "train.micro_batch=1")
-    assert alone.returncode == 0, alone.stderr
+    single = train(cluster, tmp_path / "one", "cluster.workers=0", "train.micro_batch=1")
+    assert single.returncode == 0, single.stderr
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
-def test_more_workers_than_slots_is_refused_with_both_numbers(cluster: TwoNodes, tmp_path: Path) -> None:
-    done = train(cluster, tmp_path / "five", "cluster.workers=5")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_too_many_workers_are_refused_with_both_numbers(cluster: TwoNodeCluster, tmp_path: Path) -> None:
+    process = train(cluster, tmp_path / "five", "cluster.workers=5")
+    assert process.returncode == 2
+    (line,) = process.stderr.splitlines()
     assert line.startswith("error: cluster.workers=5: the cluster has 4 free CPU slots on 2 nodes")
     assert "use cluster.workers=4" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
-FAR = 40  # steps that are compared, of which the thirteenth sees the end of a node
+COMPARED_STEPS = 40  # steps that are compared; a node is lost after the twelfth
 ELASTIC = [
     *SMALL_OVERRIDES,
-    f"train.steps={FAR}",
+    f"train.steps={COMPARED_STEPS}",
     "train.deterministic=elastic",
     "train.micro_batch=3",
     "checkpoint.every=0",
@@ -76,47 +76,52 @@ ELASTIC = [
 ]
 
 
-def start(cluster: TwoNodes, run_dir: Path, *words: str) -> subprocess.Popen[str]:
+def start(cluster: TwoNodeCluster, run_dir: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *ELASTIC, *words]
     return subprocess.Popen(
         command, env=cluster.env, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def until(holds: Callable[[list[dict[str, Any]]], bool], run_dir: Path, process: subprocess.Popen[str]) -> None:
-    """Wait for what is to be seen in the metrics, not for ever."""
+def wait_until(
+    condition: Callable[[list[dict[str, Any]]], bool], run_dir: Path, process: subprocess.Popen[str]
+) -> None:
+    """Wait until the condition holds for the metrics so far; fail after two minutes."""
     deadline = time.monotonic() + 120
-    while not holds(lines(run_dir)):
+    while not condition(read_lines(run_dir)):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.02)
 
 
-def workers(run_dir: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text())["workers"]
-    return found
+def read_workers(run_dir: Path) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text())["workers"]
+    return entries
 
 
-def test_a_node_is_lost_and_another_one_comes_and_is_drained(cluster: TwoNodes, pool: WarmPool, tmp_path: Path) -> None:
-    """Of the shards that the lost one takes away the other has copies in memory, and goes on from the last step. The
-    run grows onto the next node that is there, and leaves it at a step boundary when it is going to be taken away.
+def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
+    """Lose a node whose shards the other node holds as replicas, grow onto an added node, and leave it when it drains.
 
-    Stages are in test_apart.py, tensor-parallel groups among the rows of docs/faults.md.
+    Pipeline stages are tested in test_network_partition.py, tensor-parallel groups in docs/faults.md.
     """
     words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.schedule=constant"], tmp_path / "run"
-    undisturbed = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
+    reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
     process = start(cluster, run_dir, *words, "train.steps=100000")
     try:
-        until(lambda found: len(found) >= 12, run_dir, process)
-        there, lost = workers(run_dir), cluster.tell("lose")
-        gone = [worker["rank"] for worker in there if worker["node"] == lost]
-        until(lambda found: found[-1]["step"] >= FAR and found[-1]["elastic/world_size"] == 2, run_dir, process)
-        came = cluster.tell("add")
-        # Its two workers may join at one step or at two.
-        until(lambda found: found[-1]["elastic/world_size"] == 4, run_dir, process)
-        assert sorted(worker["node"] == came for worker in workers(run_dir)) == [False, False, True, True]
-        assert cluster.tell("drain") == came
-        until(lambda found: found[-1]["elastic/world_size"] == 2, run_dir, process)
-        assert all(worker["node"] != came for worker in workers(run_dir)) and len(workers(run_dir)) == 2
+        wait_until(lambda metrics: len(metrics) >= 12, run_dir, process)
+        workers_before, lost_node = read_workers(run_dir), cluster.send("lose")
+        lost_ranks = [worker["rank"] for worker in workers_before if worker["node"] == lost_node]
+        wait_until(
+            lambda metrics: metrics[-1]["step"] >= COMPARED_STEPS and metrics[-1]["elastic/world_size"] == 2,
+            run_dir,
+            process,
+        )
+        added = cluster.send("add")
+        # Its two workers may join at the same step or at two steps.
+        wait_until(lambda metrics: metrics[-1]["elastic/world_size"] == 4, run_dir, process)
+        assert sorted(worker["node"] == added for worker in read_workers(run_dir)) == [False, False, True, True]
+        assert cluster.send("drain") == added
+        wait_until(lambda metrics: metrics[-1]["elastic/world_size"] == 2, run_dir, process)
+        assert all(worker["node"] != added for worker in read_workers(run_dir)) and len(read_workers(run_dir)) == 2
         process.terminate()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 3, output
@@ -124,17 +129,19 @@ def test_a_node_is_lost_and_another_one_comes_and_is_drained(cluster: TwoNodes, 
         process.kill()
         process.communicate()
     (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
-    assert incident["node"] == lost and incident["kind"] in ("died", "node lost")
-    assert len(gone) == 2 and incident["ranks"] == gone and incident["rank"] == gone[0], output
+    assert incident["node"] == lost_node and incident["kind"] in ("died", "node lost")
+    assert len(lost_ranks) == 2 and incident["ranks"] == lost_ranks and incident["rank"] == lost_ranks[0], output
     assert (incident["world"], incident["world_after"]) == (4, 2)
-    assert incident["steps_lost"] <= 1, "one whose copy was under way"
-    last = {line["step"]: curve(line) for line in lines(run_dir)}
-    assert sorted(last) == list(range(1, len(last) + 1))
-    assert [last[step] for step in range(1, FAR + 1)] == [curve(metrics) for metrics in undisturbed]
+    assert incident["steps_lost"] <= 1, "at most the step whose replication was in progress"
+    curve_of_step = {line["step"]: curve_point(line) for line in read_lines(run_dir)}
+    assert sorted(curve_of_step) == list(range(1, len(curve_of_step) + 1))
+    assert [curve_of_step[step] for step in range(1, COMPARED_STEPS + 1)] == [
+        curve_point(metrics) for metrics in reference
+    ]
 
 
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of the metrics so far."""
+def read_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of metrics.jsonl so far."""
     metrics = run_dir / "metrics.jsonl"
     text = metrics.read_text() if metrics.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

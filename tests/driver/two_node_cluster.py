@@ -1,6 +1,6 @@
-"""A simulated cluster of two nodes of two CPUs each, in processes of its own, one of which can be lost, drained, added.
+"""A simulated Ray cluster of two nodes with two CPUs each, one of which can be lost, frozen, drained or replaced.
 
-As a script it is that cluster: prints its address, does what it reads on its input, and ends when that does.
+As a script: print the address of the cluster, carry out the commands read from stdin, and end with stdin.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 import psutil
 
 CPUS = 2
-LEAN_HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # nobody asks these
-HEADLESS_S = 5.0
+LEAN_HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # unused here
+HEAD_DOWNTIME_S = 5.0
 _SIGNALS = {"lose": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT}
 
 
-class TwoNodes:
-    """A handle on it. `env`: the environment of a driver on this cluster; the first node is where drivers are.
+class TwoNodeCluster:
+    """Handle of the cluster. `env` is the environment of a driver on it; drivers run on the first node.
 
-    `stored`: what the head knows is in a Redis server, so that another head can go on from there.
+    `stored`: the head keeps its state in Redis, so that it survives a restart of the head.
     """
 
     def __init__(self, *, stored: bool = False) -> None:
@@ -42,56 +42,56 @@ class TwoNodes:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.env = env | {"RAY_ADDRESS": self._answer()}
-        self._family = {self._process.pid: psutil.Process(self._process.pid)}
+        self.env = env | {"RAY_ADDRESS": self._read_reply()}
+        self._processes = {self._process.pid: psutil.Process(self._process.pid)}
 
-    def tell(self, word: str) -> str:
-        """lose: all processes of the second node are killed at once; drain: it is going to be taken away; add: another;
-        behead: the head's own process (GCS) is killed, and another one started after some seconds; freeze: all
-        processes of the second node stop where they are; thaw: they go on.
+    def send(self, word: str) -> str:
+        """Carry out one command, and return the id of the node that it concerns.
 
-        Returns the id of the node that this is about.
+        lose: kill all processes of the second node; drain: announce its removal; add: add a node; behead: kill the
+        head's GCS process and restart it after some seconds; freeze, thaw: stop and continue all processes of the
+        second node.
         """
-        self._note_family()
+        self._record_processes()
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self._read_reply()
 
-    def inside(self, *command: str) -> list[str]:
-        """The command, to be run on the first node: anywhere."""
+    def on_first_node(self, *command: str) -> list[str]:
+        """Return the command line that runs the command on the first node, which is this machine."""
         return list(command)
 
-    def strike(self, workers: Sequence[dict[str, Any]], how: str = "lose") -> list[int]:
-        """Lose or freeze the second node. Returns the ranks of these workers that were there."""
-        lost = self.tell(how)
-        return [one["rank"] for one in workers if one["node"] == lost]
+    def fail_second_node(self, workers: Sequence[dict[str, Any]], command: str = "lose") -> list[int]:
+        """Lose or freeze the second node; return the ranks of the workers that were on it."""
+        node = self.send(command)
+        return [worker["rank"] for worker in workers if worker["node"] == node]
 
     def restore(self) -> None:
-        """Another one in its place."""
-        self.tell("add")
+        """Add a node in place of the lost one."""
+        self.send("add")
 
     def close(self) -> None:
-        self._note_family()
+        self._record_processes()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()
-        for one in psutil.wait_procs(self._family.values(), timeout=10)[1]:
-            one.kill()
+        for process in psutil.wait_procs(self._processes.values(), timeout=10)[1]:
+            process.kill()
 
-    def _answer(self) -> str:
+    def _read_reply(self) -> str:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline().strip()):
-            raise RuntimeError("the cluster has ended; what it said is above")
+            raise RuntimeError("the cluster has ended; see its output above")
         return line
 
-    def _note_family(self) -> None:
-        for one in psutil.Process(self._process.pid).children(recursive=True):
-            self._family[one.pid] = one
+    def _record_processes(self) -> None:
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            self._processes[process.pid] = process
 
 
-def _redis() -> subprocess.Popen[bytes]:
+def _start_redis() -> subprocess.Popen[bytes]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,16 +103,16 @@ def _redis() -> subprocess.Popen[bytes]:
     return server
 
 
-def _signal(raylet: int, number: int) -> None:
-    """To all that is on a node; nobody where it has given itself up."""
+def _signal_node(raylet: int, number: int) -> None:
+    """Send a signal to all processes of a node, if it still runs."""
     with contextlib.suppress(psutil.NoSuchProcess):
         node = psutil.Process(raylet)
-        for one in [node, *node.children(recursive=True)]:
-            one.send_signal(number)
+        for process in [node, *node.children(recursive=True)]:
+            process.send_signal(number)
 
 
 def main() -> None:
-    store = _redis() if "stored" in sys.argv else None
+    store = _start_redis() if "stored" in sys.argv else None
     from ray._raylet import GcsClient
     from ray.cluster_utils import Cluster
 
@@ -123,7 +123,7 @@ def main() -> None:
     for word in map(str.strip, sys.stdin):
         node = nodes[-1]
         if word in ("lose", "freeze", "thaw"):
-            _signal(node.all_processes["raylet"][0].process.pid, _SIGNALS[word])
+            _signal_node(node.all_processes["raylet"][0].process.pid, _SIGNALS[word])
             if word == "lose":
                 nodes.pop()
         elif word == "drain":
@@ -135,7 +135,7 @@ def main() -> None:
         elif word == "behead":
             node = cluster.head_node
             node.kill_gcs_server()
-            time.sleep(HEADLESS_S)
+            time.sleep(HEAD_DOWNTIME_S)
             node.start_gcs_server()
         print(node.node_id, flush=True)
     cluster.shutdown()

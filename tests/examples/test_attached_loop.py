@@ -172,7 +172,7 @@ def test_what_no_script_can_be_run_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         run_script(load_config(None, words), tmp_path / "nowhere.py", quiet=True)
     sharded = load_config(None, [*words, "parallel.zero=1", "cluster.workers=2"])
-    with pytest.raises(LayoutError, match="a script's own optimizer needs whole parameters"):
+    with pytest.raises(LayoutError, match="a script's own optimizer needs unsharded parameters"):
         run_script(sharded, ATTACHED, quiet=True)
 
 

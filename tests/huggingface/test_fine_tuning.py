@@ -114,7 +114,7 @@ def test_what_does_not_belong_together(place: Path, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"model.norm_eps=0.001.*the model in .*ours has 1e-05; leave the key out"):
         refused("model.norm_eps=0.001")
-    with pytest.raises(DataError, match="its tokenizer is not that of the model"):
+    with pytest.raises(DataError, match="its tokenizer differs from that of the model"):
         refused("data.path=stdlib", "data.packing=stream")
     with pytest.raises(ConfigError, match=r"run.init_from=.*has no checkpoint; give a run directory"):
         refused(f"run.init_from={tmp_path}")

@@ -1,4 +1,4 @@
-"""Commands of a cluster played by a few lines of shell, on a PATH before all others."""
+"""Shell stand-ins for cluster commands, first on the PATH."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# Like the real one: runs the driver as a child, and ends with its exit code.
+# Like the real one: run the driver as a child, and end with its exit code.
 RAY = 'echo "ray $*" >> "$LOG"; while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?'
 DRIVER = """
     printf "%s\\n" "driver" "$@" >> "$LOG"
@@ -16,8 +16,8 @@ DRIVER = """
     for i in $(seq 400); do sleep 0.05; done"""
 
 
-def played(directory: Path, commands: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which these commands, Ray and the driver are played; they write $LOG, and $TMPDIR is empty."""
+def install_fake_commands(directory: Path, commands: Mapping[str, str]) -> dict[str, str]:
+    """Install stand-ins for these commands, Ray and the driver, which log to $LOG; return their environment."""
     for name, body in {"ray": RAY, "raytrain-hpc": DRIVER, **commands}.items():
         path = directory / name
         path.write_text(f"#!/bin/bash\n{body}\n")

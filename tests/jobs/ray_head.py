@@ -1,4 +1,4 @@
-"""A Ray head with a dashboard, to submit jobs to."""
+"""A Ray head with a dashboard, to which jobs are submitted."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ observe: {log_every: 1, tensorboard: false}
 
 @dataclass
 class Head:
-    """A Ray head of our own, and the commands that talk to it."""
+    """A Ray head of the tests, and the commands that use it."""
 
     process: psutil.Process
     env: dict[str, str]
-    project: Path  # what a user would submit with --working-dir .
+    project: Path  # the working directory of submitted jobs
 
     def ray(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -49,28 +49,28 @@ class Head:
         return self.ray("job", "submit", "--submission-id", name, "--working-dir", ".", *waiting, "--", *entry)
 
     def logs(self, name: str) -> str:
-        return self._ask("GET", f"{name}/logs")["logs"]
+        return self._request("GET", f"{name}/logs")["logs"]
 
     def status(self, name: str) -> str:
-        return self._ask("GET", name)["status"]
+        return self._request("GET", name)["status"]
 
     def stop(self, name: str) -> None:
-        """What `ray job stop` sends."""
-        assert self._ask("POST", f"{name}/stop") == {"stopped": True}
+        """Stop a job, as `ray job stop` does."""
+        assert self._request("POST", f"{name}/stop") == {"stopped": True}
         wait_for(lambda: self.status(name) != "RUNNING", "the job to stop", 30)
 
-    def _ask(self, method: str, what: str) -> Any:
-        url = f"{self.env['RAY_API_SERVER_ADDRESS']}/api/jobs/{what}"
+    def _request(self, method: str, path: str) -> Any:
+        url = f"{self.env['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}"
         token = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
-        answer = requests.request(method, url, headers=token, timeout=30)
-        answer.raise_for_status()
-        return answer.json()
+        response = requests.request(method, url, headers=token, timeout=30)
+        response.raise_for_status()
+        return response.json()
 
 
 @contextlib.contextmanager
-def started_head() -> Iterator[Head]:
-    """One, until the context is left."""
-    home = Path(tempfile.mkdtemp(prefix="rj-", dir="/tmp"))  # short: sockets have paths of 107 characters at most
+def start_head() -> Iterator[Head]:
+    """Start a head, and stop it when the context ends."""
+    home = Path(tempfile.mkdtemp(prefix="rj-", dir="/tmp"))  # short: socket paths have at most 107 characters
     project = home / "project"
     project.mkdir()
     (project / "small.yaml").write_text(SMALL)
@@ -78,12 +78,12 @@ def started_head() -> Iterator[Head]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",  # a token of our own: neither the user's is touched nor is the head open to all
+        "RAY_AUTH_MODE": "token",  # a separate token: the user's is not touched, and the head is not open to all
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
     }
     command = f"ray start --head --block --num-cpus=4 --port={port} --dashboard-port={dashboard} --temp-dir={home}/ray"
     with (home / "head.log").open("w") as log:
-        started = subprocess.Popen(
+        process = subprocess.Popen(
             [*command.split(), f"--dashboard-agent-listen-port={agent}"],
             executable=BIN / "ray",
             env=env,
@@ -92,37 +92,37 @@ def started_head() -> Iterator[Head]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    made = Head(psutil.Process(started.pid), env | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}, project)
+    head = Head(psutil.Process(process.pid), env | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}, project)
     try:
         wait_for(lambda: "runtime started" in (home / "head.log").read_text(), "the head to start", 60)
-        yield made
+        yield head
     finally:
-        end_with_children(made.process)
-        started.wait()
+        terminate_tree(head.process)
+        process.wait()
         shutil.rmtree(home)
 
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for reserved in sockets:
+        reserved.bind(("127.0.0.1", 0))
+    ports = [reserved.getsockname()[1] for reserved in sockets]
+    for reserved in sockets:
+        reserved.close()
     return ports
 
 
-def wait_for(true: Callable[[], object], what: str, seconds: float) -> None:
+def wait_for(condition: Callable[[], object], event: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {event}"
         time.sleep(0.05)
 
 
-def end_with_children(process: psutil.Process) -> None:
-    family = [process, *process.children(recursive=True)]
+def terminate_tree(process: psutil.Process) -> None:
+    processes = [process, *process.children(recursive=True)]
     process.send_signal(signal.SIGTERM)
-    _, left = psutil.wait_procs(family, timeout=15)
-    for one in left:
-        one.kill()
-    psutil.wait_procs(left, timeout=15)
+    _, remaining = psutil.wait_procs(processes, timeout=15)
+    for survivor in remaining:
+        survivor.kill()
+    psutil.wait_procs(remaining, timeout=15)

@@ -1,4 +1,4 @@
-"""What is under cluster/, by the tools that know its languages."""
+"""Files under cluster/, checked by the tools for their formats."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ INSTRUCTIONS = {"ARG", "FROM", "ENV", "COPY", "RUN", "USER", "WORKDIR", "CMD"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+def test_shellcheck_passes(script: Path) -> None:
     checker = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([str(checker), str(script)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([str(checker), str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stdout
 
 
-def rayjob() -> dict[str, Any]:
-    made: dict[str, Any] = yaml.safe_load((ROOT / "cluster/kuberay.yaml").read_text())
-    return made
+def load_rayjob() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "cluster/kuberay.yaml").read_text())
+    return document
 
 
-def groups() -> list[dict[str, Any]]:
-    cluster = rayjob()["spec"]["rayClusterSpec"]
+def load_groups() -> list[dict[str, Any]]:
+    cluster = load_rayjob()["spec"]["rayClusterSpec"]
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 
 
-def test_pods_of_the_rayjob_are_pods() -> None:
-    """KubeRay's own schema is not to be had here; what it hands on to Kubernetes is."""
-    for group in groups():
+def test_rayjob_pods_are_valid() -> None:
+    """Validate the pod templates, which KubeRay passes to Kubernetes. Its own schema is not available here."""
+    for group in load_groups():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **group["template"]}
         kubernetes_validate.validate(pod, "1.30", strict=True)
         mounted = {mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
@@ -48,11 +48,11 @@ def test_pods_of_the_rayjob_are_pods() -> None:
         kubernetes_validate.validate(pod | {"spec": {"container": []}}, "1.30", strict=True)
 
 
-def test_the_rayjob_is_one_that_ray_and_the_platform_understand() -> None:
-    job = rayjob()
+def test_rayjob_matches_ray_and_the_command_line() -> None:
+    job = load_rayjob()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    known = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
-    assert job["spec"].keys() <= known
+    known_keys = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    assert job["spec"].keys() <= known_keys
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"ray[default]=={version.rpartition('.')[0]}.*" in (ROOT / "cluster/Containerfile").read_text()
     oldest = re.search(r'"ray\[.*\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
@@ -68,11 +68,11 @@ def test_the_rayjob_is_one_that_ray_and_the_platform_understand() -> None:
         timeout=60,
         check=True,
     ).stdout
-    for group in groups():
+    for group in load_groups():
         assert all(f"--{name}" in options for name in group["rayStartParams"])
 
 
-def test_the_container_file_copies_what_is_there() -> None:
+def test_containerfile_copies_existing_files() -> None:
     text = re.sub(r"\\\n", " ", (ROOT / "cluster/Containerfile").read_text())
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert {line.split()[0] for line in lines} <= INSTRUCTIONS

@@ -1,4 +1,4 @@
-"""The Slurm script against stand-ins for Slurm and Ray: what runs where, and what the time limit sets off."""
+"""The Slurm script with stand-ins for Slurm and Ray: its commands, and its actions at the time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.fake_commands import played
+from tests.jobs.fake_commands import install_fake_commands
 
 SCRIPT = Path(__file__).parents[2] / "cluster" / "slurm.sh"
 STAND_INS = {
@@ -22,18 +22,18 @@ STAND_INS = {
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "4", "HEAD_IP": "10.0.0.1"}
-    yield played(tmp_path, STAND_INS) | slurm
+    yield install_fake_commands(tmp_path, STAND_INS) | slurm
     assert list((tmp_path / "tmp").iterdir()) == []  # the script cleans up after itself
 
 
-def started(env: dict[str, str]) -> subprocess.Popen[str]:
+def start_job(env: dict[str, str]) -> subprocess.Popen[str]:
     words = [str(SCRIPT), "conf/llama3_8b.yaml", "run.dir=/shared/a b"]
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.parametrize("code", [0, 2, 4])
-def test_exit_code_is_the_drivers(env: dict[str, str], code: int) -> None:
-    process = started(env | {"ENDS_WITH": str(code)})
+def test_exit_code_is_that_of_the_driver(env: dict[str, str], code: int) -> None:
+    process = start_job(env | {"ENDS_WITH": str(code)})
     process.communicate(timeout=30)
     assert process.returncode == code
     ray, *driver = Path(env["LOG"]).read_text().splitlines()
@@ -47,8 +47,8 @@ def test_exit_code_is_the_drivers(env: dict[str, str], code: int) -> None:
     ]
 
 
-def test_near_the_limit_it_saves_and_queues_again(env: dict[str, str]) -> None:
-    process = started(env)
+def test_run_saves_and_requeues_near_the_limit(env: dict[str, str]) -> None:
+    process = start_job(env)
     log = Path(env["LOG"])
     deadline = time.monotonic() + 20
     while not (log.exists() and "ready" in log.read_text()):
@@ -58,4 +58,4 @@ def test_near_the_limit_it_saves_and_queues_again(env: dict[str, str]) -> None:
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert log.read_text().splitlines()[-2:] == ["driver saves", "scontrol requeue 17"]
-    assert "back into the queue" in output
+    assert "requeueing" in output

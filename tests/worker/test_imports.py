@@ -1,4 +1,4 @@
-"""What a rank loads: the compiler and distributed tensors stay out of a run that uses neither."""
+"""Imports of a rank: a run that uses neither the compiler nor distributed tensors does not load them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SCRIPT = f"""
 import sys
 import torch.distributed as dist
 import raytrain_hpc as rt
-from raytrain_hpc.parallel.ddp import Replicated
+from raytrain_hpc.parallel.ddp import DDPSync
 from torch import nn
 rt.train(rt.load_config(None, sys.argv[1:]), quiet=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-Replicated(dict(nn.Linear(2, 2).named_parameters()), dist.group.WORLD, 1)
+DDPSync(dict(nn.Linear(2, 2).named_parameters()), dist.group.WORLD, 1)
 dist.destroy_process_group()
 print([name for name in {HEAVY} if name in sys.modules])
 """
@@ -33,8 +33,8 @@ def test_plain_training_loads_neither_compiler_nor_distributed_tensors(determini
         f"train.deterministic={deterministic}",
         f"run.dir={tmp_path / 'run'}",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "[]"
