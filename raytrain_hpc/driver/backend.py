@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.ray_address import check_address
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 RegroupRequest = Literal["pause", "save", None]  # end the generation to form another; "save": after saving a checkpoint
@@ -73,25 +70,3 @@ class ExecutionBackend(Protocol):
 
     def create_worker_group(self, config: Config) -> WorkerGroup:
         """Create the worker group for `config` without starting it."""
-
-
-@contextmanager
-def open_backend(config: Config) -> Iterator[ExecutionBackend]:
-    """Yield the backend for `config`: this process if cluster.workers=0, otherwise a Ray cluster."""
-    if config.cluster.workers == 0:
-        from raytrain_hpc.driver.local_backend import LocalBackend
-
-        yield LocalBackend(config)
-    else:
-        if not _is_ray_initialized():
-            check_address(config)
-        from raytrain_hpc.driver.ray_backend import open_ray_backend  # cluster.workers=0 must work without Ray
-
-        with open_ray_backend(config) as backend:
-            yield backend
-
-
-def _is_ray_initialized() -> bool:
-    """Return whether this process is connected to Ray, without importing Ray."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())

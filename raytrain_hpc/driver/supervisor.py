@@ -13,7 +13,8 @@ from typing import Any
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.auto_layout import build_machine, resolve_auto_layout
-from raytrain_hpc.driver.backend import ExecutionBackend, RegroupRequest, WorkerGroup, open_backend
+from raytrain_hpc.driver.backend import ExecutionBackend, RegroupRequest, WorkerGroup
+from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.result import Result
@@ -264,9 +265,8 @@ class Supervisor:
         def poll_regroup() -> RegroupRequest:
             nonlocal last_inputs
             candidates = workers.list_candidates()
-            if last_inputs == (
-                inputs := (self._target_workers, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
-            ):
+            inputs = (self._target_workers, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
+            if inputs == last_inputs:  # planning takes time, and nothing that it depends on has changed
                 return None
             last_inputs = inputs
             workers.scale_up_to(self._target_workers)
