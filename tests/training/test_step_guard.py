@@ -36,7 +36,7 @@ def test_nan_that_does_not_recur_keeps_the_loss_curve(pool: WarmPool, tmp_path: 
     (incident,) = [record for record in records if record["type"] == "incident"]
     assert (incident["kind"], incident["operation"]) == ("not finite", "training step 4")
     assert incident["rank"] == (0 if layout == "pp-2" else 1), "the lowest rank that computes that microbatch"
-    assert "gone when computed again" in incident["reason"] and incident["recovered_s"] > 0
+    assert "gone when recomputed" in incident["reason"] and incident["recovered_s"] > 0
 
 
 def test_nan_that_recurs_ends_the_run(pool: WarmPool, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_nan_that_recurs_is_skipped_with_an_incident(pool: WarmPool, tmp_path: P
     before, after = (read_shards(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (3, 4))
     assert before == after
     (incident,) = [record for record in records if record["type"] == "incident"]
-    assert "the same when computed again" in incident["reason"]
+    assert "the same when recomputed" in incident["reason"]
 
 
 @pytest.mark.parametrize("layout", ["ddp-2", "zero3-3", "pp-2"])
@@ -70,7 +70,7 @@ def test_rollback_equals_skipping_all_steps_since_the_checkpoint(pool: WarmPool,
     records = pool.train(config, resume_step=2)[0]
     assert get_losses(records)[2:] == skipped[4:] and isnan(get_losses(records)[1])
     (incident,) = [record for record in records if record["type"] == "incident"]
-    assert incident["reason"].endswith("went back to the state of step 2") and incident["steps_lost"] == 1
+    assert incident["reason"].endswith("rolled back to step 2") and incident["steps_lost"] == 1
     assert read_shards(tmp_path / "a" / "checkpoints" / "step-00000006") == read_shards(
         tmp_path / "b" / "checkpoints" / "step-00000006"
     )
