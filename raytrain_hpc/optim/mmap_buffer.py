@@ -41,7 +41,7 @@ class MmapBuffer:
 
     def prefetch(self, tensors: Sequence[Tensor]) -> None:
         """Start to read the pages of these tensors, which may be views of allocated ones."""
-        for start, end in self._page_ranges(tensors):
+        for start, end in self._get_page_ranges(tensors):
             self._mmap.madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def release(self, tensors: Sequence[Tensor]) -> None:
@@ -50,7 +50,7 @@ class MmapBuffer:
         The kernel drops only clean pages at once and writes dirty ones later. The ranges of the previous call, written
         by now, are therefore released a second time.
         """
-        ranges = self._page_ranges(tensors)
+        ranges = self._get_page_ranges(tensors)
         for start, end in ranges:
             self._mmap.madvise(mmap.MADV_DONTNEED, start, end - start)
         for start, end in (*self._last_released, *ranges):
@@ -62,7 +62,7 @@ class MmapBuffer:
         if self._used:
             self.release([self._bytes[: self._used]])
 
-    def _page_ranges(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    def _get_page_ranges(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return the (start, end) of tensors in the file, in whole pages, with small gaps closed."""
         base, ranges = self._bytes.data_ptr(), list[tuple[int, int]]()
         for start, length in sorted((tensor.data_ptr() - base, tensor.nbytes) for tensor in tensors):

@@ -238,7 +238,7 @@ class ScriptTrainer:
         self._checkpointer.wait_for_staging()
         if self._control.is_aborted:
             raise GenerationAbortedError("collectives were aborted")
-        self._grad_norm = float(torch.nn.utils.get_total_norm([g for g in self._gradients() if g is not None]))
+        self._grad_norm = float(torch.nn.utils.get_total_norm([g for g in self._get_gradients() if g is not None]))
         self._control.set_phase("evaluating")
         self._totals = sums.tolist()
         if not isfinite(self._totals[0]):
@@ -247,12 +247,12 @@ class ScriptTrainer:
             )
         return sums[0].to(loss.dtype)
 
-    def _gradients(self) -> list[Tensor | None]:
+    def _get_gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._script_state.parameters.values()]
 
     def _stash_gradients(self) -> list[Tensor | None]:
         """Return and clear gradients accumulated in earlier steps, which are already summed over ranks."""
-        stashed = [None if gradient is None else gradient.clone() for gradient in self._gradients()]
+        stashed = [None if gradient is None else gradient.clone() for gradient in self._get_gradients()]
         for parameter in self._script_state.parameters.values():
             parameter.grad = None
         return stashed
