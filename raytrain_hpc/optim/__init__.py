@@ -1,1 +1,1 @@
-"""Optimizer, learning rate, gradient norm, and optimizer state off the device."""
+"""Optimizer, learning rate, gradient norm and optimizer offload."""

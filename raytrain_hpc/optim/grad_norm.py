@@ -1,4 +1,4 @@
-"""The Euclidean norm over all gradients, whatever the layout."""
+"""Euclidean norm over all gradients, independent of the layout."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Region = tuple[slice, ...] | None  # of a rank's slice; None: all of it
+Region = tuple[slice, ...] | None  # part of a rank's slice; None: all of it
 
 
-_DIGIT_BITS = 26  # of each of two digits of a square; sums of 2**37 of them stay inside 64 bits
+_DIGIT_BITS = 26  # per digit; a square has two digits, and 2**37 digits add up within 64 bits
 _CHUNK_ELEMENTS = 1 << 20  # elements squared at a time
 
 
 class GradientNorm:
-    """Counts every global element once: of what several ranks hold, the first of them counts it.
+    """Norm that counts every global element once, on the first rank that holds it.
 
-    `regions` names what this rank counts of each gradient, `group` the ranks that hold one whole state together (None:
-    this rank alone). Squares are added in fp64 across tensors and ranks, so that the norm depends on the layout by
-    rounding only.
+    `regions`: the parts of each gradient that this rank counts. `group`: the ranks that together hold one whole state
+    (None: this rank alone). Squares are added in fp64 across tensors and ranks, so that the norm depends on the layout
+    by rounding only.
     """
 
     def __init__(self, regions: Mapping[str, Sequence[Region]], group: dist.ProcessGroup | None, device: torch.device):
         self._regions, self._group, self._device = regions, group, device
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm, an fp64 scalar, of gradients by parameter name."""
-        counted = self._select_regions(gradients)
-        if counted:
-            total = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        """Return the norm, an fp64 scalar, of gradients by parameter name. Collective if there is a group."""
+        regions = self._select_regions(gradients)
+        if regions:
+            total = torch.stack(torch._foreach_norm(regions)).double().square().sum()
         else:
             total = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._group is not None:
@@ -46,17 +46,17 @@ class GradientNorm:
 
 
 class ExactGradientNorm(GradientNorm):
-    """The same bits for any layout: squares are added as whole numbers, which no order changes.
+    """Norm with the same bits under any layout: squares are added as integers, in which order does not matter.
 
-    Everything is scaled by the power of two above the largest element, squared, and rounded to 52 bits below 1.
+    Elements are scaled by the power of two above the largest one, squared, and rounded to 52 bits below 1.
     """
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm, an fp64 scalar, of gradients by parameter name; not finite where one of them is not."""
-        counted = [piece for piece in self._select_regions(gradients) if piece.numel()]
+        """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
+        regions = [piece for piece in self._select_regions(gradients) if piece.numel()]
         largest = torch.zeros((), dtype=torch.float64, device=self._device)
-        if counted:
-            largest = torch.stack([piece.abs().max() for piece in counted]).max().double()
+        if regions:
+            largest = torch.stack([piece.abs().max() for piece in regions]).max().double()
         if self._group is not None:
             largest = largest.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose a NaN
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -64,13 +64,13 @@ class ExactGradientNorm(GradientNorm):
             return largest
         _, exponent = torch.frexp(largest)
         digits = torch.zeros(2, dtype=torch.int64, device=self._device)
-        for piece in (chunk for whole in counted for chunk in torch.split(whole.reshape(-1), _CHUNK_ELEMENTS)):
+        for piece in (chunk for region in regions for chunk in torch.split(region.reshape(-1), _CHUNK_ELEMENTS)):
             squares = torch.ldexp(piece.double(), -exponent).square_().mul_(2.0**_DIGIT_BITS)
             high = squares.floor()
             digits[0] += high.to(torch.int64).sum()
             digits[1] += squares.sub_(high).mul_(2.0**_DIGIT_BITS).round_().to(torch.int64).sum()
         if self._group is not None:
             dist.all_reduce(digits, group=self._group)
-        whole = (int(digits[0]) << _DIGIT_BITS) + int(digits[1])
-        root = torch.tensor(whole * 2.0 ** (-2 * _DIGIT_BITS), dtype=torch.float64, device=self._device).sqrt()
+        total = (int(digits[0]) << _DIGIT_BITS) + int(digits[1])
+        root = torch.tensor(total * 2.0 ** (-2 * _DIGIT_BITS), dtype=torch.float64, device=self._device).sqrt()
         return torch.ldexp(root, exponent)

@@ -1,4 +1,4 @@
-"""The optimizer over what this rank holds."""
+"""Optimizer over the slices that this rank holds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 
 
 def get_local_slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What this rank stores of each parameter, as plain tensors."""
+    """Return this rank's slice of each parameter as a plain tensor."""
     return {name: to_local(parameter).detach() for name, parameter in parameters.items()}
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) or SGD, stepping each rank's own slices as plain tensors.
+    """AdamW (Loshchilov and Hutter 2019) or SGD on the slices that this rank holds.
 
-    Element-wise kernels on plain local tensors give the same numbers for any sharding and pay no DTensor dispatch.
-    Moments exist from the start, so that the state has one shape from the first checkpoint on. These are torch's
-    functional forms: its optimizer classes import TorchDynamo, 2 s and 74 MiB a worker. Where moments live is `home`'s.
+    Element-wise kernels on plain local tensors give the same numbers under any sharding, without DTensor dispatch.
+    Moments exist from the start, so that every checkpoint has the same tensors. torch's functional optimizers are used,
+    since its optimizer classes import TorchDynamo: 2 s and 74 MiB per worker. `storage` holds the moments.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, storage: MomentStorage):
@@ -35,37 +35,39 @@ class Optimizer:
         self.set_steps(0)
 
     def set_steps(self, num_steps: int) -> None:
-        """State how many steps the moments have seen (AdamW's bias correction)."""
+        """Set the number of steps that the moments have seen, for AdamW's bias correction."""
         self._num_steps = num_steps
 
     def release_memory(self) -> None:
-        """Moments were read or filled: give back memory that this took."""
+        """Release the memory that reading or filling moments took."""
         self._storage.release_memory()
 
     def get_gradients(self) -> dict[str, Tensor]:
-        """This rank's slice of every gradient. A parameter that the loss did not reach has none."""
-        return {  # a rank can hold no row of a small tensor
+        """Return this rank's slice of each gradient. Parameters that the loss did not reach have none."""
+        return {  # a rank may hold no row of a small tensor
             name: to_local(parameter.grad)
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and self._storage.slices[name].numel()
         }
 
     def step(self, lr: float) -> None:
-        """Step every slice with the gradients now on the parameters, then drop the gradients."""
+        """Update every slice with its gradient, then drop the gradients."""
         gradients = self.get_gradients()
         for decayed in (True, False):
-            chosen = {name: one for name, one in gradients.items() if (self._parameters[name].ndim >= 2) is decayed}
-            for part in self._storage.iter_chunks(chosen):
-                self._update(part, lr, self._train.weight_decay if decayed else 0.0)
+            selected = {
+                name: gradient for name, gradient in gradients.items() if (self._parameters[name].ndim >= 2) is decayed
+            }
+            for chunk in self._storage.iter_chunks(selected):
+                self._update(chunk, lr, self._train.weight_decay if decayed else 0.0)
         self.skip_step()
 
     def skip_step(self) -> None:
-        """Count a step, whose gradients have been used or are not to be."""
+        """Count a step and drop its gradients without an update."""
         self._num_steps += 1
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients now on the parameters."""
+        """Drop the gradients of all parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -85,7 +87,7 @@ class Optimizer:
                 maximize=False,
             )
             return
-        # The kernel adds one to every count that it is given, and a tensor can come in several parts.
+        # The kernel increments the counts that it is given, and a tensor can be in several chunks.
         counts = torch.full((len(weights),), float(self._num_steps), dtype=torch.float32, device=weights[0].device)
         adamw(
             weights,
@@ -94,7 +96,7 @@ class Optimizer:
             list(chunk.moments["exp_avg_sq"]),
             [],
             list(counts.unbind()),
-            # The fused kernel treats the last elements of a slice apart, so its bits depend on where slices are cut.
+            # The fused kernel treats the last elements of a slice differently, so its bits depend on slice boundaries.
             fused=train.deterministic != "elastic",
             foreach=train.deterministic == "elastic",
             amsgrad=False,

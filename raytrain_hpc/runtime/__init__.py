@@ -1,1 +1,1 @@
-"""Between a worker process and its driver: control channel, heartbeat, worker spec, fault injection."""
+"""Interface between a worker and its driver: control channel, heartbeat, worker spec, fault injection."""

@@ -1,4 +1,4 @@
-"""The two ways between a worker's loop and the world: records out, requests in. Safe to use from any thread."""
+"""Channel between a worker's training loop and the driver: records out, requests in. Thread-safe."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 _MAX_COMMITTED = 4096  # steps; the driver fetches those of rank 0 every second
-_URGENT_TYPES = ("shard",)  # types of records: until it has them all, a checkpoint is none
+_URGENT_TYPES = ("shard",)  # record types that complete a checkpoint
 
 
 @dataclass(frozen=True)
 class GenerationOutcome:
-    """How a rank's part in a generation ended. `steps`: those whose state it holds in memory; `copies`: the same of
-    other ranks, by their rank.
+    """How a generation ended on a rank, and which states the rank holds in memory.
 
-    done, stopped: saved, as it was to be. paused: at a step boundary, to go on in another generation. broken: something
-    raised, its `reason`. lost: a part of the state that was to be gone on from is held by nobody. differs: replicas are
-    not equal; those `differing` from most are known by rank, if any.
+    Outcomes. done, stopped: ended as requested, after a save. paused: ended at a step boundary, to continue in another
+    generation. broken: an error was raised, see `reason`. lost: no rank holds some part of the state to restore.
+    differs: replicas are not equal; `divergent_ranks` disagree with the majority, if there is one.
+
+    `steps`: steps of which this rank's state is in memory; `replica_steps`: the same for replicas of other ranks.
     """
 
     outcome: Literal["done", "stopped", "paused", "broken", "lost", "differs"]
     reason: str = ""
     steps: tuple[int, ...] = ()
     replica_steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    snapshot_generation: int = 0  # the generation in which these states were taken, whose ranks they go by
+    snapshot_generation: int = 0  # the generation that took these snapshots; replicas are keyed by its ranks
     divergent_ranks: tuple[int, ...] = ()
-    calls: tuple[CollectiveCall, ...] = ()  # the collectives that it was last in, where it broke
+    calls: tuple[CollectiveCall, ...] = ()  # its last collectives, if it is broken
 
 
 class ControlChannel:
-    """Requests to the loop, and the records it has made and nobody has fetched yet."""
+    """Requests to the training loop, and its records that the driver has not fetched yet."""
 
     def __init__(self, stop_event: threading.Event | None = None, heartbeat: Heartbeat | None = None) -> None:
-        """`heartbeat`: where the loop's signs of life go, if anybody watches."""
+        """Create a channel. `heartbeat`: receives phases and committed steps, if the worker is monitored."""
         self._heartbeat = heartbeat
         self._stop_event = stop_event or threading.Event()
         self._pause_event = threading.Event()
@@ -54,58 +55,58 @@ class ControlChannel:
         self._lock = threading.Lock()
 
     def request_stop(self) -> None:
-        """Ask for a checkpoint and an end after the current step."""
+        """Request a checkpoint and the end of the run after the current step."""
         self._stop_event.set()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         return self._stop_event.is_set()
 
     def request_pause(self) -> None:
-        """Ask for an end after the current step, to go on as another generation."""
+        """Request the end of the generation after the current step, to continue in another one."""
         self._pause_event.set()
 
     @property
     def pause_requested(self) -> bool:
-        """Whether a pause was asked for."""
+        """Whether a pause was requested."""
         return self._pause_event.is_set()
 
     def begin_generation(self) -> None:
-        """A generation begins: what was asked of the one before has come, and is asked again if it is still wished."""
+        """Clear requests at the start of a generation. The driver repeats any that still apply."""
         self._pause_event.clear()
         self._stop_event.clear()
         self.set_phase("building")
 
     def arm_abort(self, abort: CollectiveAbort) -> None:
-        """From now on, until `disarm`, this is what ends the collectives of this rank."""
+        """Let `abort` end the collectives of this generation, until `disarm_abort`."""
         self._abort = abort
 
     def disarm_abort(self) -> None:
-        """There are none any more."""
+        """Disable `abort`. Call when the generation has no collectives any more."""
         if self._abort is not None:
             self._abort.disarm()
 
     def abort(self) -> None:
-        """The generation has fallen: have the loop go on, with an error, from where it waits for others."""
+        """Abort collectives: a loop that waits in one continues with an error. Call when the generation is aborted."""
         if self._abort is not None:
             self._abort()
 
     @property
     def is_aborted(self) -> bool:
-        """Whether that has come to pass: what a collective gives after it is nothing."""
+        """Whether collectives were aborted. Their results are then invalid."""
         return self._abort is not None and self._abort.is_aborted
 
     def set_phase(self, phase: Phase) -> None:
-        """The loop has come to something new."""
+        """Set the phase of the training loop. Call from the thread of the loop."""
         if self._heartbeat is not None:
             self._heartbeat.set_phase(phase)
 
     def record_commit(self, metrics: Record) -> None:
-        """Remember the metrics of a step: every rank has them, should the one that reports be lost."""
+        """Remember the metrics of a step. Every rank does, in case the reporting rank is lost."""
         with self._lock:
             while self._committed_metrics and self._committed_metrics[-1]["step"] >= metrics["step"]:
-                self._committed_metrics.pop()  # a step that is run again
+                self._committed_metrics.pop()  # the step was run again
             self._committed_metrics.append(dict(metrics))
         if self._heartbeat is not None:
             self._heartbeat.record_commit(metrics["step"])
@@ -117,7 +118,7 @@ class ControlChannel:
                 self._committed_metrics[-1] = dict(metrics)
 
     def recall_metrics(self, after_step: int) -> list[Record]:
-        """The metrics of the steps after this one, as far as they are remembered."""
+        """Return the remembered metrics of the steps after `after_step`."""
         with self._lock:
             return [metrics for metrics in self._committed_metrics if metrics["step"] > after_step]
 
@@ -126,14 +127,14 @@ class ControlChannel:
         with self._lock:
             self._records.append(record)
             if record["type"] in _URGENT_TYPES and self._heartbeat is not None:
-                self._heartbeat.notify_urgent()  # after the record is there: who sees this finds it
+                self._heartbeat.notify_urgent()  # after the append, so that the driver finds the record
 
     def log(self, text: str) -> None:
         """Add a line for the console."""
         self.emit({"type": "note", "text": text})
 
     def drain(self) -> list[Record]:
-        """Take all records made since the last call, in order."""
+        """Return the records since the last call, in order, and clear them."""
         with self._lock:
-            taken, self._records = self._records, []
-        return taken
+            records, self._records = self._records, []
+        return records

@@ -1,4 +1,4 @@
-"""Faults on purpose: `fault.inject` has a rank fail at a step, once in the life of a run. For drills and tests."""
+"""Fault injection for drills and tests: `fault.inject` makes a rank fail at a step, once per run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from raytrain_hpc.state.sharded_state import ShardedState
 
 
 class SupportsLoss(Protocol):
-    """What faults on purpose take hold of."""
+    """An object whose `loss` injected faults replace."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a microbatch."""
+        """Return the loss of a microbatch."""
 
 
 class FaultInjector:
-    """Strikes in the middle of a step: between the last microbatch and the sums over ranks."""
+    """Injector of the faults of one rank, called at fixed points of a step."""
 
     def __init__(
         self, faults: Sequence[InjectConfig], rank: int, world_size: int, run_dir: Path, train_module: SupportsLoss
@@ -35,28 +35,28 @@ class FaultInjector:
         self._train_module, self._rank = train_module, rank
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
-        slow = [self._marker_dir / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
-        if any(mark.exists() and json.loads(mark.read_text())["pid"] == os.getpid() for mark in slow):
-            self._slow_down()  # in this process, whichever rank it has now
+        slow_markers = [self._marker_dir / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
+        if any(marker.exists() and json.loads(marker.read_text())["pid"] == os.getpid() for marker in slow_markers):
+            self._slow_down()  # slowness belongs to the process, which may have another rank now
 
     def pre_forward(self, step: int) -> None:
-        """Before the passes of the step that follows `step` committed ones: a spoilt loss, if so wished."""
+        """Inject a NaN or a spike into the loss. Call before the passes of the step after `step` committed steps."""
         for kind, factor in (("nan", float("nan")), ("spike", 100.0)):
             if self._claim_fault(step, kind):
                 self._corrupt_loss(factor)
 
     def _corrupt_loss(self, factor: float) -> None:
-        """Of the next microbatch."""
+        """Multiply the loss of the next microbatch by a factor."""
         real = self._train_module.loss
 
-        def spoilt(output: Tensor, targets: Tensor) -> Tensor:
+        def corrupted(output: Tensor, targets: Tensor) -> Tensor:
             self._train_module.loss = real  # type: ignore[method-assign]
             return real(output, targets) * factor
 
-        self._train_module.loss = spoilt  # type: ignore[method-assign]
+        self._train_module.loss = corrupted  # type: ignore[method-assign]
 
     def pre_reduce(self, step: int) -> None:
-        """After the passes of that step: what is to happen to this rank, if anything."""
+        """Inject a crash, hang, error or slowdown. Call between the passes of a step and its all-reduce of losses."""
         for kind, fault in _FAULT_ACTIONS.items():
             if self._claim_fault(step, kind):
                 fault()
@@ -64,43 +64,43 @@ class FaultInjector:
             self._slow_down()
 
     def post_step(self, step: int, state: ShardedState) -> None:
-        """After `step` steps are taken: the lowest bit of the first weight there is, if so wished."""
+        """Flip the lowest bit of the first weight. Call after `step` steps are committed."""
         if self._claim_fault(step - 1, "bitflip"):
-            weight = next(held.tensor for held in state if held.tensor.numel())
+            weight = next(shard.tensor for shard in state if shard.tensor.numel())
             weight.view(-1).view(torch.uint8)[0] ^= 1
 
     def _slow_down(self) -> None:
-        real, before = self._train_module.loss, time.thread_time()
+        real, last_cpu_time = self._train_module.loss, time.thread_time()
 
         def slow(output: Tensor, targets: Tensor) -> Tensor:
-            nonlocal before
-            time.sleep(2 * (time.thread_time() - before))
+            nonlocal last_cpu_time
+            time.sleep(2 * (time.thread_time() - last_cpu_time))
             loss = real(output, targets)
-            before = time.thread_time()
+            last_cpu_time = time.thread_time()
             return loss
 
         self._train_module.loss = slow  # type: ignore[method-assign]
 
     def _claim_fault(self, step: int, kind: str) -> bool:
-        """Whether such a fault is due; one at a time."""
+        """Return whether a fault of this kind occurs at this step, and claim one."""
         return any(
             fault.kind == kind and fault.step == step + 1 and self._claim_marker(number)
             for number, fault in self._faults
         )
 
     def _claim_marker(self, number: int) -> bool:
-        """Whether no process has struck with it yet: the step is run again, by whoever then has this rank."""
+        """Create the marker of a fault. False if it exists: the step runs again after a recovery, in any process."""
         self._marker_dir.mkdir(parents=True, exist_ok=True)
         try:
-            with (self._marker_dir / str(number)).open("x") as mark:
-                json.dump({"rank": self._rank, "pid": os.getpid()}, mark)
+            with (self._marker_dir / str(number)).open("x") as marker:
+                json.dump({"rank": self._rank, "pid": os.getpid()}, marker)
         except FileExistsError:
             return False
         return True
 
 
 def _lose_node() -> None:
-    """Kill all that Ray has started on this node: whose parent is this process's, the parent, and this process."""
+    """Kill all Ray processes of this node: the children of this process's parent, the parent, and this process."""
     parent = os.getppid()
     if Path(f"/proc/{parent}/comm").read_text().strip() == "raylet":
         for entry in Path("/proc").glob("[0-9]*"):
@@ -113,7 +113,7 @@ def _lose_node() -> None:
 def _read_parent_pid(process: Path) -> int | None:
     try:
         return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return None
 
 
@@ -123,7 +123,7 @@ def _hang() -> None:
 
 
 def _hold_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(1 << 20)  # a call through PyDLL keeps the interpreter's lock
+    ctypes.PyDLL(None).sleep(1 << 20)  # a call through PyDLL holds the GIL
 
 
 def _raise_exception() -> None:
@@ -131,7 +131,7 @@ def _raise_exception() -> None:
 
 
 def _skip_collective() -> None:
-    """The next all-reduce is left out. A rank alone has none, and is not to leave out that of a later generation."""
+    """Skip the next all-reduce. A single rank has none, and must not skip one of a later generation."""
     if not dist.is_initialized():
         return
     real = dist.all_reduce
@@ -143,20 +143,20 @@ def _skip_collective() -> None:
 
 
 def _swap_collectives() -> None:
-    """The next all-reduce comes after the one behind it."""
+    """Swap the next two all-reduces."""
     if not dist.is_initialized():
         return
     real = dist.all_reduce
 
-    def put_off(*first: Any, **of_first: Any) -> None:
-        def both(*second: Any, **of_second: Any) -> None:
+    def defer(*first: Any, **of_first: Any) -> None:
+        def run_both(*second: Any, **of_second: Any) -> None:
             dist.all_reduce = real
             real(*second, **of_second)
             real(*first, **of_first)
 
-        dist.all_reduce = both
+        dist.all_reduce = run_both
 
-    dist.all_reduce = put_off
+    dist.all_reduce = defer
 
 
 _FAULT_ACTIONS: dict[str, Callable[[], None]] = {

@@ -1,4 +1,4 @@
-"""The rank whose script a thread runs: set by the trainer that runs the script, read by `rt.attach` in the script."""
+"""Context of a user's script: its rank, set by the trainer that runs the script and read by `rt.attach`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ScriptRank(Protocol):
         """Yield the numbers of the remaining steps."""
 
     def get_local_rows(self, num_rows: int) -> range:
-        """Return which of the `rows` rows of a batch are this rank's."""
+        """Return the rows of a batch of `num_rows` that this rank computes."""
 
     def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of the mean loss over all ranks."""
 
 
 CURRENT_RANK: ContextVar[ScriptRank | None] = ContextVar("script_rank", default=None)
-"""None in a thread that runs no script of a run."""
+"""The rank whose script this thread runs; None outside of a run."""

@@ -1,4 +1,4 @@
-"""What the driver hands to every worker of a generation."""
+"""Worker spec: the description of a generation that the driver sends to every worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LossFunction: TypeAlias = "Callable[[Any, Tensor], Tensor]"
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's own module and loss, instead of the platform's decoder."""
+    """A user's module and loss, trained instead of the decoder."""
 
     factory: ModelFactory
     loss: LossFunction
@@ -30,7 +30,7 @@ class CustomModel:
 
 @dataclass(frozen=True)
 class Script:
-    """A user's own program with a loop of its own, run by every worker from its beginning in every generation."""
+    """A user's script with its own training loop. Every worker runs it from its beginning in every generation."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Script:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One generation of a run. The same for every rank."""
+    """One generation of a run, the same for every rank."""
 
     config: Config
     layout: Layout
@@ -46,30 +46,28 @@ class WorkerSpec:
     model_spec: ModelSpec
     custom: CustomModel | Script | None
     generation: int
-    resume_step: int | None  # the published checkpoint to start from; None: start from the first weights
-    memory_step: int | None = field(default=None, kw_only=True)  # go on from this step, which ranks hold in memory
+    resume_step: int | None  # the published checkpoint to start from; None: start from initial weights
+    memory_step: int | None = field(default=None, kw_only=True)  # recover this step from the memory of ranks
     end_step: int  # train until this many steps are committed
-    pending_eval_metrics: dict[str, Any] | None = (
-        None  # the metrics of the first step, where its evaluation was cut short
-    )
-    has_pending_checkpoint: bool = False  # whether a checkpoint of the first step is due, and was cut short
-    init_checkpoint: Path | None = None  # the checkpoint whose weights a run begins with, that has none of its own
-    replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that keeps a copy of its snapshots)
-    is_single_node: bool = False  # whether all ranks are on one node: they can open each other's memory
+    pending_eval_metrics: dict[str, Any] | None = None  # metrics of the start step, if its evaluation was interrupted
+    has_pending_checkpoint: bool = False  # whether a checkpoint of the start step was interrupted
+    init_checkpoint: Path | None = None  # weights that a fresh run starts from
+    replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
+    is_single_node: bool = False  # whether all ranks are on one node and can open each other's shared memory
 
     @property
     def is_fresh_start(self) -> bool:
-        """Whether it begins with the first weights."""
+        """Whether training starts from initial weights."""
         return self.memory_step is None and self.resume_step is None
 
     @property
     def start_step(self) -> int:
-        """Steps that are committed when this generation begins."""
+        """Number of committed steps when this generation begins."""
         return self.resume_step or 0 if self.memory_step is None else self.memory_step
 
     @property
     def stream_recipe(self) -> StreamSpec:
-        """The training stream."""
+        """Recipe of the training stream."""
         train = self.config.train
         return StreamSpec(
             self.config.data,
@@ -82,19 +80,19 @@ class WorkerSpec:
 
     @property
     def microbatches_per_rank(self) -> list[int]:
-        """How many microbatches each rank has; the same number where all run as many passes."""
+        """Microbatches of each rank per step, as a measure of its load; all 1 if every rank runs the same number."""
         layout = self.layout
         shares = self.batching.split_by_rank(layout.dp_size)
         return [1 if layout.is_lockstep else len(shares[layout.get_dp_rank(rank)]) for rank in range(layout.world_size)]
 
     @property
     def block_plan(self) -> BlockPlan:
-        """How the training data of this generation is cut, where readers deliver it."""
-        layout, width = self.layout, 2 if self.model_spec.vocab_size <= 1 << 16 else 4
+        """Partition of this generation's training data into blocks, used if readers deliver them."""
+        layout, token_bytes = self.layout, 2 if self.model_spec.vocab_size <= 1 << 16 else 4
         return BlockPlan.build(
             self.start_step,
             self.end_step,
             tuple(self.batching.split_by_rank(layout.dp_size)),
             tuple(layout.get_dp_rank(rank) for rank in range(layout.world_size)),
-            self.batching.size * (self.config.train.seq_len + 1) * width,
+            self.batching.size * (self.config.train.seq_len + 1) * token_bytes,
         )

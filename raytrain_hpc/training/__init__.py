@@ -1,1 +1,1 @@
-"""One rank at training time: the trainer, its passes, snapshots and checkpoints, and how they are built."""
+"""Training on one rank: the trainer, forward and backward passes, snapshots, checkpoints, and their builder."""

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: what it writes, when, and how the driver hears of it."""
+"""Checkpointer of one rank: which shards it writes, when, and how it reports them to the driver."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 
 class Checkpointer:
-    """Copies this rank's share of the state at a step and writes it behind the next steps.
+    """Copies the shards assigned to this rank and writes them in the background.
 
-    Every distinct slice is written by exactly one of the ranks that hold it, balanced by bytes.
+    Each distinct slice is written by exactly one of the ranks that hold it, balanced by bytes.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class Checkpointer:
     ):
         self._store, self._generation, self._config = store, generation, config
         self._rank = context.rank
-        # No method of this: a circle of references would keep the state, and its scratch on disk, after the run.
+        # A bound method would form a reference cycle, which keeps the state and its file on disk alive after the run.
         self._report = partial(_emit_report, emit, context.rank, generation)
         self._shards = _select_shards(state, indexes, context)
         self._writer = AsyncCheckpointWriter(self._report)
 
     def should_save(self, step: int) -> bool:
-        """Whether the settings ask for a checkpoint at this step."""
+        """Return whether `checkpoint.every` asks for a checkpoint at this step."""
         return self._config.every > 0 and step % self._config.every == 0
 
     def save(self, step: int) -> float:
-        """Copy the state of `step` and write it behind the next steps. Returns the seconds the step waited.
+        """Copy the state of `step` and write it in the background. Return the seconds that training waited.
 
-        A disk that refuses is reported, not raised: the run is worth more than one checkpoint.
+        A storage error is reported as a record and not raised, since it must not end the run.
         """
         try:
             staging = self._store.create_staging(step, self._generation)
@@ -56,11 +56,11 @@ class Checkpointer:
         return self._writer.save(self._shards, staging / get_shard_name(self._rank), step, wait=not self._config.async_)
 
     def wait_for_staging(self) -> None:
-        """Wait until the state of the last `save` may change."""
+        """Wait for the copy of the last `save` to complete. Call before the state changes."""
         self._writer.wait_for_staging()
 
     def finish(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all shards are written."""
         self._writer.finish()
 
 
@@ -69,5 +69,5 @@ def _emit_report(emit: Callable[[Record], None], rank: int, generation: int, rep
 
 
 def _select_shards(state: ShardedState, indexes: list[StateIndex], context: ParallelContext) -> list[StateShard]:
-    mine = assign_writers(indexes)[context.rank]
-    return [state.get_shard(name, number) for name, number in mine]
+    assigned = assign_writers(indexes)[context.rank]
+    return [state.get_shard(name, number) for name, number in assigned]

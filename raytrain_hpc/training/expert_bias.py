@@ -1,4 +1,4 @@
-"""The bias that keeps experts busy, moved once a step."""
+"""Load balancing of experts by a routing bias that is updated once per step, without an auxiliary loss."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from raytrain_hpc.model.moe import Router
 
 
 class ExpertBias:
-    """Routers whose choice has a bias: experts that got more than their share become less likely by a fixed amount.
+    """Updater of the routing biases: overloaded experts become less likely by a fixed amount.
 
-    Wang et al. 2024, arXiv 2408.15664. The counts are those of the whole batch, so no layout can change the bias.
+    Wang et al. 2024, arXiv 2408.15664. Counts are those of the whole batch, so the bias does not depend on the layout.
     """
 
     def __init__(self, modules: Iterable[nn.Module], rate: float, group: dist.ProcessGroup | None):
-        """`group`: the ranks that see a step's batch together, None where it is this one."""
-        self._routers = [part for module in modules for part in module.modules() if isinstance(part, Router)]
+        """Find the routers. `group`: the ranks that share the batch of a step; None: this rank alone."""
+        self._routers = [
+            submodule for module in modules for submodule in module.modules() if isinstance(submodule, Router)
+        ]
         self._rate, self._group = rate, group
 
     def reset_counts(self) -> None:
-        """Begin to count anew: the step is not taken."""
+        """Reset the counts of a step that is discarded."""
         for router in self._routers:
             router.load.zero_()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move every bias by what this step's positions chose, and begin to count anew."""
+        """Update every bias by the counts of this step, then reset the counts. Collective if there is a group."""
         if not self._routers:
             return
         loads = torch.stack([router.load for router in self._routers])
         if self._group is not None:
             dist.all_reduce(loads, group=self._group)
         for router, load in zip(self._routers, loads, strict=True):
-            # In integers: E times an expert's positions against those of all.
-            behind = (load.sum() - load * len(load)).sign()
-            router.bias.add_(behind.to(router.bias.dtype), alpha=self._rate)
+            # The sign of (mean - load), in integers: all positions against E times those of each expert.
+            direction = (load.sum() - load * len(load)).sign()
+            router.bias.add_(direction.to(router.bias.dtype), alpha=self._rate)
             router.load.zero_()

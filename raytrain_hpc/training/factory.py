@@ -1,4 +1,4 @@
-"""Whose loop a rank runs: the platform's own, or that of a user's script."""
+"""Factory for the trainer of a rank: the training loop of this project, or one that runs a user's script."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raytrain_hpc.training.trainer import TrainOutcome
 
 
 class RankTrainer(Protocol):
-    """One rank of a generation, put together."""
+    """A rank of a generation, ready to train."""
 
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
-        """Train from `first` committed steps to `steps_to`, unless stopped or paused before."""
+        """Train from `start_step` to `end_step` committed steps, unless stopped or paused earlier."""
 
 
 def build_rank_trainer(
@@ -32,7 +32,7 @@ def build_rank_trainer(
     blocks: BlockSource | None = None,
     snapshot_store: SnapshotStore | None = None,
 ) -> RankTrainer:
-    """As `build.build_trainer`, whatever is trained."""
+    """Build the trainer for `spec.custom`: a script, a custom model or the decoder. See `builder.build_trainer`."""
     if isinstance(spec.custom, Script):
         configure_torch(spec.config, device)
         return ScriptTrainer(spec, rank, device, rendezvous, control, snapshot_store)

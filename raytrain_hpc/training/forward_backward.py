@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step over this rank's microbatches."""
+"""Forward and backward passes of a step over this rank's microbatches."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from raytrain_hpc.parallel.parallelize import ParallelModel, autocast
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import Batch, TrainModule
 
-BatchReader = Callable[[int], Batch]  # the n-th microbatch of this rank
+BatchReader = Callable[[int], Batch]  # returns the n-th microbatch of this rank
 
 
 class ForwardBackward(Protocol):
-    """How a rank takes microbatches through the model."""
+    """Executor of the forward and backward passes of a rank."""
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
-        """Leave the summed gradients of `count` microbatches on the parameters. Of each of them its sum of losses and
-        its valid targets, fp64 [count, 2]; zeros where it is spare or this rank does not compute the loss."""
+        """Leave the summed gradients of all microbatches on the parameters.
+
+        Returns fp64 [num_microbatches, 2]: the sum of losses and the number of valid targets of each microbatch. Rows
+        are zero for padding, and on ranks that do not compute the loss.
+        """
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
-        """The same of `count` microbatches, without gradients."""
+        """Return the same sums as `train`, without computing gradients."""
 
 
 @dataclass
 class LocalForwardBackward:
-    """One microbatch after another through a model that is whole on this rank, as far as stages go."""
+    """Executor for a model without pipeline parallelism: one microbatch after another."""
 
     train_module: TrainModule
     model: ParallelModel
@@ -38,7 +41,7 @@ class LocalForwardBackward:
     timers: PhaseTimer
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
-        """As `Passes.train`."""
+        """Implement `ForwardBackward.train`."""
         module = self.model.modules[0].train()
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         for number in range(num_microbatches):
@@ -52,13 +55,13 @@ class LocalForwardBackward:
             ):
                 (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
             record_loss(sums[number], loss, batch)
-            del output, loss  # logits are the largest of all tensors: not beside the next microbatch
+            del output, loss  # free the logits, the largest tensors, before the next microbatch
         with self.timers.phase("communication"):
             self.model.finish_grad_sync()
         return sums
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
-        """As `Passes.evaluate`."""
+        """Implement `ForwardBackward.evaluate`."""
         module = self.model.modules[0].eval()
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         with torch.no_grad(), autocast(self.dtype, self.device):
@@ -71,6 +74,6 @@ class LocalForwardBackward:
 
 
 def record_loss(sums: Tensor, loss: Tensor, batch: Batch) -> None:
-    """Set a microbatch's (sum of losses, valid targets), unless it is a spare one."""
+    """Store a microbatch's (sum of losses, valid targets) in `sums`, unless it is padding."""
     if not batch.is_padding:
         sums[0], sums[1] = loss.detach(), batch.num_tokens

@@ -1,4 +1,4 @@
-"""The passes of a step through a pipeline: this rank's stages, and what each keeps of a microbatch in between."""
+"""Forward and backward passes of a step through a pipeline: this rank's stages, and the tensors that each saves."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from raytrain_hpc.training.train_module import Batch, TrainModule
 
 @dataclass(frozen=True)
 class TimelineReporter:
-    """Tells the driver what this rank did when, every so many steps (0: never)."""
+    """Reporter of this rank's pipeline actions to the driver, every `interval` steps (0: never)."""
 
     rank: int
     interval: int
     emit: Callable[[Record], None]
 
     def should_report(self, step: int) -> bool:
-        """Whether this step, by the number of steps before it, is reported."""
+        """Return whether the step after `step` committed steps is reported."""
         return self.interval > 0 and (step + 1) % self.interval == 0
 
     def report(self, step: int, spans: list[Span]) -> None:
-        """Report a step, in unix time."""
-        now = time.time() - time.perf_counter()
-        rows = [[s.action.kind, s.action.stage, s.action.microbatch, now + s.begin, now + s.end] for s in spans]
+        """Emit the begin and end of each action of a step, in unix time."""
+        offset = time.time() - time.perf_counter()
+        rows = [[s.action.kind, s.action.stage, s.action.microbatch, offset + s.begin, offset + s.end] for s in spans]
         self.emit({"type": "timeline", "rank": self.rank, "step": step + 1, "spans": rows})
 
 
 @dataclass
 class PipelineForwardBackward:
-    """Microbatches through the stages of a pipeline in the order of its schedule.
+    """Executor for a model split into pipeline stages: runs their actions in the order of the schedule.
 
-    `width`: (positions, channels) of what stages exchange for each sample; `stream`: its type.
+    `activation_shape`: (positions, channels) per sample of the tensors that stages exchange; `activation_dtype`: their
+    dtype.
     """
 
     train_module: TrainModule
@@ -57,7 +58,7 @@ class PipelineForwardBackward:
     timers: PhaseTimer
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
-        """As `Passes.train`."""
+        """Implement `ForwardBackward.train`."""
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         read_batch = cache(read_batch)
         stages = {
@@ -66,10 +67,10 @@ class PipelineForwardBackward:
         for module in self.model.modules.values():
             module.train()
         orders = self.pipeline.schedule.build_orders(num_microbatches)
-        settle = None
+        synchronize = None
         if self.timeline.should_report(step) and self.device.type == "cuda":
-            settle = partial(torch.cuda.synchronize, self.device)
-        spans = self.pipeline.run(orders, stages, self._make_buffer_factory(read_batch), settle)
+            synchronize = partial(torch.cuda.synchronize, self.device)
+        spans = self.pipeline.run(orders, stages, self._make_buffer_factory(read_batch), synchronize)
         if self.timeline.should_report(step):
             self.timeline.report(step, spans)
         with self.timers.phase("communication"):
@@ -77,7 +78,7 @@ class PipelineForwardBackward:
         return sums
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
-        """As `Passes.evaluate`."""
+        """Implement `ForwardBackward.evaluate`."""
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         read_batch = cache(read_batch)
         stages = {
@@ -119,13 +120,13 @@ class _PipelineStage:
         )
         self._module: nn.Module = forward_backward.model.modules[stage]
         self._is_last = stage == forward_backward.pipeline.schedule.num_stages - 1
-        self._num_pending_backward = num_microbatches  # microbatches whose backward pass is to come
+        self._num_pending_backward = num_microbatches  # microbatches whose backward pass has not run yet
         self._saved_tensors: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._deferred_wgrads: dict[int, list[WeightGradFn]] = {}
-        self._num_pending_wgrad = num_microbatches  # microbatches whose gradients of weights are to come
+        self._num_pending_wgrad = num_microbatches  # microbatches whose weight gradients are not computed yet
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """As `pipeline.Stage.forward`."""
+        """Implement `pipeline_parallel.Stage.forward`."""
         batch: Batch = self._read_batch(microbatch)
         passes = self._forward_backward
         if x is not None:
@@ -142,22 +143,22 @@ class _PipelineStage:
         return None if self._is_last else output.detach().to(passes.activation_dtype)
 
     def backward(self, microbatch: int, gradient: Tensor | None, *, split: bool) -> Tensor | None:
-        """As `pipeline.Stage.backward`."""
+        """Implement `pipeline_parallel.Stage.backward`."""
         x, output = self._saved_tensors.pop(microbatch)
         self._num_pending_backward -= 1
-        data, last = self._forward_backward.model.gradient_sync, self._num_pending_backward == 0
-        watched = self._forward_backward.timers.phase("backward")
-        with watched, data.backward_context(self._stage, microbatch, is_last=last, split=split):
+        gradient_sync, is_last = self._forward_backward.model.gradient_sync, self._num_pending_backward == 0
+        timed_backward = self._forward_backward.timers.phase("backward")
+        with timed_backward, gradient_sync.backward_context(self._stage, microbatch, is_last=is_last, split=split):
             torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         if split:
             self._deferred_wgrads[microbatch] = self._forward_backward.model.weight_grad_store.pop_all()
         return None if x is None else x.grad
 
     def backward_weight(self, microbatch: int) -> None:
-        """As `pipeline.Stage.weights`."""
+        """Implement `pipeline_parallel.Stage.backward_weight`."""
         with self._forward_backward.timers.phase("backward"):
-            for later in self._deferred_wgrads.pop(microbatch):
-                later()
+            for compute_wgrad in self._deferred_wgrads.pop(microbatch):
+                compute_wgrad()
         self._num_pending_wgrad -= 1
         self._forward_backward.model.gradient_sync.post_backward_weight(
             self._stage, is_last=self._num_pending_wgrad == 0

@@ -1,7 +1,7 @@
-"""Runs a user's own script as a rank of a generation: its loop is the loop, its optimizer the optimizer.
+"""Trainer that runs a user's script as a rank of a generation.
 
-Every generation runs the script from its beginning. Where it attaches its model and optimizer, they are given the state
-to go on from; where it asks for steps, it gets those that are left. Between two steps their state is committed.
+Every generation runs the script from its beginning. `attach` restores the state of its model and optimizer, and `steps`
+yields the remaining steps. The state is committed between two steps.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from raytrain_hpc.training.trainer import TrainOutcome
 
 
 def derive_step_seed(seed: int, step: int) -> int:
-    """Of torch's random numbers in a step: the same on all ranks, which then draw the same batch."""
+    """Return the seed of torch's generator in a step. It is equal on all ranks, so that they draw the same batch."""
     return seed * 1_000_003 + step
 
 
 class _ScriptExit(BaseException):
-    """Raised in the script where it is to end here; nobody's `except Exception` holds it."""
+    """Control flow that ends the script early. Not an Exception, so that `except Exception` does not catch it."""
 
 
 class _ScriptLoss:
-    """The script's own, where faults on purpose take hold of it."""
+    """Identity applied to the script's loss, so that injected faults can replace it."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return output
 
 
 class ScriptTrainer:
-    """One rank: what `attach` gives a script is this."""
+    """One rank of a run that trains a user's script."""
 
     def __init__(
         self,
@@ -91,107 +91,108 @@ class ScriptTrainer:
         return self.context.rank == 0
 
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
-        """Run the script. Raises what it raises, and RunFailed where it ends without having trained."""
+        """Run the script. Raises its errors, and RunFailedError if it ends without finishing `steps`."""
         script = self._spec.custom
         if not isinstance(script, Script):
-            raise TypeError("a script trainer runs a script")
-        token, before = CURRENT_RANK.set(self), (sys.argv, sys.path)
+            raise TypeError("ScriptTrainer needs a WorkerSpec whose `custom` is a Script")
+        token, argv_and_path = CURRENT_RANK.set(self), (sys.argv, sys.path)
         sys.argv, sys.path = [script.path, *script.arguments], [str(Path(script.path).parent), *sys.path]
         try:
             runpy.run_path(script.path, run_name="__main__")
         except _ScriptExit:
             if self._error is not None:
                 raise self._error from None
-        except SystemExit as left:  # to Ray it would be an actor that wishes to end
-            if left.code not in (None, 0):
-                raise RunFailedError(f"{script.path} ended with exit code {left.code}") from left
+        except SystemExit as system_exit:  # Ray would take it as a request to end the actor
+            if system_exit.code not in (None, 0):
+                raise RunFailedError(f"{script.path} ended with exit code {system_exit.code}") from system_exit
         finally:
-            sys.argv, sys.path = before
+            sys.argv, sys.path = argv_and_path
             CURRENT_RANK.reset(token)
         if self._outcome is None:
-            raise RunFailedError(
-                f"{script.path} ended at step {self._step} without going through the steps of attach(...)"
-            )
+            raise RunFailedError(f"{script.path} ended at step {self._step}, before run.steps() was exhausted")
         self._control.set_phase("saving")
         self._checkpointer.finish()
         return self._outcome
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        """Take charge of their state: fill it with what is to be gone on from. Raises ModelError for a second call."""
+        """Take over the state of model, optimizer and scheduler, and restore it. Raises ModelError on a second call."""
         if self._is_attached:
-            raise ModelError("attach: called twice; one model and one optimizer are kept")
+            raise ModelError("attach: called twice; a run has one model and one optimizer")
         self._is_attached = True
-        spec, config, place = self._spec, self._config, self.context
+        spec, config, context = self._spec, self._config, self.context
         model.to(self.device)
-        self._script_state = owned = ScriptState(model, optimizer, scheduler)
+        self._script_state = script_state = ScriptState(model, optimizer, scheduler)
         self._buffers = list(model.buffers())
-        if place.world_group is not None:
-            for tensor in owned.model_tensors():
-                dist.broadcast(tensor, 0)  # a script need not be deterministic
-        holding = owned.to_sharded_state()
-        offered = ShardedState()
+        if context.world_group is not None:
+            for tensor in script_state.model_tensors():
+                dist.broadcast(tensor, 0)  # initial weights of a script may differ between ranks
+        state = script_state.to_sharded_state()
+        memory_state = ShardedState()
         if self._snapshot_store is not None and spec.memory_step is not None:
-            offered = self._snapshot_store.get_state(spec.memory_step)
-        told = exchange_peer_info(holding.to_index(), offered.to_index(), place)
+            memory_state = self._snapshot_store.get_state(spec.memory_step)
+        peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context)
         store = CheckpointStore(Path(config.run.dir) / "checkpoints")
-        restore_state(spec, place, holding, offered, told, store)
+        restore_state(spec, context, state, memory_state, peer_info, store)
         if spec.start_step:
-            owned.restore()
-        self._state, self._replica_check = holding, ReplicaCheck(holding, place)
+            script_state.restore()
+        self._state, self._replica_check = state, ReplicaCheck(state, context)
         self._replica_check.compare()
-        lends = not self._buffers
-        self._snapshots = SnapshotManager(config, self._snapshot_store, holding, lends, None, lambda: None)
+        live_state_suffices = not self._buffers
+        self._snapshots = SnapshotManager(config, self._snapshot_store, state, live_state_suffices, None, lambda: None)
         self._snapshots.begin_generation(spec.start_step, spec.generation)
         self._checkpointer = Checkpointer(
-            holding, told.destination_indexes, place, store, spec.generation, config.checkpoint, self._control.emit
+            state, peer_info.destination_indexes, context, store, spec.generation, config.checkpoint, self._control.emit
         )
         self._fault_injector = FaultInjector(
-            config.fault.inject, place.rank, place.layout.world_size, Path(config.run.dir), self._script_loss
+            config.fault.inject, context.rank, context.layout.world_size, Path(config.run.dir), self._script_loss
         )
         self._gradient_sync = None
-        if place.replica_group is not None:
-            self._gradient_sync = DDPSync(owned.parameters, place.replica_group, config.parallel.bucket_mib)
-        optimizer.register_step_pre_hook(lambda *of_step: self._snapshots.before_update())
-        self._control.arm_abort(CollectiveAbort(told.peer_sockets))
-        self._control.emit({"type": "ready", "rank": place.rank, "model": time.time()})
+        if context.replica_group is not None:
+            self._gradient_sync = DDPSync(script_state.parameters, context.replica_group, config.parallel.bucket_mib)
+        optimizer.register_step_pre_hook(lambda *arguments: self._snapshots.before_update())
+        self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
+        self._control.emit({"type": "ready", "rank": context.rank, "model": time.time()})
         if spec.has_pending_checkpoint:
             self._checkpointer.save(spec.start_step)
 
     def steps(self, count: int | None) -> Iterator[int]:
-        """As `script.ScriptRun.steps`."""
+        """Yield the remaining steps; see `script.ScriptRun.steps`."""
         spec = self._spec
         if not self._is_attached:
             raise ModelError("steps: attach a model and an optimizer first")
         if count is not None and count != spec.config.train.steps:
             raise ModelError(f"steps({count}): the run has train.steps={spec.config.train.steps}; make them the same")
         if self._has_started:
-            raise ModelError("steps: asked for twice; a run has one loop")
+            raise ModelError("steps: called twice; a run has one training loop")
         self._has_started, self._step_timer = True, StepTimer()
         for step in range(spec.start_step, spec.end_step):
             self._step, self._totals, self._row_counts = step, None, []
-            self._control.set_phase("evaluating")  # whatever the script does now may take its time
+            self._control.set_phase("evaluating")  # code outside of `backward` may take minutes
             torch.manual_seed(derive_step_seed(self._config.run.seed, step))
             yield step
             if self._totals is None:
-                raise ModelError(f"step {step}: backward was not called; use run.backward(loss) for loss.backward()")
+                raise ModelError(f"step {step}: backward was not called; call run.backward(loss), not loss.backward()")
             stopped, paused = self._commit(step + 1)
             if stopped or paused:
                 self._outcome = "stopped" if stopped else "paused"
                 raise _ScriptExit
         self._step, self._outcome = None, "done"
-        self._control.set_phase("idle")  # nobody waits for what it does behind its last step
+        self._control.set_phase("idle")  # code after the loop has no time limit
 
     def get_local_rows(self, num_rows: int) -> range:
-        """Which of so many rows of a batch are this rank's. ModelError where there is none for somebody."""
-        ranks, mine = self.context.layout.dp_size, self.context.layout.get_dp_rank(self.context.rank)
-        if num_rows < ranks:
-            raise ModelError(f"share: a batch of {num_rows} rows for {ranks} ranks; every rank needs one")
-        share = range(mine * num_rows // ranks, (mine + 1) * num_rows // ranks)
-        self._row_counts.append((len(share), num_rows))
-        return share
+        """Return the rows of a batch that this rank computes. Raises ModelError if there are fewer rows than ranks."""
+        dp_size, dp_rank = self.context.layout.dp_size, self.context.layout.get_dp_rank(self.context.rank)
+        if num_rows < dp_size:
+            raise ModelError(f"local_batch: a batch of {num_rows} rows for {dp_size} ranks; every rank needs one")
+        rows = range(dp_rank * num_rows // dp_size, (dp_rank + 1) * num_rows // dp_size)
+        self._row_counts.append((len(rows), num_rows))
+        return rows
 
     def backward(self, loss: Tensor) -> Tensor:
-        """As `script.ScriptRun.backward`. What breaks in it leaves the script: it is the run's to go on from."""
+        """Compute gradients of the mean loss over all ranks; see `script.ScriptRun.backward`.
+
+        An error ends the script, so that the run can recover.
+        """
         weight = self._get_loss_weight()
         try:
             return self._backward(loss, weight)
@@ -200,18 +201,18 @@ class ScriptTrainer:
             raise _ScriptExit from error
 
     def _get_loss_weight(self) -> float:
-        """What this rank's mean counts in that of all rows. ModelError where that cannot be known."""
+        """Return the weight of this rank's mean loss in that of all rows. Raises ModelError if it is unknown."""
         if self._step is None:
-            raise ModelError("backward: outside of the steps that run.steps() gives")
+            raise ModelError("backward: called outside of the steps of run.steps()")
         if self._totals is not None:
-            raise ModelError(f"step {self._step}: backward was called twice; add the losses up, and call it once")
+            raise ModelError(f"step {self._step}: backward was called twice; add the losses and call it once")
         if self.context.layout.world_size == 1:
             return 1.0
         if not self._row_counts:
             raise ModelError(
                 f"step {self._step}: every rank has the whole batch; take this rank's rows with run.local_batch(batch)"
             )
-        weights = {mine / rows for mine, rows in self._row_counts}
+        weights = {num_local_rows / num_rows for num_local_rows, num_rows in self._row_counts}
         if len(weights) > 1:
             raise ModelError(f"step {self._step}: several batches were shared before backward; share one a step")
         return weights.pop()
@@ -221,40 +222,40 @@ class ScriptTrainer:
         self._fault_injector.pre_forward(step)
         weighted = self._script_loss.loss(loss, loss) * weight
         self._snapshots.wait_for_copies()
-        asked = (float(self._control.stop_requested), float(self._control.pause_requested))
-        sums = torch.tensor([float(weighted.detach()), *asked], dtype=torch.float64, device=self.device)
-        if self.context.world_group is not None:  # here all wait for whoever takes longest; from here on it is quick
+        requests = (float(self._control.stop_requested), float(self._control.pause_requested))
+        sums = torch.tensor([float(weighted.detach()), *requests], dtype=torch.float64, device=self.device)
+        if self.context.world_group is not None:  # all ranks wait here for the slowest; stalls are timed from here on
             dist.all_reduce(sums, group=self.context.world_group)
         self._control.set_phase("training")
-        before = self._stash_gradients()
+        stashed = self._stash_gradients()
         with self._sync_gradients():
             weighted.backward()  # type: ignore[no-untyped-call]
         self._fault_injector.pre_reduce(step)
         if self.context.world_group is not None:
-            for buffer in self._buffers:  # running statistics: after a step all have those of the first
+            for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
                 dist.broadcast(buffer, 0)
-        self._restore_gradients(before)
+        self._restore_gradients(stashed)
         self._checkpointer.wait_for_staging()
         if self._control.is_aborted:
-            raise GenerationAbortedError("its collectives were aborted")
-        self._grad_norm = float(torch.nn.utils.get_total_norm([g for g in self._gradients() if g is not None]))
+            raise GenerationAbortedError("collectives were aborted")
+        self._grad_norm = float(torch.nn.utils.get_total_norm([g for g in self._get_gradients() if g is not None]))
         self._control.set_phase("evaluating")
         self._totals = sums.tolist()
         if not isfinite(self._totals[0]):
             raise RunFailedError(
-                f"step {step + 1}: the loss is {self._totals[0]}; a loop of one's own is not run again"
+                f"step {step + 1}: the loss is {self._totals[0]}; a step of a script cannot be recomputed"
             )
         return sums[0].to(loss.dtype)
 
-    def _gradients(self) -> list[Tensor | None]:
+    def _get_gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._script_state.parameters.values()]
 
     def _stash_gradients(self) -> list[Tensor | None]:
-        """Gradients that are there already, of steps without the optimizer's: summed over ranks, they are complete."""
-        before = [None if gradient is None else gradient.clone() for gradient in self._gradients()]
+        """Return and clear gradients accumulated in earlier steps, which are already summed over ranks."""
+        stashed = [None if gradient is None else gradient.clone() for gradient in self._get_gradients()]
         for parameter in self._script_state.parameters.values():
             parameter.grad = None
-        return before
+        return stashed
 
     def _restore_gradients(self, stashed: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._script_state.parameters.values(), stashed, strict=True):
@@ -263,7 +264,7 @@ class ScriptTrainer:
 
     @contextmanager
     def _sync_gradients(self) -> Iterator[None]:
-        """Gradients are those of all ranks when it is left."""
+        """Sum gradients over all ranks by the end of the context."""
         if self._gradient_sync is None:
             yield
             return
@@ -272,7 +273,7 @@ class ScriptTrainer:
         self._gradient_sync.finish_grad_sync()
 
     def _commit(self, step: int) -> tuple[bool, bool]:
-        """The script is through with a step: (whether it is the last because of a stop, because of a pause)."""
+        """Commit a step. Return whether the run stops after it, and whether the generation pauses."""
         loss, stop, pause = self._totals or [0.0] * 3
         before_end = step < self._spec.end_step
         stopped, paused = stop > 0 and before_end, pause > 0 and before_end
@@ -282,8 +283,8 @@ class ScriptTrainer:
         self._snapshots.after_step(step, is_last=paused)
         record = self._build_metrics(step, loss, self._step_timer.end_step())
         self._control.record_commit(record)
-        every = self._config.fault.compare_every
-        if every and (saving or step % every == 0):
+        interval = self._config.fault.compare_every
+        if interval and (saving or step % interval == 0):
             self._replica_check.compare()
             self._snapshots.mark_verified(step)
         if saving:
@@ -295,20 +296,20 @@ class ScriptTrainer:
         return stopped, paused
 
     def _build_metrics(self, step: int, loss: float, seconds: float) -> Record:
-        world, rows = self.context.layout.world_size, self._row_counts[0][1] if self._row_counts else 1
+        world_size, num_rows = self.context.layout.world_size, self._row_counts[0][1] if self._row_counts else 1
         return {
             "step": step,
             "train/loss": loss,
             "train/lr": self._script_state.lr,
             "train/grad_norm": self._grad_norm,
-            "train/tokens": step * rows,
-            "throughput/tokens_per_sec": rows / seconds,
-            "throughput/tokens_per_sec_per_device": rows / seconds / world,
+            "train/tokens": step * num_rows,
+            "throughput/tokens_per_sec": num_rows / seconds,
+            "throughput/tokens_per_sec_per_device": num_rows / seconds / world_size,
             "time/unix": time.time(),
             "time/step_s": seconds,
             "time/data_s": 0.0,
             "time/checkpoint_s": 0.0,
             "memory/peak_gib": get_peak_memory_gib(self.device),
-            "elastic/world_size": world,
+            "elastic/world_size": world_size,
             "elastic/generation": self._spec.generation,
         }

@@ -1,4 +1,4 @@
-"""What a rank keeps in memory of its committed steps, for the others to go on from should it or they be lost."""
+"""In-memory snapshots of the last committed steps, used to recover when a rank is lost."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from raytrain_hpc.state.sharded_state import ShardedState
 
 
 def snapshots_enabled(config: Config) -> bool:
-    """Whether state is kept in memory from step to step: not where it is on disk, for memory is too small for it."""
+    """Return whether snapshots are taken. State that is offloaded to disk does not fit into memory."""
     return config.checkpoint.snapshot_every > 0 and config.parallel.offload != "disk"
 
 
 @dataclass
 class SnapshotManager:
-    """Keeps the state in `memory`, as seldom as is enough.
+    """Manager of this rank's snapshots in `store`.
 
-    `lends`: the live state is as good as a snapshot between two steps, since every rank holds all of it: whoever is
-    left, at whichever step, has it whole. Else a snapshot is taken every so many steps, and `copying` sends it on.
-    `rest`: called when moments were read.
+    `live_state_suffices`: every rank holds the whole state, so that between two steps any surviving rank's live state
+    serves as a snapshot. Otherwise a snapshot is taken every `checkpoint.snapshot_every` steps, and `replicator` sends
+    it to a peer. `release_memory`: called after moments were read.
     """
 
     config: Config
-    store: SnapshotStore | None  # None: nobody would go on from it
+    store: SnapshotStore | None  # None: there is no recovery from memory
     state: ShardedState
     live_state_suffices: bool
     replicator: SnapshotReplicator | None
@@ -40,9 +40,9 @@ class SnapshotManager:
         own_snapshots: SnapshotRing | None = None,
         attached: Mapping[int, RankSnapshots] | None = None,
     ) -> None:
-        """The state has been loaded, the same on all replicas; what was held before is of no more use.
+        """Replace earlier snapshots. Call when the state has been restored and is equal on all replicas.
 
-        `own`, `opened`: as in `Snapshots.begin`.
+        `own_snapshots`, `attached`: see `SnapshotStore.reset`.
         """
         if self.store is not None:
             self.store.reset(generation, own_snapshots, attached)
@@ -52,20 +52,20 @@ class SnapshotManager:
                 self._take_snapshot(step, self.store)
 
     def before_update(self) -> None:
-        """The live state is about to change."""
+        """Revoke the live state. Call before the optimizer step, which changes it."""
         if self.store is not None:
             self.store.revoke_live()
 
     def mark_verified(self, step: int) -> None:
-        """The live state is that of `step`, and all replicas of it are equal."""
+        """Keep the live state of `step` as verified. Call when all replicas are equal."""
         if self.store is not None and self.config.fault.keep_agreed:
             self.store.keep_verified(step, self.state)
             self.release_memory()
 
     def wait_for_copies(self) -> None:
-        """Wait until the own snapshot and the copies that this rank sends and takes have arrived.
+        """Wait for this rank's snapshot, and for the copies that it sends and receives, to complete.
 
-        Before ranks come together in a step: who is through with it knows that all copies of the one before are there.
+        Call before the all-reduce of a step. A rank that passes it then knows that all earlier copies are complete.
         """
         if self.store is not None:
             self.store.synchronize()
@@ -73,13 +73,14 @@ class SnapshotManager:
             self.replicator.wait()
 
     def after_step(self, step: int, *, is_last: bool = False) -> None:
-        """The live state is that of `step`; with `last` it stays that."""
+        """Snapshot or publish the live state of `step`. `is_last`: the generation ends with it."""
         if self.store is None:
             return
-        due = snapshots_enabled(self.config) and (
+        is_due = snapshots_enabled(self.config) and (
             self.live_state_suffices or step % self.config.checkpoint.snapshot_every == 0
         )
-        if due or (is_last and not self.live_state_suffices):  # not all that hold it may be there afterwards
+        # Always snapshot the last state: the ranks that hold a part of it may be missing in the next generation.
+        if is_due or (is_last and not self.live_state_suffices):
             self._take_snapshot(step, self.store)
         elif is_last:
             self.store.publish_live(step, self.state)
@@ -88,7 +89,7 @@ class SnapshotManager:
         if self.live_state_suffices:
             store.publish_live(step, self.state)
             return
-        self.wait_for_copies()  # what is overwritten must have been sent
+        self.wait_for_copies()  # the snapshot that is overwritten must have been sent
         slot = store.take(step, self.state)
         if self.replicator is not None:
             self.replicator.send_async(step, slot)
@@ -96,7 +97,7 @@ class SnapshotManager:
 
     @contextmanager
     def close_on_exit(self) -> Iterator[None]:
-        """While a generation runs. Copies that are under way when it ends well arrive."""
+        """Close the replicator at the end of the context. Pending copies complete, or are canceled on an error."""
         try:
             yield
         except BaseException:

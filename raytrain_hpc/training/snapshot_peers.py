@@ -1,4 +1,4 @@
-"""How a rank's snapshots come to outlive it: opened by another rank of its node, or copied to one of another node."""
+"""Peers of a rank's snapshots: a rank of the same node that opens them, or one of another node that gets copies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raytrain_hpc.training.snapshot_manager import snapshots_enabled
 
 
 class SnapshotPeers:
-    """What a rank does about it in one generation, by `spec.buddies`.
+    """Peers of one rank in one generation, by `spec.replication_pairs`.
 
-    On one node nothing is sent: a rank takes its snapshots in memory that its buddy has open. A GPU's are copied there
-    all the same, since it wants page-locked memory. `own`: where this rank's own snapshots go, None where it does not
-    matter; `openings`: where others find them.
+    On a single node nothing is sent: a rank takes its snapshots in shared memory that its peer has open. Snapshots of a
+    GPU are copied even there, since they need page-locked memory. `own_snapshots`: where this rank's snapshots go;
+    None: private memory. `handles`: shared memory that peers open.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, store: SnapshotStore | None, device: torch.device):
-        """Collective where copies are sent: it makes their group."""
+        """Prepare the snapshots. Collective if copies are sent, since it creates their process group."""
         self._store, self._rank = store, rank
         self._pairs = spec.replication_pairs if store is not None and snapshots_enabled(spec.config) else ()
         self._use_shared_memory = spec.is_single_node and device.type == "cpu"
@@ -35,20 +35,20 @@ class SnapshotPeers:
             self.own_snapshots, self.handles = create_shared_snapshots()
 
     def attach_snapshots(self, peer_info: PeerInfo, log: Callable[[str], None]) -> dict[int, RankSnapshots]:
-        """The snapshots of the ranks whose buddy this one is. What cannot be opened is noted."""
-        opened: dict[int, RankSnapshots] = {}
-        for source in (source for source, buddy in self._pairs if self._use_shared_memory and buddy == self._rank):
+        """Open the snapshots of the ranks that this rank is the peer of. Failures are logged."""
+        attached: dict[int, RankSnapshots] = {}
+        for source in (source for source, peer in self._pairs if self._use_shared_memory and peer == self._rank):
             try:
-                opened[source] = AttachedSnapshots(peer_info.handles[source], peer_info.destination_indexes[source])
+                attached[source] = AttachedSnapshots(peer_info.handles[source], peer_info.destination_indexes[source])
             except OSError as error:
                 log(
-                    f"rank {self._rank} cannot open the snapshots of rank {source}, though they are on one node: "
-                    f"{error}; should that be lost, the run goes on from a checkpoint"
+                    f"rank {self._rank} cannot open the snapshots of rank {source} on the same node: "
+                    f"{error}; if rank {source} is lost, the run resumes from a checkpoint"
                 )
-        return opened
+        return attached
 
     def create_replicator(self, peer_info: PeerInfo) -> SnapshotReplicator | None:
-        """What sends snapshots, where any are sent."""
+        """Return the replicator that sends snapshots to peers; None if none are sent."""
         if self._store is None or self._group is None:
             return None
         return SnapshotReplicator(self._store, self._rank, self._pairs, peer_info.destination_indexes, self._group)

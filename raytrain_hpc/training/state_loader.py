@@ -1,4 +1,4 @@
-"""Fills a rank's state: with what ranks hold in memory, from a checkpoint, and from an earlier one in mid-run."""
+"""State loader: restores a rank's state from the memory of ranks, from a checkpoint, or by rollback during a run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from raytrain_hpc.state.reshard import reshard_state
 from raytrain_hpc.state.shard_index import StateIndex, find_difference, merge_indexes
 from raytrain_hpc.state.sharded_state import ShardedState
 
-RECENT_LOSSES = "losses"  # the recent ones: state only where spikes are looked for
-_EXPERT_BIAS_SUFFIX = ".router.bias"  # of experts, where that is how they are balanced
-_PUBLISH_TIMEOUT_S = 30.0  # until a checkpoint that all ranks have written is there
+RECENT_LOSSES = "losses"  # part of the state only if loss spikes are detected
+_EXPERT_BIAS_SUFFIX = ".router.bias"  # present if a bias balances the experts
+_PUBLISH_TIMEOUT_S = 30.0  # for the driver to publish a checkpoint that all ranks have written
 _POLL_INTERVAL_S = 0.01
 
 
@@ -36,7 +36,7 @@ def restore_state(
     peer_info: PeerInfo,
     store: CheckpointStore,
 ) -> None:
-    """Fill the state from what is offered of memory, from a checkpoint, or not at all; or weights from another run."""
+    """Restore the state from memory or from a checkpoint. A fresh run may load weights of another run."""
     if spec.memory_step is not None:
         reshard_state(
             state,
@@ -52,41 +52,45 @@ def restore_state(
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:
-    """Fill the state, having made sure that the checkpoint holds this model's tensors: no more and no fewer.
+    """Fill the state from a checkpoint. Raises CheckpointError unless it has exactly the tensors of this model.
 
-    Recent losses need not be there, and are not looked at where nobody asks for them: that setting may change.
+    Recent losses may be missing on either side, since `fault.spike_deviations` may change between runs.
     """
-    model, mine = (index.select(set(index) - {RECENT_LOSSES}) for index in (checkpoint.index, merge_indexes(indexes)))
-    if difference := find_difference(model, mine):
-        raise CheckpointError(f"{checkpoint.path} is of another model: {difference} there; choose another run.dir")
-    known = RECENT_LOSSES in checkpoint.index
-    read_state(checkpoint, ShardedState(held for held in state if known or held.name != RECENT_LOSSES))
+    checkpoint_index, state_index = (
+        index.select(set(index) - {RECENT_LOSSES}) for index in (checkpoint.index, merge_indexes(indexes))
+    )
+    if difference := find_difference(checkpoint_index, state_index):
+        raise CheckpointError(f"{checkpoint.path} is of another model: {difference}; choose another run.dir")
+    has_recent_losses = RECENT_LOSSES in checkpoint.index
+    read_state(checkpoint, ShardedState(shard for shard in state if has_recent_losses or shard.name != RECENT_LOSSES))
 
 
 def load_model_weights(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:
-    """Fill the model alone, from a checkpoint that holds the same one, whatever else it holds; adapters are added."""
-    there, mine = (
+    """Fill the weights from a checkpoint of the same model. Other state is ignored; LoRA adapters start fresh."""
+    checkpoint_index, state_index = (
         index.select(name for name in index if _is_base_weight(name))
         for index in (checkpoint.index, merge_indexes(indexes))
     )
-    # The balancing of experts may be another one than there: what only one of the two has begins anew.
-    known = {
-        name for name in (*there, *mine) if not name.endswith(_EXPERT_BIAS_SUFFIX) or (name in there and name in mine)
+    # The two runs may balance experts differently: a bias that only one of them has starts fresh.
+    names = {
+        name
+        for name in (*checkpoint_index, *state_index)
+        if not name.endswith(_EXPERT_BIAS_SUFFIX) or (name in checkpoint_index and name in state_index)
     }
-    there, mine = there.select(known), mine.select(known)
-    if difference := find_difference(there, mine):
-        raise CheckpointError(f"run.init_from: {checkpoint.path} is of another model: {difference} there")
-    read_merged_state(checkpoint, ShardedState(held for held in state if held.name in known))
+    checkpoint_index, state_index = checkpoint_index.select(names), state_index.select(names)
+    if difference := find_difference(checkpoint_index, state_index):
+        raise CheckpointError(f"run.init_from: {checkpoint.path} is of another model: {difference}")
+    read_merged_state(checkpoint, ShardedState(shard for shard in state if shard.name in names))
 
 
 def _is_base_weight(name: str) -> bool:
-    """Whether it is part of a model that another run can have, too: adapters begin anew."""
+    """Return whether a tensor is a weight that another run can provide, as LoRA adapters are not."""
     return name.startswith("model.") and LORA_MARKER not in name
 
 
 @dataclass
 class CheckpointRollback:
-    """Makes the state that of the newest checkpoint again, on all ranks alike, in the middle of a run."""
+    """Rollback of all ranks to the newest checkpoint during a run."""
 
     store: CheckpointStore
     interval: int  # steps between checkpoints
@@ -94,35 +98,38 @@ class CheckpointRollback:
     state: ShardedState
     indexes: list[StateIndex]
     wait_for_writes: Callable[[], object]  # waits until this rank's part of the last checkpoint is written
-    release_memory: Callable[[], None]  # called when moments were filled
+    release_memory: Callable[[], None]  # called after moments were filled
 
     def __call__(self, step: int) -> int:
-        """Collective, after `step` committed steps. Returns the step whose state is now live.
+        """Restore the newest checkpoint after `step` committed steps, and return its step. Collective.
 
-        Raises RunFailed, on every rank, where there is no valid checkpoint.
+        Raises RunFailedError on every rank if there is no valid checkpoint.
         """
         self.wait_for_writes()
-        chosen = torch.tensor(
+        chosen_step = torch.tensor(
             [self._find_newest_step(step) if self.context.rank == 0 else 0], device=self.context.device
         )
         if self.context.world_group is not None:
-            dist.broadcast(chosen, 0)
-        if chosen < 0:
+            dist.broadcast(chosen_step, 0)
+        if chosen_step < 0:
             raise RunFailedError(
-                f"step {step + 1}: fault.on_nan=rollback, but there is no checkpoint to go back to; set "
-                "checkpoint.every, or use fault.on_nan=skip"
+                f"step {step + 1}: fault.on_nan=rollback, but there is no checkpoint to restore; set "
+                "checkpoint.every or fault.on_nan=skip"
             )
-        load_checkpoint(read_manifest(self.store.get_path(int(chosen))), self.state, self.indexes)
+        load_checkpoint(read_manifest(self.store.get_path(int(chosen_step))), self.state, self.indexes)
         self.release_memory()
-        return int(chosen)
+        return int(chosen_step)
 
     def _find_newest_step(self, step: int) -> int:
-        """Of the one that is due by now, if it comes: which one is gone back to must not depend on a disk's speed."""
-        due, until = (
+        """Return the step of the newest valid checkpoint, or -1.
+
+        Waits for the latest one to be published, so that the choice does not depend on the speed of a disk.
+        """
+        due, deadline = (
             step // self.interval * self.interval if self.interval else 0,
             time.monotonic() + _PUBLISH_TIMEOUT_S,
         )
-        while due and due not in self.store.list_steps() and time.monotonic() < until:
+        while due and due not in self.store.list_steps() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
         newest = self.store.find_newest_valid(lambda path, reason: None)
         return -1 if newest is None else newest.step

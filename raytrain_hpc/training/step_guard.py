@@ -1,4 +1,4 @@
-"""What is done about a step whose numbers are still bad when it is computed again."""
+"""Guard against steps whose loss or gradient norm is not finite, or whose loss spikes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BadStepKind = Literal["not finite", "loss spike"]
 
 
 class StepGuard:
-    """Judges the numbers of steps, carries out `fault.on_nan`, and reports. The same on every rank.
+    """Checks loss and gradient norm of steps, and applies `fault.on_nan`. Decisions are the same on every rank.
 
-    `recent`: the losses of the last steps, [WINDOW], a part of the state: a run that goes on elsewhere judges alike.
-    `blamed`: the lowest rank that computes one of these microbatches. `go_back(step)` makes the state that of an
-    earlier step, which it returns.
+    `recent_losses`: losses of the last steps, [WINDOW], part of the state so that a resumed run decides alike.
+    `find_responsible_rank`: returns the lowest rank that computes one of the given microbatches. `rollback(step)`:
+    restores the state of an earlier step and returns that step.
     """
 
     def __init__(
@@ -43,55 +43,59 @@ class StepGuard:
         self._num_consecutive = 0
 
     def check(self, loss: float, grad_norm: float) -> BadStepKind | None:
-        """What is bad about these numbers of a step, if anything."""
+        """Return the problem of a step's loss and gradient norm; None if they are good."""
         if not (isfinite(loss) and isfinite(grad_norm)):
             return "not finite"
         return "loss spike" if loss > self._compute_loss_limit() else None
 
     def accept(self, step: int, loss: float) -> None:
-        """The step after `step` committed ones is taken with this loss."""
+        """Accept the step after `step` committed ones, with this loss."""
         self._num_consecutive = 0
         self._record_loss(step, loss)
 
     def reject(self, step: int, loss: float, grad_norm: float) -> int:
-        """It was bad twice: end the run, go on without it, or go back. Returns how many committed steps that undoes.
+        """Reject a step that was bad twice: skip it or roll back. Return the number of committed steps undone.
 
-        Raises RunFailed where the run is to end, or that many steps in a row were bad.
+        Raises RunFailedError if `fault.on_nan=stop`, or if too many steps in a row were bad (`fault.max_failures`).
         """
         numbers = f"step {step + 1}: loss {loss} and gradient norm {grad_norm}: {self.check(loss, grad_norm)}, twice"
         if self._fault.on_nan == "stop":
             raise RunFailedError(
-                f"{numbers}; lower train.lr, check the data, use train.dtype=fp32, or go on without such steps with "
+                f"{numbers}; lower train.lr, check the data, use train.dtype=fp32, or discard such steps with "
                 "fault.on_nan=skip or rollback. The newest checkpoint is from before this step"
             )
         self._num_consecutive += 1
         if self._num_consecutive > self._fault.max_failures:
             raise RunFailedError(
-                f"{numbers}, and so were the {self._num_consecutive - 1} before it (fault.max_failures="
-                f"{self._fault.max_failures}); lower train.lr, or check the data"
+                f"{numbers}; {self._num_consecutive} bad steps in a row exceed fault.max_failures="
+                f"{self._fault.max_failures}; lower train.lr or check the data"
             )
         undone = 0 if self._fault.on_nan == "skip" else step - self._rollback(step)
         self._record_loss(step, loss)
         return undone
 
     def build_incident(self, step: int, loss_and_norm: tuple[float, float], losses: list[float]) -> Record:
-        """What is known of it as soon as it is seen. `bad`: loss and norm; `losses`: of the microbatches."""
+        """Build the incident record of a bad step. `losses`: the mean loss of each microbatch."""
         loss, norm = loss_and_norm
-        high = self._compute_loss_limit()
-        spoilt = [number for number, one in enumerate(losses) if not isfinite(one) or one > high]
+        limit = self._compute_loss_limit()
+        bad_microbatches = [
+            number
+            for number, microbatch_loss in enumerate(losses)
+            if not isfinite(microbatch_loss) or microbatch_loss > limit
+        ]
         return {
             "type": "incident",
             "kind": self.check(loss, norm),
-            "rank": self._find_responsible_rank(spoilt),
+            "rank": self._find_responsible_rank(bad_microbatches),
             "operation": f"training step {step + 1}",
             "reason": f"loss {loss}, gradient norm {norm}",
             "time": time.time(),
         }
 
     def report_incident(self, incident: Record, outcome: str, steps_undone: int) -> None:
-        """It is over. `undone`: committed steps that this took back."""
-        taken_s, reason = time.time() - incident["time"], f"{incident['reason']}; {outcome}"
-        self._emit(incident | {"reason": reason, "recovered_s": taken_s, "steps_lost": steps_undone})
+        """Emit an incident with its outcome. `steps_undone`: committed steps that a rollback discarded."""
+        duration_s, reason = time.time() - incident["time"], f"{incident['reason']}; {outcome}"
+        self._emit(incident | {"reason": reason, "recovered_s": duration_s, "steps_lost": steps_undone})
 
     def _compute_loss_limit(self) -> float:
         return compute_spike_threshold(

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a rank, and how ranks differ in that."""
+"""Timers of a step and its phases, and their statistics over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_PHASES: tuple[StepPhase, ...] = ("forward", "backward", "communication", "o
 
 
 class PhaseTimer:
-    """Adds up the parts of a step. A GPU times its own work, by events, which are read when the step is over."""
+    """Timer of the phases of a step. On a GPU it uses CUDA events, which are read after the step."""
 
     def __init__(self, device: torch.device):
         self._use_cuda_events = device.type == "cuda"
@@ -24,7 +24,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: StepPhase) -> Iterator[None]:
-        """What happens inside is this part of the step."""
+        """Add the time of the context to a phase."""
         if self._use_cuda_events:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class PhaseTimer:
         self._seconds[name] += time.perf_counter() - began
 
     def read_and_reset(self) -> dict[StepPhase, float]:
-        """Seconds of each part since it was read last."""
+        """Return the seconds of each phase since the last call, and reset them."""
         for part, begin, end in self._events:
             end.synchronize()  # type: ignore[no-untyped-call]
             self._seconds[part] += begin.elapsed_time(end) / 1e3  # type: ignore[no-untyped-call]
@@ -47,19 +47,19 @@ class PhaseTimer:
 
 
 class StepTimer:
-    """Times steps from the end of the one before to their own end, so that nothing of a loop's time goes uncounted."""
+    """Timer of steps, each from the end of the previous one, so that all time of the loop is counted."""
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
 
     def end_step(self) -> float:
-        """Seconds of the step that ends now. The next one begins."""
+        """End the current step, begin the next one, and return the seconds of the current one."""
         since, self._start_s = self._start_s, time.perf_counter()
         return self._start_s - since
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """What happens inside belongs to no step."""
+        """Exclude the time of the context from all steps."""
         began = time.perf_counter()
         yield
         self._start_s += time.perf_counter() - began
@@ -68,9 +68,9 @@ class StepTimer:
 def reduce_over_ranks(
     values: Mapping[str, float], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
-    """Mean, least, largest and standard deviation over the ranks of a group, as "ranks/NAME/mean" and so on.
+    """Return mean, min, max and std of each value over the ranks of a group, as "ranks/NAME/mean" and so on.
 
-    Collective where there is a group; all ranks name the same things.
+    Collective if there is a group; all ranks must pass the same names in the same order.
     """
     row = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     rows = [row]
@@ -85,4 +85,4 @@ def reduce_over_ranks(
         "std": table.std(0, correction=0),
     }
     columns = {kind: row.tolist() for kind, row in statistics.items()}
-    return {f"ranks/{name}/{kind}": columns[kind][at] for at, name in enumerate(values) for kind in columns}
+    return {f"ranks/{name}/{kind}": columns[kind][index] for index, name in enumerate(values) for kind in columns}

@@ -1,4 +1,4 @@
-"""A step of a tiny model, so that the first one of the real model finds everything loaded that steps need."""
+"""Warm-up step of a tiny model, which loads everything that the first step of the real model needs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.builder import build_trainer
 
-_MAX_SEQ_LEN = 128  # of the sample: a large vocabulary's logits are to be small
+_MAX_SEQ_LEN = 128  # keeps the logits of a large vocabulary small
 
 
 def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
-    """Train on a sample of the run's own data by a tiny decoder of its kind, alone, and forget it all.
+    """Train a tiny decoder of the run's kind for one step on the run's data, in this process alone, and discard it.
 
-    A process that has never trained takes half a second for its first step, in which the others of a generation that
-    it joins would wait for it. A user's own module is left alone: its making can be costly.
+    The first step of a process takes half a second, during which the other ranks would wait for it. Custom models
+    are not warmed up, since building one can be expensive.
     """
     if spec.custom is not None:
         return
@@ -50,12 +50,14 @@ def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
 
 
 def _shrink_model(model_spec: ModelSpec) -> ModelSpec:
-    """A model that meets the same operations; the vocabulary stays, since the data has it."""
-    sizes = replace(model_spec, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, ffn_size=64)
-    sizes = replace(sizes, num_kv_heads=1 if model_spec.num_kv_heads < model_spec.num_heads else 2)
+    """Return a tiny model with the same operations. The vocabulary size stays, since it is that of the data."""
+    small = replace(model_spec, hidden_size=32, num_layers=1, num_heads=2, head_dim=16, ffn_size=64)
+    small = replace(small, num_kv_heads=1 if model_spec.num_kv_heads < model_spec.num_heads else 2)
     if not model_spec.num_experts:
-        return sizes
-    experts = partial(min, 4)
+        return small
+    limit = partial(min, 4)
     return replace(
-        sizes, num_experts=experts(model_spec.num_experts), experts_per_token=experts(model_spec.experts_per_token)
+        small,
+        num_experts=limit(model_spec.num_experts),
+        experts_per_token=limit(model_spec.experts_per_token),
     )

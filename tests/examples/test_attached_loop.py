@@ -1,4 +1,4 @@
-"""A plain loop and the same with five lines: by itself, on workers, with one killed, and with all killed."""
+"""A plain training loop and its five-line elastic version: without a run, on workers, and with killed workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raytrain_hpc.training.script_trainer import ScriptTrainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAIN, ATTACHED = EXAMPLES / "plain_loop.py", EXAMPLES / "attached_loop.py"
-WORDS = [
+OVERRIDES = [
     "data.path=synthetic",
     "data.engine=local",
     "model.vocab_size=2",
@@ -36,62 +36,62 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    """The losses that the plain script prints."""
-    done = subprocess.run([sys.executable, PLAIN], capture_output=True, text=True, check=True, timeout=120)
-    return losses_in(done.stdout)
+    """Return the losses that the plain script prints."""
+    process = subprocess.run([sys.executable, PLAIN], capture_output=True, text=True, check=True, timeout=120)
+    return parse_losses(process.stdout)
 
 
-def losses_in(output: str) -> list[float]:
+def parse_losses(output: str) -> list[float]:
     return [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step ")]
 
 
-def losses(run_dir: Path) -> list[float]:
-    """Of every step, from the line that counts."""
+def read_losses(run_dir: Path) -> list[float]:
+    """Return the loss of each step, from its last line."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     last = {line["step"]: line["train/loss"] for line in lines}
     assert sorted(last) == list(range(1, 201))
     return [last[step] for step in sorted(last)]
 
 
-def incidents(run_dir: Path) -> list[dict[str, Any]]:
+def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
-def test_five_lines_differ() -> None:
+def test_elastic_version_adds_at_most_five_lines() -> None:
     code = [path.read_text().partition('"""\n\n')[2].splitlines() for path in (PLAIN, ATTACHED)]
     added = [line for line in difflib.ndiff(*code) if line.startswith("+ ") and line[2:].strip()]
     assert len(added) <= 5
 
 
-def test_alone_it_is_the_plain_loop(plain: list[float]) -> None:
-    done = subprocess.run([sys.executable, ATTACHED], capture_output=True, text=True, check=True, timeout=120)
-    assert losses_in(done.stdout) == plain
+def test_without_a_run_it_equals_the_plain_loop(plain: list[float]) -> None:
+    process = subprocess.run([sys.executable, ATTACHED], capture_output=True, text=True, check=True, timeout=120)
+    assert parse_losses(process.stdout) == plain
 
 
-def test_a_worker_killed_in_the_middle(ray_cluster: None, plain: list[float], tmp_path: Path) -> None:
+def test_killed_worker_keeps_the_loss_curve(ray_cluster: None, plain: list[float], tmp_path: Path) -> None:
     killed = "fault.inject=[{kind: kill, rank: 1, step: 90}]"
-    result = run_script(load_config(None, [f"run.dir={tmp_path}", *WORDS, killed]), ATTACHED, quiet=True)
+    result = run_script(load_config(None, [f"run.dir={tmp_path}", *OVERRIDES, killed]), ATTACHED, quiet=True)
     assert (result.outcome, result.steps, result.restarts) == ("done", 200, 1)
-    (incident,) = incidents(tmp_path)
+    (incident,) = read_incidents(tmp_path)
     assert (incident["kind"], incident["rank"], incident["steps_lost"]) == ("died", 1, 0)
-    assert losses(tmp_path) == pytest.approx(plain, rel=1e-5, abs=1e-6)
+    assert read_losses(tmp_path) == pytest.approx(plain, rel=1e-5, abs=1e-6)
 
 
-def test_all_workers_killed_and_the_run_goes_on_from_its_checkpoint(
+def test_run_resumes_from_its_checkpoint_if_all_workers_are_killed(
     ray_cluster: None, plain: list[float], tmp_path: Path
 ) -> None:
-    script = tmp_path / "slower.py"  # so that a checkpoint is there by then
+    script = tmp_path / "slower.py"  # slow enough for a checkpoint to be published first
     script.write_text(ATTACHED.read_text().replace("    scheduler.step()", "    scheduler.step(); time.sleep(0.03)", 1))
     script.write_text(script.read_text().replace("import torch", "import time; import torch", 1))
     killed = ", ".join(f"{{kind: kill, rank: {rank}, step: 90}}" for rank in range(2))
-    words = [f"run.dir={tmp_path}", *WORDS, f"fault.inject=[{killed}]", "cluster.workers=2"]
-    result = run_script(load_config(None, words), script, quiet=True)
-    assert (result.outcome, result.restarts) == ("done", 1) and incidents(tmp_path)[0]["kind"] == "died"
+    overrides = [f"run.dir={tmp_path}", *OVERRIDES, f"fault.inject=[{killed}]", "cluster.workers=2"]
+    result = run_script(load_config(None, overrides), script, quiet=True)
+    assert (result.outcome, result.restarts) == ("done", 1) and read_incidents(tmp_path)[0]["kind"] == "died"
     assert {json.loads(line)["elastic/generation"] for line in (tmp_path / "metrics.jsonl").open()} == {1, 2}
-    assert losses(tmp_path) == pytest.approx(plain, rel=1e-5, abs=1e-6)
+    assert read_losses(tmp_path) == pytest.approx(plain, rel=1e-5, abs=1e-6)
 
 
-OTHER = """
+ACCUMULATING_SCRIPT = """
 import sys, time
 import torch
 import raytrain_hpc as rt
@@ -105,78 +105,84 @@ for step in run.steps(12):
     batch = {"x": torch.randn(10, 3), "y": torch.randn(10, 1)}
     mine = run.local_batch(batch)
     loss = run.backward((model(mine["x"]) - mine["y"]).square().mean())
-    if step % 2:  # gradients of two steps together
+    if step % 2:  # accumulates gradients of two steps
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
     if step == 5 and run.is_main_process:
-        time.sleep(4)  # an evaluation: many times as long as a step
+        time.sleep(4)  # like an evaluation: much longer than a step
 sys.exit(0)
 """
 
 
-def test_running_statistics_slow_evaluations_and_gradients_of_several_steps(ray_cluster: None, tmp_path: Path) -> None:
+def test_running_statistics_slow_evaluations_and_gradient_accumulation(ray_cluster: None, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(OTHER)
-    words = [f"run.dir={tmp_path / 'run'}", *WORDS, "train.steps=12", "cluster.workers=2", "fault.compare_every=3"]
-    result = run_script(load_config(None, words), script, quiet=True)
+    script.write_text(ACCUMULATING_SCRIPT)
+    overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        *OVERRIDES,
+        "train.steps=12",
+        "cluster.workers=2",
+        "fault.compare_every=3",
+    ]
+    result = run_script(load_config(None, overrides), script, quiet=True)
     assert (result.outcome, result.steps, result.restarts) == ("done", 12, 0)
     assert not (tmp_path / "run" / "incidents.jsonl").exists()
     assert (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").exists()
 
 
-SCRIPTS = {
+WRONG_SCRIPTS = {
     "steps(7)": "for step in run.steps(7): pass",
     "backward was not called": "for step in run.steps(): pass",
     "have \\[2, 3\\] rows": "for step in run.steps(): run.local_batch((torch.zeros(2), torch.zeros(3)))",
     "attach: called twice": "rt.attach(model, optimizer)",
     "backward was called twice": "for step in run.steps(): [run.backward(model(torch.ones(1, 2)).sum()) for _ in '12']",
-    "asked for twice": "next(iter(run.steps())); next(iter(run.steps()))",
+    "steps: called twice": "next(iter(run.steps())); next(iter(run.steps()))",
     "a batch holds str": "for step in run.steps(): run.local_batch(['a', 'b'])",
     "ended with exit code 3": "raise SystemExit(3)",
     "outside of the steps": "run.backward(torch.zeros(()))",
-    "without going through the steps": "pass",
+    "before run.steps() was exhausted": "pass",
 }
 
 
-@pytest.mark.parametrize("reason", SCRIPTS)
-def test_what_a_script_does_wrong(tmp_path: Path, reason: str) -> None:
-    """In this process: what a worker says is the same."""
+@pytest.mark.parametrize("reason", WRONG_SCRIPTS)
+def test_script_errors_name_the_mistake(tmp_path: Path, reason: str) -> None:
+    """Errors of a script run in this process; workers raise the same ones."""
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, raytrain_hpc as rt\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        f"run = rt.attach(model, optimizer)\n{SCRIPTS[reason]}\n"
+        f"run = rt.attach(model, optimizer)\n{WRONG_SCRIPTS[reason]}\n"
     )
-    words = [f"run.dir={tmp_path / 'run'}", *WORDS, "cluster.workers=0", "cluster.device=cpu"]
+    overrides = [f"run.dir={tmp_path / 'run'}", *OVERRIDES, "cluster.workers=0", "cluster.device=cpu"]
     with pytest.raises(Exception, match=reason.replace("(", r"\(").replace(")", r"\)")):
-        run_script(load_config(None, words), script, quiet=True)
+        run_script(load_config(None, overrides), script, quiet=True)
 
 
-def test_rows_are_shared_out_in_runs() -> None:
-    places = [SimpleNamespace(layout=Layout(dp_replicate=3), rank=rank) for rank in range(3)]
-    ranks = [SimpleNamespace(context=place, _row_counts=[]) for place in places]
+def test_rows_are_split_contiguously() -> None:
+    contexts = [SimpleNamespace(layout=Layout(dp_replicate=3), rank=rank) for rank in range(3)]
+    ranks = [SimpleNamespace(context=context, _row_counts=[]) for context in contexts]
     assert [ScriptTrainer.get_local_rows(rank, 8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
-    mine = SimpleNamespace(
+    script_rank = SimpleNamespace(
         get_local_rows=lambda rows: ScriptTrainer.get_local_rows(ranks[1], rows), device=torch.device("cpu")
     )
-    shared = ScriptRun(mine).local_batch({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
-    assert shared["x"].tolist() == shared["pair"][0].tolist() == [2, 3, 4] and shared["pair"][1].shape == (3, 2)
+    rows = ScriptRun(script_rank).local_batch({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
+    assert rows["x"].tolist() == rows["pair"][0].tolist() == [2, 3, 4] and rows["pair"][1].shape == (3, 2)
     with pytest.raises(ModelError, match="a batch of 2 rows for 3 ranks; every rank needs one"):
         ScriptTrainer.get_local_rows(ranks[0], 2)
 
 
-def test_what_no_script_can_be_run_on(tmp_path: Path) -> None:
-    words = [f"run.dir={tmp_path / 'run'}", *WORDS, "cluster.workers=0", "cluster.device=cpu"]
+def test_missing_script_and_sharded_layout_are_rejected(tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path / 'run'}", *OVERRIDES, "cluster.workers=0", "cluster.device=cpu"]
     with pytest.raises(ConfigError, match="no such file"):
-        run_script(load_config(None, words), tmp_path / "nowhere.py", quiet=True)
-    sharded = load_config(None, [*words, "parallel.zero=1", "cluster.workers=2"])
+        run_script(load_config(None, overrides), tmp_path / "nowhere.py", quiet=True)
+    sharded = load_config(None, [*overrides, "parallel.zero=1", "cluster.workers=2"])
     with pytest.raises(LayoutError, match="a script's own optimizer needs unsharded parameters"):
         run_script(sharded, ATTACHED, quiet=True)
 
 
-def test_alone_a_number_of_steps_is_needed() -> None:
+def test_without_a_run_the_number_of_steps_is_required() -> None:
     model = torch.nn.Linear(2, 1)
     run = rt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert run.is_main_process and list(run.steps(2)) == [0, 1] and run.local_batch(model.weight) is model.weight

@@ -1,4 +1,4 @@
-"""The learning rate against closed forms written down independently."""
+"""Learning-rate schedules compared with independently written closed forms."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from raytrain_hpc.config.schema import TrainConfig
 from raytrain_hpc.optim.lr_scheduler import compute_peak_lr, learning_rate
 
 
-def train(**keys: object) -> TrainConfig:
+def make_train_config(**keys: object) -> TrainConfig:
     return TrainConfig(**({"steps": 100, "warmup": 10, "lr": 0.5, "min_lr": 0.125} | keys))  # type: ignore[arg-type]
 
 
-def test_warmup_rises_by_equal_amounts_and_reaches_the_peak_at_its_last_step() -> None:
+def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step() -> None:
     for schedule in ("cosine", "wsd", "constant"):
-        rates = [learning_rate(train(schedule=schedule), step) for step in range(11)]
+        rates = [learning_rate(make_train_config(schedule=schedule), step) for step in range(11)]
         assert rates[:10] == pytest.approx([0.05 * k for k in range(1, 11)], rel=1e-15)
         assert rates[9] == rates[10] == 0.5
 
 
-def test_no_warmup_starts_at_the_peak() -> None:
-    assert learning_rate(train(warmup=0, schedule="cosine"), 0) == 0.5
+def test_without_warmup_the_peak_comes_first() -> None:
+    assert learning_rate(make_train_config(warmup=0, schedule="cosine"), 0) == 0.5
 
 
-def test_cosine_goes_through_its_end_points_and_is_symmetric_about_its_middle() -> None:
-    config = train(schedule="cosine")
+def test_cosine_has_its_end_points_and_is_symmetric() -> None:
+    config = make_train_config(schedule="cosine")
     assert learning_rate(config, 10) == 0.5
     assert learning_rate(config, 55) == pytest.approx((0.5 + 0.125) / 2, rel=1e-15)
     assert learning_rate(config, 100) == learning_rate(config, 150) == 0.125
     for k in range(46):
         assert learning_rate(config, 10 + k) + learning_rate(config, 100 - k) == pytest.approx(0.625, rel=1e-14)
-    # A third and two thirds of the way: cos(60 deg) = 1/2.
+    # At one and two thirds of the decay: cos(60 deg) = 1/2.
     assert learning_rate(config, 40) == pytest.approx(0.125 + 0.375 * 0.75, rel=1e-14)
     assert learning_rate(config, 70) == pytest.approx(0.125 + 0.375 * 0.25, rel=1e-14)
 
 
-def test_cosine_falls_at_every_step() -> None:
-    rates = [learning_rate(train(schedule="cosine"), step) for step in range(10, 101)]
+def test_cosine_decreases_at_every_step() -> None:
+    rates = [learning_rate(make_train_config(schedule="cosine"), step) for step in range(10, 101)]
     assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
 
 
-def test_wsd_stays_then_falls_by_equal_amounts() -> None:
-    config = train(schedule="wsd", decay_fraction=0.2)
+def test_wsd_is_constant_then_decays_linearly() -> None:
+    config = make_train_config(schedule="wsd", decay_fraction=0.2)
     rates = [learning_rate(config, step) for step in range(100)]
     assert rates[10:81] == [0.5] * 71
-    falls = [a - b for a, b in zip(rates[80:], rates[81:], strict=False)]
-    assert falls == pytest.approx([0.375 / 20] * 19, rel=1e-12)
-    assert rates[99] == pytest.approx(0.125 + 0.375 / 20, rel=1e-14)  # min_lr is what step 100 would have
+    decrements = [a - b for a, b in zip(rates[80:], rates[81:], strict=False)]
+    assert decrements == pytest.approx([0.375 / 20] * 19, rel=1e-12)
+    assert rates[99] == pytest.approx(0.125 + 0.375 / 20, rel=1e-14)  # step 100 would have min_lr
     assert learning_rate(config, 100) == 0.125
 
 
-def test_constant_stays() -> None:
-    assert {learning_rate(train(schedule="constant"), step) for step in range(10, 200)} == {0.5}
+def test_constant_schedule_is_constant() -> None:
+    assert {learning_rate(make_train_config(schedule="constant"), step) for step in range(10, 200)} == {0.5}
 
 
-def test_min_lr_auto_is_a_tenth() -> None:
-    assert learning_rate(train(min_lr="auto", schedule="cosine"), 100) == pytest.approx(0.05, rel=1e-15)
+def test_min_lr_auto_is_a_tenth_of_the_peak() -> None:
+    assert learning_rate(make_train_config(min_lr="auto", schedule="cosine"), 100) == pytest.approx(0.05, rel=1e-15)
 
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
 @pytest.mark.parametrize(("batch", "base"), [(256, 64), (24, 32), (32, 32)])
-def test_scaling_with_the_batch_keeps_the_shape(rule: str, power: float, batch: int, base: int) -> None:
+def test_batch_scaling_multiplies_the_whole_schedule(rule: str, power: float, batch: int, base: int) -> None:
     factor = float(Fraction(batch, base)) ** power
-    scaled = train(lr_scaling=rule, global_batch=batch, lr_base_batch=base, schedule="cosine")
+    scaled = make_train_config(lr_scaling=rule, global_batch=batch, lr_base_batch=base, schedule="cosine")
     assert compute_peak_lr(scaled) == pytest.approx(0.5 * factor, rel=1e-15)
     for step in (0, 5, 10, 42, 99):
-        plain = learning_rate(train(schedule="cosine"), step)
-        assert math.isclose(learning_rate(scaled, step), factor * plain, rel_tol=1e-14)
+        unscaled = learning_rate(make_train_config(schedule="cosine"), step)
+        assert math.isclose(learning_rate(scaled, step), factor * unscaled, rel_tol=1e-14)

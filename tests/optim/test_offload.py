@@ -1,4 +1,4 @@
-"""Offload of the optimizer changes no bit, bounds what is in memory, and leaves nothing behind."""
+"""Optimizer offload changes no bit, bounds the resident memory, and leaves no files."""
 
 from __future__ import annotations
 
@@ -37,85 +37,91 @@ LAYOUTS = {
 }
 
 
-def disk(directory: Path) -> list[str]:
+def disk_overrides(directory: Path) -> list[str]:
     return ["parallel.offload=disk", f"parallel.offload_dir={directory / 'scratch'}"]
 
 
-def numbers(records: list[list[dict]]) -> list[tuple[float, float]]:
+def get_losses_and_norms(records: list[list[dict]]) -> list[tuple[float, float]]:
     return [(step["train/loss"], step["train/grad_norm"]) for step in get_step_metrics(records[0])]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_norms_and_checkpoints_are_bit_for_bit_those_of_none(
-    pool: WarmPool, tmp_path: Path, layout: str
-) -> None:
-    words, made = LAYOUTS[layout], {}
-    for home, more in {"none": [], "cpu": ["parallel.offload=cpu"], "disk": disk(tmp_path)}.items():
-        records = pool.train(make_small_config(tmp_path / home, *words, *more))
-        shards = [record["shard"] for of_rank in records for record in of_rank if record["type"] == "shard"]
-        made[home] = numbers(records), shards  # with the checksums of weights and moments
-    assert len(made["none"][0]) == 5 and made["none"][1]
-    assert made["cpu"] == made["none"]
-    assert made["disk"] == made["none"]
+def test_losses_norms_and_checkpoints_equal_those_without_offload(pool: WarmPool, tmp_path: Path, layout: str) -> None:
+    overrides, results = LAYOUTS[layout], {}
+    for offload, offload_overrides in {
+        "none": [],
+        "cpu": ["parallel.offload=cpu"],
+        "disk": disk_overrides(tmp_path),
+    }.items():
+        records = pool.train(make_small_config(tmp_path / offload, *overrides, *offload_overrides))
+        shards = [record["shard"] for rank_records in records for record in rank_records if record["type"] == "shard"]
+        results[offload] = get_losses_and_norms(records), shards  # includes the checksums of weights and moments
+    assert len(results["none"][0]) == 5 and results["none"][1]
+    assert results["cpu"] == results["none"]
+    assert results["disk"] == results["none"]
     assert not list((tmp_path / "scratch").iterdir())
 
 
-@pytest.mark.parametrize(("first", "then"), [("disk", "none"), ("none", "disk")])
-def test_a_checkpoint_of_one_home_goes_on_in_another(pool: WarmPool, tmp_path: Path, first: str, then: str) -> None:
-    words = {"none": [], "disk": disk(tmp_path)}
-    straight = numbers(pool.train(make_small_config(tmp_path / "straight")))
-    begun = numbers(pool.train(make_small_config(tmp_path / "run", *words[first]), steps_to=3))
-    ended = numbers(pool.train(make_small_config(tmp_path / "run", *words[then]), resume_step=3))
-    assert begun + ended == straight
+@pytest.mark.parametrize(("first", "second"), [("disk", "none"), ("none", "disk")])
+def test_checkpoint_resumes_with_another_storage(pool: WarmPool, tmp_path: Path, first: str, second: str) -> None:
+    overrides = {"none": [], "disk": disk_overrides(tmp_path)}
+    uninterrupted = get_losses_and_norms(pool.train(make_small_config(tmp_path / "uninterrupted")))
+    before_resume = get_losses_and_norms(pool.train(make_small_config(tmp_path / "run", *overrides[first]), steps_to=3))
+    after_resume = get_losses_and_norms(
+        pool.train(make_small_config(tmp_path / "run", *overrides[second]), resume_step=3)
+    )
+    assert before_resume + after_resume == uninterrupted
 
 
 class Staged(CpuOffload):
-    """Does on a CPU what is done for a GPU: a part is a copy of weights and gradients, and goes back."""
+    """CPU offload with the copies that a GPU needs: chunks are updated as copies, which are copied back."""
 
     def _to_host(self, chunk: OptimizerChunk) -> OptimizerChunk:
         return OptimizerChunk([w.clone() for w in chunk.weights], [g.clone() for g in chunk.gradients], chunk.moments)
 
 
-def stepped(home: type[CpuOffload] | None, dtype: torch.dtype, directory: Path) -> list[torch.Tensor]:
-    """Weights and moments after three steps of tensors larger than a chunk, small, empty and transposed."""
-    draw = torch.Generator().manual_seed(1)
+def run_steps(storage_type: type[CpuOffload] | None, dtype: torch.dtype, directory: Path) -> list[torch.Tensor]:
+    """Return weights and moments after three steps, of tensors larger than a chunk, small, empty and transposed."""
+    generator = torch.Generator().manual_seed(1)
     shapes = {"a": (333, 77), "b": (5,), "c": (100003,), "d": (0, 4), "e": (1, 1), "f": (7,)}
     parameters = {
-        name: nn.Parameter(torch.randn(*shape, generator=draw, dtype=dtype)) for name, shape in shapes.items()
+        name: nn.Parameter(torch.randn(*shape, generator=generator, dtype=dtype)) for name, shape in shapes.items()
     }
-    parameters["t"] = nn.Parameter(torch.randn(90, 70, generator=draw, dtype=dtype).t())
+    parameters["t"] = nn.Parameter(torch.randn(90, 70, generator=generator, dtype=dtype).t())
     slices = get_local_slices(parameters)
-    made: MomentStorage
-    if home is None:
-        made = OnDevice(slices, KINDS)
-    elif home is DiskOffload:
-        made = DiskOffload(slices, KINDS, str(directory), 2**17)
+    storage: MomentStorage
+    if storage_type is None:
+        storage = OnDevice(slices, KINDS)
+    elif storage_type is DiskOffload:
+        storage = DiskOffload(slices, KINDS, str(directory), 2**17)
     else:
-        made = home(slices, KINDS, 2**17)
-    optimizer = Optimizer(parameters, TrainConfig(), made)
+        storage = storage_type(slices, KINDS, 2**17)
+    optimizer = Optimizer(parameters, TrainConfig(), storage)
     for step in range(3):
         for name, parameter in parameters.items():
             if (name, step) != ("f", 1):  # not reached by the loss
-                parameter.grad = torch.randn(parameter.shape, generator=draw, dtype=dtype)
+                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
         optimizer.step(1e-2)
     optimizer.release_memory()
     return [*slices.values(), *(optimizer.moments[kind][name] for kind in KINDS for name in slices)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("home", [CpuOffload, Staged, DiskOffload])
-def test_chunks_change_no_bit(tmp_path: Path, home: type[CpuOffload], dtype: torch.dtype) -> None:
-    for mine, expected in zip(stepped(home, dtype, tmp_path), stepped(None, dtype, tmp_path), strict=True):
-        assert torch.equal(mine, expected)
+@pytest.mark.parametrize("storage_type", [CpuOffload, Staged, DiskOffload])
+def test_chunks_keep_the_bits(tmp_path: Path, storage_type: type[CpuOffload], dtype: torch.dtype) -> None:
+    for actual, expected in zip(
+        run_steps(storage_type, dtype, tmp_path), run_steps(None, dtype, tmp_path), strict=True
+    ):
+        assert torch.equal(actual, expected)
 
 
-def test_gaps_between_elements_are_refused() -> None:
+def test_tensor_with_gaps_is_rejected() -> None:
     with pytest.raises(ModelError, match=r"^w: elements with gaps"):
         CpuOffload({"w": torch.zeros(4, 4)[:, :2]}, KINDS)
 
 
-# After every part of a step, before it is let go: resident bytes of the scratch file, and of the process.
-RESIDENT = """
+# After each chunk of a step, before it is released: resident bytes of the mapped file and of the process.
+MEASURE_RESIDENT_MEMORY = """
 import json, sys
 import torch
 from torch import nn
@@ -136,41 +142,41 @@ def resident():
     return mapped, process
 
 class Watched(DiskOffload):
-    def _post_step(self, part):
+    def _post_step(self, chunk):
         seen.append(resident())
-        super()._post_step(part)
+        super()._post_step(chunk)
 
 seen, base = [], resident()[1]
-home = Watched(get_local_slices({"w": weight}), MOMENT_NAMES["adamw"], directory, chunk)
-optimizer = Optimizer({"w": weight}, TrainConfig(), home)
+storage = Watched(get_local_slices({"w": weight}), MOMENT_NAMES["adamw"], directory, chunk)
+optimizer = Optimizer({"w": weight}, TrainConfig(), storage)
 started = resident()[0]
 for step in range(2):
     weight.grad = gradient
     optimizer.step(1e-3)
-total = sum(float(of["w"].sum()) for of in optimizer.moments.values())  # reads them all, as saving does
+total = sum(float(of["w"].sum()) for of in optimizer.moments.values())  # reads all moments, as saving does
 everything = resident()[0]
 optimizer.release_memory()
-print(json.dumps({"parts": len(seen), "started": started, "mapped": max(m for m, _ in seen),
-                  "grown": max(p for _, p in seen) - base, "everything": everything, "rested": resident()[0],
+print(json.dumps({"chunks": len(seen), "started": started, "mapped": max(m for m, _ in seen),
+                  "grown": max(p for _, p in seen) - base, "everything": everything, "released": resident()[0],
                   "total": total}))
 """
 
 
-def test_what_is_resident_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
+def test_resident_memory_is_a_few_chunks(tmp_path: Path) -> None:
     count, chunk = 4 * 2**20, 2**20
     moments = 8 * count  # 32 chunks
-    command = [sys.executable, "-c", RESIDENT, str(tmp_path), str(count), str(chunk)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["parts"] == 2 * 32 and seen["total"] > 0
-    assert seen["started"] < 2**16, "moments are zero without having been touched"
-    assert 0 < seen["mapped"] <= 3 * chunk
-    assert seen["grown"] < moments / 2, "the kernel's code and the like, but not the moments"
-    assert seen["everything"] > moments / 2 and seen["rested"] == 0
+    command = [sys.executable, "-c", MEASURE_RESIDENT_MEMORY, str(tmp_path), str(count), str(chunk)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert process.returncode == 0, process.stderr
+    measured = json.loads(process.stdout)
+    assert measured["chunks"] == 2 * 32 and measured["total"] > 0
+    assert measured["started"] < 2**16, "zero moments occupy no memory until they are accessed"
+    assert 0 < measured["mapped"] <= 3 * chunk
+    assert measured["grown"] < moments / 2, "code of the kernel, but not the moments"
+    assert measured["everything"] > moments / 2 and measured["released"] == 0
 
 
-TRAINED = """
+TRAIN = """
 import gc, os, signal, sys
 import raytrain_hpc as rt
 from raytrain_hpc.training.trainer import Trainer
@@ -189,68 +195,68 @@ print("mapped", sum("scratch" in line for line in open("/proc/self/maps")))
 
 
 @pytest.mark.parametrize("end", ["kill", "done"])
-def test_no_end_leaves_anything_behind(tmp_path: Path, end: str) -> None:
-    words = [*SMALL_OVERRIDES, "cluster.workers=0", f"run.dir={tmp_path / 'run'}", *disk(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINED, end, *words], capture_output=True, text=True, timeout=100, check=False
+def test_no_file_is_left_when_the_process_ends(tmp_path: Path, end: str) -> None:
+    overrides = [*SMALL_OVERRIDES, "cluster.workers=0", f"run.dir={tmp_path / 'run'}", *disk_overrides(tmp_path)]
+    process = subprocess.run(
+        [sys.executable, "-c", TRAIN, end, *overrides], capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
-    said, count = done.stdout.split()
+    assert process.returncode == (-signal.SIGKILL if end == "kill" else 0), process.stderr
+    label, count = process.stdout.split()
     if end == "kill":
-        assert said == "held" and int(count) > 0, "it had its file open"
+        assert label == "held" and int(count) > 0, "its file was open"
     else:
-        assert (said, count) == ("mapped", "0"), "a process that lives on has let go of it, without a collector's help"
+        assert (label, count) == ("mapped", "0"), "the file is unmapped without the garbage collector"
     assert (tmp_path / "scratch").is_dir() and not list((tmp_path / "scratch").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["parallel.offload=disk"], "parallel.offload_dir='' .*: parallel.offload=disk needs a directory"),
         (["parallel.offload=cpu", "train.optimizer=sgd"], "parallel.offload='cpu' .*sgd keeps no state"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace(" .*", ".*")):
-        load_config(None, words)
+def test_inconsistent_settings_are_rejected(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(" .*", ".*")):
+        load_config(None, overrides)
 
 
-def refused(directory: Path, parameters: int) -> str:
+def get_offload_error(directory: Path, parameters: int) -> str:
     config = load_config(None, ["parallel.offload=disk", f"parallel.offload_dir={directory}"])
     with pytest.raises(OffloadError) as error:
         make_moment_storage(config, {"w": torch.empty(1).expand(parameters)}, KINDS, 3)
-    said = str(error.value)
-    assert said.startswith(f"parallel.offload_dir='{directory}' (command line): ") and "\n" not in said
-    assert "rank 3 keeps" in said and "choose a directory on another disk" in said
-    return said
+    message = str(error.value)
+    assert message.startswith(f"parallel.offload_dir='{directory}' (command line): ") and "\n" not in message
+    assert "rank 3 needs" in message and "choose a directory on another disk" in message
+    return message
 
 
-def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_unusable_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert "Not a directory" in refused(tmp_path / "file" / "below", 10)
+    assert "Not a directory" in get_offload_error(tmp_path / "file" / "below", 10)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"may not mount a small file system here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount_point]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        pytest.skip(f"cannot mount a small file system: {process.stderr.strip()}")
+    yield mount_point
+    subprocess.run(["umount", "-l", mount_point], check=True)
 
 
-def test_a_disk_too_small_is_refused_before_it_is_written(small_disk: Path) -> None:
-    said = refused(small_disk, 2**21)
-    assert "No space left on device: rank 3 keeps 0.02 GiB of optimizer state there (0.01 GiB are free)" in said
+def test_full_disk_is_rejected_before_it_is_written(small_disk: Path) -> None:
+    message = get_offload_error(small_disk, 2**21)
+    assert "No space left on device: rank 3 needs 0.02 GiB for optimizer state (0.01 GiB free)" in message
     assert not list(small_disk.iterdir())
-    free = os.statvfs(small_disk)
-    assert free.f_bavail == free.f_blocks, "what was reserved is given back"
+    disk_usage = os.statvfs(small_disk)
+    assert disk_usage.f_bavail == disk_usage.f_blocks, "the reserved space is freed"
 
 
-def test_the_plan_counts_the_device_alone() -> None:
+def test_plan_counts_only_device_memory() -> None:
     none, cpu, disk_ = (
         plan(load_config(None, [f"parallel.offload={home}", "parallel.offload_dir=/x", "cluster.workers=1"]))
         for home in ("none", "cpu", "disk")

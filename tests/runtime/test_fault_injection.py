@@ -1,4 +1,4 @@
-"""Faults on purpose that whole runs do not show."""
+"""Injected faults that whole runs do not cover."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ subprocess.run(wait)
 """
 
 
-def test_a_node_is_lost_with_all_that_runs_there_and_nothing_else() -> None:
-    """A process that calls itself what Ray's does, and its children, one of which has the fault."""
+def test_losing_a_node_kills_its_processes_and_no_others() -> None:
+    """A process named like the raylet has two children, one of which injects the fault."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as bystander:
         node = subprocess.Popen([sys.executable, "-c", NODE], stdin=-1, stdout=-1, text=True)
         assert node.stdin is not None and node.stdout is not None
-        there = [psutil.Process(int(pid)) for pid in node.stdout.readline().split()]
+        children = [psutil.Process(int(pid)) for pid in node.stdout.readline().split()]
         node.stdin.write("\n")
         node.stdin.close()
         assert node.wait(timeout=60) == -signal.SIGKILL
-        assert not psutil.wait_procs(there, timeout=10)[1]
+        assert not psutil.wait_procs(children, timeout=10)[1]
         assert bystander.poll() is None
         bystander.kill()
     node.stdout.close()

@@ -1,4 +1,4 @@
-"""Signs of life, seen from another process: working, frozen, holding the interpreter, and only short of a CPU."""
+"""Heartbeats read from another process: of a worker that works, is frozen, holds the GIL, or waits for a CPU."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def spin():
         pass
 
 def loop():
-    heart = Heartbeat()
-    print(heart.path, flush=True)
+    heartbeat = Heartbeat()
+    print(heartbeat.path, flush=True)
     for step in range(1, 11):
-        heart.set_phase("training")
+        heartbeat.set_phase("training")
         time.sleep(0.02)
-        heart.record_commit(step)
-    control = ControlChannel(heartbeat=heart)
+        heartbeat.record_commit(step)
+    control = ControlChannel(heartbeat=heartbeat)
     for kind in ("step", "shard", "note", "shard"):
         control.emit({"type": kind})
     print("ten", flush=True)
     sys.stdin.readline()
-    if sys.argv[1] == "starve":  # from now on, beside a loop that sleeps, and on a CPU that others have
+    if sys.argv[1] == "starve":  # spin in another thread than the loop, on a CPU that is busy
         for thread in map(int, os.listdir("/proc/self/task")):
             os.sched_setaffinity(thread, {min(os.sched_getaffinity(thread))})
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
@@ -58,108 +58,118 @@ def worker(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[st
     )
     assert process.stdout
     path = Path(process.stdout.readline().strip())
-    pulse = HeartbeatReader(process.pid, path)
+    reader = HeartbeatReader(process.pid, path)
     assert process.stdout.readline() == "ten\n"
-    yield process, pulse, path
+    yield process, reader, path
     process.kill()
     process.communicate()
 
 
-def seen(pulse: HeartbeatReader, holds: Callable[[WorkerHealth], bool]) -> WorkerHealth:
+def wait_for_health(reader: HeartbeatReader, condition: Callable[[WorkerHealth], bool]) -> WorkerHealth:
     deadline = time.monotonic() + 30
-    while not holds(signs := pulse.read(3)):
-        assert time.monotonic() < deadline, signs
+    while not condition(health := reader.read(3)):
+        assert time.monotonic() < deadline, health
         time.sleep(0.02)
-    return signs
+    return health
 
 
-def stacks(pulse: HeartbeatReader) -> str:
-    pulse.request_stacks()
-    return pulse.read_stacks(time.monotonic() + 1)
+def read_stacks(reader: HeartbeatReader) -> str:
+    reader.request_stacks()
+    return reader.read_stacks(time.monotonic() + 1)
 
 
-def test_a_worker_that_works(worker) -> None:
-    process, pulse, path = worker
-    signs = pulse.read(3)
-    assert (signs.rank, signs.alive, signs.frozen, signs.phase, signs.step) == (3, True, False, "training", 10)
-    assert signs.urgent == 2  # shards of checkpoints
-    assert signs.step_s is not None and 0.02 <= signs.step_s < 10
-    assert signs.mark_age_s > 0 and signs.beat_age_s < signs.mark_age_s + 10
-    another = HeartbeatReader(process.pid, path)  # a watcher that follows one that died
-    assert another.read(3).step == 10 and "in loop" in stacks(another)
+def test_health_of_a_working_worker(worker) -> None:
+    process, reader, path = worker
+    health = reader.read(3)
+    assert (health.rank, health.is_alive, health.is_frozen, health.phase, health.step) == (
+        3,
+        True,
+        False,
+        "training",
+        10,
+    )
+    assert health.num_urgent_records == 2  # records of checkpoint shards
+    assert health.step_s is not None and 0.02 <= health.step_s < 10
+    assert health.progress_age_s > 0 and health.heartbeat_age_s < health.progress_age_s + 10
+    second_reader = HeartbeatReader(process.pid, path)  # a monitor that replaces one that ended
+    assert second_reader.read(3).step == 10 and "in loop" in read_stacks(second_reader)
     process.kill()
     process.wait()
-    assert not pulse.read(3).alive and not another.read(3).is_alive
+    assert not reader.read(3).is_alive and not second_reader.read(3).is_alive
     with pytest.raises(OSError, match="No such file"):
         HeartbeatReader(process.pid, path)
 
 
-def test_a_process_that_came_to_the_same_number(tmp_path: Path) -> None:
-    """Its file of that number is none of ours."""
-    with (tmp_path / "other").open("w") as file, pytest.raises(FileNotFoundError, match="is no heartbeat"):
+def test_process_that_reuses_the_pid_is_not_a_worker(tmp_path: Path) -> None:
+    """Its file with that descriptor is not a heartbeat."""
+    with (tmp_path / "other").open("w") as file, pytest.raises(FileNotFoundError, match="is not a heartbeat"):
         HeartbeatReader(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
 
 
-def test_who_is_being_killed_has_not_been_silent(worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loop's thread goes before the process does, and with it what is known of how long that waited for a CPU."""
-    process, pulse, _ = worker
-    file = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
-    real = Path.read_text
-    waited = "0 9000000000 0"  # of all its life
-    monkeypatch.setattr(Path, "read_text", lambda path, *of: waited if path.name == "schedstat" else real(path, *of))
-    assert file.exists() and pulse.read(3).beat_age_s < 2
+def test_worker_that_is_being_killed_does_not_look_silent(worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of its loop ends before the process, and with it the kernel's record of its CPU wait."""
+    process, reader, _ = worker
+    schedstat_file = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
+    original = Path.read_text
+    schedstat = "0 9000000000 0"  # since it started
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, *arguments: schedstat if path.name == "schedstat" else original(path, *arguments),
+    )
+    assert schedstat_file.exists() and reader.read(3).heartbeat_age_s < 2
 
-    def gone(path: Path, *of: str) -> str:
+    def read_missing(path: Path, *arguments: str) -> str:
         if path.name == "schedstat":
             raise FileNotFoundError(path)
-        return real(path, *of)
+        return original(path, *arguments)
 
-    monkeypatch.setattr(Path, "read_text", gone)
-    signs = pulse.read(3)
-    assert signs.beat_age_s < 2 and signs.mark_age_s < 5
+    monkeypatch.setattr(Path, "read_text", read_missing)
+    health = reader.read(3)
+    assert health.heartbeat_age_s < 2 and health.progress_age_s < 5
 
 
-def test_a_frozen_one_and_one_that_goes_on(worker) -> None:
-    process, pulse, _ = worker
+def test_frozen_worker_and_its_continuation(worker) -> None:
+    process, reader, _ = worker
     os.kill(process.pid, signal.SIGSTOP)
-    signs = seen(pulse, lambda signs: signs.heartbeat_age_s > 0.3)
-    assert signs.is_frozen and signs.is_alive
+    health = wait_for_health(reader, lambda health: health.heartbeat_age_s > 0.3)
+    assert health.is_frozen and health.is_alive
     os.kill(process.pid, signal.SIGCONT)
-    signs = seen(pulse, lambda signs: signs.heartbeat_age_s < 0.2)
-    assert not signs.is_frozen
+    health = wait_for_health(reader, lambda health: health.heartbeat_age_s < 0.2)
+    assert not health.is_frozen
 
 
 @pytest.mark.parametrize("worker", ["hold", "spin"], indirect=True)
-def test_who_holds_the_interpreter_and_who_only_keeps_busy(worker) -> None:
-    process, pulse, _ = worker
+def test_worker_that_holds_the_gil_or_spins(worker) -> None:
+    process, reader, _ = worker
     process.stdin.write("\n")
     process.stdin.flush()
     if process.args[-1] == "hold":
-        assert not seen(pulse, lambda signs: signs.heartbeat_age_s > 0.5).is_frozen
+        assert not wait_for_health(reader, lambda health: health.heartbeat_age_s > 0.5).is_frozen
     else:
-        before = pulse.read(3).mark_age_s
-        signs = seen(pulse, lambda signs: signs.progress_age_s > before + 0.5)
-        assert signs.heartbeat_age_s < 0.5
-    assert "in loop" in stacks(pulse)
+        before = reader.read(3).progress_age_s
+        health = wait_for_health(reader, lambda health: health.progress_age_s > before + 0.5)
+        assert health.heartbeat_age_s < 0.5
+    assert "in loop" in read_stacks(reader)
 
 
 @pytest.mark.parametrize("worker", ["starve"], indirect=True)
-def test_a_thread_beside_the_loop_that_has_the_interpreter_and_no_cpu(worker) -> None:
-    """No beat comes while it waits for a CPU, and nobody is to blame for that."""
-    process, pulse, _ = worker
+def test_thread_that_holds_the_gil_without_a_cpu_is_no_silence(worker) -> None:
+    """While it waits for a CPU no beats are written, which is not a fault."""
+    process, reader, _ = worker
     busy = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
-    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
+    competitors = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
     try:
         time.sleep(0.5)
         process.stdin.write("\n")
         process.stdin.flush()
         silent, counted, deadline = 0.0, 0.0, time.monotonic() + 4
         while time.monotonic() < deadline:
-            silent = max(silent, (time.monotonic_ns() - pulse._fields[0]) / 1e9)  # whatever for
-            counted = max(counted, pulse.read(3).beat_age_s)
+            silent = max(silent, (time.monotonic_ns() - reader._fields[0]) / 1e9)  # for any reason
+            counted = max(counted, reader.read(3).heartbeat_age_s)
             time.sleep(0.02)
     finally:
-        for one in others:
-            one.kill()
-            one.wait()
+        for competitor in competitors:
+            competitor.kill()
+            competitor.wait()
     assert silent > 1 and counted < silent / 2  # the kernel counts a wait when it is over

@@ -1,4 +1,4 @@
-"""Data-parallel layouts against one process, as a table: `python -m tests.training.data_parallel_parity`."""
+"""Table of data-parallel layouts compared with one process: `python -m tests.training.data_parallel_parity`."""
 
 from __future__ import annotations
 
@@ -21,33 +21,38 @@ NORM_BOUND = {dtype: 10 * bound for dtype, bound in LOSS_BOUND.items()}
 Curve = tuple[list[float], list[float]]
 
 
-def curve(pool: WarmPool, *words: str, first: int = STEPS) -> Curve:
-    """Losses and gradient norms of the first steps of a run with these settings on top of BASE."""
-    steps = get_step_metrics(pool.train(make_small_config(None, *BASE, *words), steps_to=first)[0])
+def run_curve(pool: WarmPool, *overrides: str, first: int = STEPS) -> Curve:
+    """Return losses and gradient norms of the first steps of a run with BASE and these overrides."""
+    steps = get_step_metrics(pool.train(make_small_config(None, *BASE, *overrides), steps_to=first)[0])
     if len(steps) != first:
         raise RuntimeError(f"{len(steps)} steps, not {first}")
     return [s["train/loss"] for s in steps], [s["train/grad_norm"] for s in steps]
 
 
-def distance(mine: Curve, other: Curve) -> tuple[float, float]:
-    """Largest relative difference of the losses, and of the norms."""
+def relative_difference(curve: Curve, reference: Curve) -> tuple[float, float]:
+    """Return the largest relative differences of losses and of norms."""
     loss, norm = (
-        max(abs(a - b) / abs(b) for a, b in zip(xs, ys, strict=True)) for xs, ys in zip(mine, other, strict=True)
+        max(abs(a - b) / abs(b) for a, b in zip(xs, ys, strict=True)) for xs, ys in zip(curve, reference, strict=True)
     )
     return loss, norm
 
 
 def main() -> None:
-    """Every layout in both types, and accumulation against the large batch."""
+    """Compare every layout in both dtypes, and gradient accumulation with one large microbatch."""
     pool = WarmPool()
     for dtype in LOSS_BOUND:
-        alone = curve(pool, f"train.dtype={dtype}")
-        whole = distance(curve(pool, f"train.dtype={dtype}", "train.micro_batch=12"), alone)
-        print(f"{dtype}  one pass of 12 against 6 of 2   loss {whole[0]:.1e}  norm {whole[1]:.1e}", flush=True)
-        for name, words in LAYOUTS.items():
-            loss, norm = distance(curve(pool, f"train.dtype={dtype}", *words), alone)
-            kept = loss <= LOSS_BOUND[dtype] and norm <= NORM_BOUND[dtype]
-            print(f"{dtype}  {name:12s}  loss {loss:.1e}  norm {norm:.1e}  {'ok' if kept else 'FAILS'}", flush=True)
+        reference = run_curve(pool, f"train.dtype={dtype}")
+        difference = relative_difference(run_curve(pool, f"train.dtype={dtype}", "train.micro_batch=12"), reference)
+        print(
+            f"{dtype}  1 microbatch of 12, not 6 of 2   loss {difference[0]:.1e}  norm {difference[1]:.1e}", flush=True
+        )
+        for name, overrides in LAYOUTS.items():
+            loss, norm = relative_difference(run_curve(pool, f"train.dtype={dtype}", *overrides), reference)
+            is_within_bounds = loss <= LOSS_BOUND[dtype] and norm <= NORM_BOUND[dtype]
+            print(
+                f"{dtype}  {name:12s}  loss {loss:.1e}  norm {norm:.1e}  {'ok' if is_within_bounds else 'FAILS'}",
+                flush=True,
+            )
     pool.close()
 
 

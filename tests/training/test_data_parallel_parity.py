@@ -1,13 +1,20 @@
-"""A data-parallel layout is a performance choice: losses and norms are those of one process."""
+"""Losses and gradient norms of data-parallel layouts equal those of one process."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.training.data_parallel_parity import LAYOUTS, LOSS_BOUND, NORM_BOUND, Curve, curve, distance
+from tests.training.data_parallel_parity import (
+    LAYOUTS,
+    LOSS_BOUND,
+    NORM_BOUND,
+    Curve,
+    relative_difference,
+    run_curve,
+)
 from tests.warm_pool import WarmPool
 
-# Every degree and every way to shard. `python -m tests.training.data_parallel_parity` runs all layouts in fp32 and
+# Every degree and every sharding. `python -m tests.training.data_parallel_parity` runs all layouts in fp32 and
 # fp64 for 50 steps.
 FIRST = 10
 CASES = [
@@ -17,21 +24,23 @@ CASES += [("fp32", name) for name in ("ddp-4", "ddp-5", "zero1-2", "zero2-5", "z
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WarmPool) -> dict[str, Curve]:
-    return {dtype: curve(pool, f"train.dtype={dtype}", first=FIRST) for dtype in LOSS_BOUND}
+def single_process(pool: WarmPool) -> dict[str, Curve]:
+    return {dtype: run_curve(pool, f"train.dtype={dtype}", first=FIRST) for dtype in LOSS_BOUND}
 
 
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
-def test_layout_gives_the_curve_of_one_process(pool: WarmPool, alone, layout: str, dtype: str) -> None:
-    mine = curve(pool, f"train.dtype={dtype}", *LAYOUTS[layout], first=FIRST)
-    loss, norm = distance(mine, alone[dtype])
+def test_layout_has_the_loss_curve_of_one_process(pool: WarmPool, single_process, layout: str, dtype: str) -> None:
+    curve = run_curve(pool, f"train.dtype={dtype}", *LAYOUTS[layout], first=FIRST)
+    loss, norm = relative_difference(curve, single_process[dtype])
     assert loss <= LOSS_BOUND[dtype]
     assert norm <= NORM_BOUND[dtype]
-    assert mine[0][-1] != mine[0][0]
+    assert curve[0][-1] != curve[0][0]
 
 
 @pytest.mark.parametrize("dtype", LOSS_BOUND)
-def test_accumulation_equals_the_large_batch(pool: WarmPool, alone, dtype: str) -> None:
-    loss, norm = distance(curve(pool, f"train.dtype={dtype}", "train.micro_batch=12", first=FIRST), alone[dtype])
+def test_gradient_accumulation_equals_one_large_microbatch(pool: WarmPool, single_process, dtype: str) -> None:
+    loss, norm = relative_difference(
+        run_curve(pool, f"train.dtype={dtype}", "train.micro_batch=12", first=FIRST), single_process[dtype]
+    )
     assert loss <= LOSS_BOUND[dtype]
     assert norm <= NORM_BOUND[dtype]

@@ -1,4 +1,4 @@
-"""train.deterministic=elastic: every data-parallel degree and ZeRO stage gives the same bits as one process."""
+"""train.deterministic=elastic: every data-parallel degree and ZeRO stage has the same bits as one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYOUTS = {
 }
 
 
-OTHERS = {
+OTHER_AXES = {
     **LAYOUTS,
     "one microbatch": ["cluster.workers=1"],
     "tp: ddp-3": ["cluster.workers=6"],
@@ -59,40 +59,40 @@ OTHERS = {
 }
 
 
-def digest_of(directory: Path) -> str:
-    """A hash of the whole state after the last step."""
+def compute_digest(directory: Path) -> str:
+    """Return a hash of the whole state after the last step."""
     state, digest = load_full_state(directory, STEPS), hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode() + state[name].numpy().tobytes())
     return digest.hexdigest()
 
 
-def bits(pool: WarmPool, directory: Path, *words: str) -> tuple[list[tuple[float, ...]], str]:
-    """Loss, gradient norm and validation loss of every step, and a hash of the whole state after the last."""
-    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *words))[0])
+def run_bits(pool: WarmPool, directory: Path, *overrides: str) -> tuple[list[tuple[float, ...]], str]:
+    """Return loss, gradient norm and validation loss of every step, and a hash of the state after the last one."""
+    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *overrides))[0])
     keys = ("train/loss", "train/grad_norm", "val/loss")
-    return [tuple(step[key] for key in keys if key in step) for step in records], digest_of(directory)
+    return [tuple(step[key] for key in keys if key in step) for step in records], compute_digest(directory)
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
-    made = {}
+def baseline(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
+    results = {}
 
-    def of(*words: str):
-        if words not in made:
-            made[words] = bits(pool, tmp_path_factory.mktemp("alone"), *words)
-        return made[words]
+    def run_baseline(*overrides: str):
+        if overrides not in results:
+            results[overrides] = run_bits(pool, tmp_path_factory.mktemp("baseline"), *overrides)
+        return results[overrides]
 
-    return of
+    return run_baseline
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, alone, tmp_path: Path, layout: str) -> None:
-    assert bits(pool, tmp_path, *MODELS["gpt2"], *LAYOUTS[layout]) == alone(*MODELS["gpt2"])
+def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, baseline, tmp_path: Path, layout: str) -> None:
+    assert run_bits(pool, tmp_path, *MODELS["gpt2"], *LAYOUTS[layout]) == baseline(*MODELS["gpt2"])
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "layout"),
+    ("model", "overrides", "layout"),
     [
         ("moe", [], "zero3-4"),
         ("moe", [], "ddp-3"),
@@ -106,44 +106,44 @@ def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, alone, tmp_p
         ("gpt2", ["parallel.pp=2"], "pp: zero3-2"),
     ],
 )
-def test_so_does_every_other_axis_at_any_degree(
-    pool: WarmPool, alone, tmp_path: Path, model: str, words: list[str], layout: str
+def test_every_other_axis_gives_the_same_bits_at_any_dp_degree(
+    pool: WarmPool, baseline, tmp_path: Path, model: str, overrides: list[str], layout: str
 ) -> None:
-    """Against the same axis alone, on its two ranks."""
-    base = [*MODELS[model], *words, f"cluster.workers={2 if 'parallel' in ''.join(words) else 1}"]
-    assert bits(pool, tmp_path, *base, *OTHERS[layout]) == alone(*base)
+    """Compare with a run on two ranks of that axis only."""
+    base = [*MODELS[model], *overrides, f"cluster.workers={2 if 'parallel' in ''.join(overrides) else 1}"]
+    assert run_bits(pool, tmp_path, *base, *OTHER_AXES[layout]) == baseline(*base)
 
 
-def test_without_it_the_bits_differ(pool: WarmPool, alone, tmp_path: Path) -> None:
-    """What is compared above can tell the two apart."""
-    plain = bits(pool, tmp_path / "ddp", *MODELS["gpt2"], *LAYOUTS["ddp-3"], "train.deterministic=true")
-    assert plain[1] != alone(*MODELS["gpt2"])[1]
-    assert plain[0] != alone(*MODELS["gpt2"])[0]
+def test_bits_differ_without_elastic_determinism(pool: WarmPool, baseline, tmp_path: Path) -> None:
+    """The comparison above can detect a difference."""
+    bits = run_bits(pool, tmp_path / "ddp", *MODELS["gpt2"], *LAYOUTS["ddp-3"], "train.deterministic=true")
+    assert bits[1] != baseline(*MODELS["gpt2"])[1]
+    assert bits[0] != baseline(*MODELS["gpt2"])[0]
 
 
-def test_a_run_that_changes_its_degree_on_the_way(pool: WarmPool, alone, tmp_path: Path) -> None:
-    made, losses = [*BASE, *MODELS["gpt2"]], []
+def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, baseline, tmp_path: Path) -> None:
+    overrides, losses = [*BASE, *MODELS["gpt2"]], []
     for step, layout in enumerate(("zero2-3", "ddp-5", "hsdp2-2x2", "ddp-2", "zero1-2", "zero3-4")):
-        config = make_small_config(tmp_path, *made, *LAYOUTS[layout])
+        config = make_small_config(tmp_path, *overrides, *LAYOUTS[layout])
         losses += get_step_metrics(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
-    expected, digest = alone(*MODELS["gpt2"])
+    expected, digest = baseline(*MODELS["gpt2"])
     assert [step["train/loss"] for step in losses] == [step[0] for step in expected]
-    assert digest_of(tmp_path) == digest
+    assert compute_digest(tmp_path) == digest
 
 
-@pytest.mark.parametrize("word", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.schedule=zbv"])
-def test_what_is_not_exact_is_refused(word: str) -> None:
-    zero = ["parallel.zero=2"] if "quantize" in word else []
-    words = ["model.num_experts=4", "cluster.workers=4", "parallel.pp=2", "model.num_layers=4", *zero]
+@pytest.mark.parametrize("override", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.schedule=zbv"])
+def test_options_that_are_not_exact_are_rejected(override: str) -> None:
+    zero = ["parallel.zero=2"] if "quantize" in override else []
+    overrides = ["model.num_experts=4", "cluster.workers=4", "parallel.pp=2", "model.num_layers=4", *zero]
     with pytest.raises(LayoutError, match="train.deterministic=elastic") as refused:
-        check_axes(make_small_config(None, *words, "train.deterministic=elastic", word))
-    assert word.split("=")[0] in str(refused.value)
+        check_axes(make_small_config(None, *overrides, "train.deterministic=elastic", override))
+    assert override.split("=")[0] in str(refused.value)
     with pytest.raises(ConfigError, match="needs false, true or elastic"):
         make_small_config(None, "train.deterministic=exact")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 12, 13])
-def test_the_tree_adds_the_same_pairs_whatever_the_shares(count: int) -> None:
+def test_pairwise_sum_does_not_depend_on_the_partition(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     values = torch.randn(count, 9, generator=generator) * 10.0 ** torch.arange(-4, 5)
     level = list(values)
@@ -151,33 +151,33 @@ def test_the_tree_adds_the_same_pairs_whatever_the_shares(count: int) -> None:
         level = [level[i] + level[i + 1] if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
     assert torch.equal(sum_pairwise(values), level[0])
     for ranks in range(1, count + 1):
-        runs = [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
-        for dealt in (runs, [range(rank, count, ranks) for rank in range(ranks)]):
+        contiguous = [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
+        for partition in (contiguous, [range(rank, count, ranks) for rank in range(ranks)]):
             tree = PairwiseSum(count)
-            for run in dealt:
-                mine = PairwiseSum(count)
-                for leaf in reversed(run):
-                    mine.add(values[leaf].clone(), (0, leaf))
-                assert sorted(mine.open_nodes) == list_open_nodes(run, count)
-                if dealt is runs:  # what a rank holds grows with the logarithm of its share
-                    assert len(mine.open_nodes) <= 2 * len(run).bit_length()
-                for node in mine.open_nodes:
-                    tree.add(mine.open_nodes[node].clone(), node)
+            for leaves in partition:
+                rank_sum = PairwiseSum(count)
+                for leaf in reversed(leaves):
+                    rank_sum.add(values[leaf].clone(), (0, leaf))
+                assert sorted(rank_sum.open_nodes) == list_open_nodes(leaves, count)
+                if partition is contiguous:  # open nodes grow with the logarithm of the number of leaves
+                    assert len(rank_sum.open_nodes) <= 2 * len(leaves).bit_length()
+                for node in rank_sum.open_nodes:
+                    tree.add(rank_sum.open_nodes[node].clone(), node)
             assert tree.total is not None and torch.equal(tree.total, level[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_norm_is_exact_and_knows_no_cut(dtype: torch.dtype) -> None:
+def test_norm_is_exact_and_does_not_depend_on_the_partition(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     scales = 10.0 ** torch.randint(-9, 3, (5000,), generator=generator)
-    whole = torch.randn(5000, generator=generator, dtype=dtype) * scales
+    tensor = torch.randn(5000, generator=generator, dtype=dtype) * scales
     norms = set()
     for cuts in ([5000], [1, 4999], [1700, 33, 3267], [1] * 5000):
-        pieces = {str(i): piece for i, piece in enumerate(torch.split(whole, cuts))}
-        norms.add(ExactGradientNorm({name: [None] for name in pieces}, None, whole.device)(pieces).item())
+        pieces = {str(i): piece for i, piece in enumerate(torch.split(tensor, cuts))}
+        norms.add(ExactGradientNorm({name: [None] for name in pieces}, None, tensor.device)(pieces).item())
     (norm,) = norms
-    assert norm == pytest.approx(float(math.sqrt(math.fsum(x * x for x in whole.double().tolist()))), rel=1e-12)
-    for bad in (math.nan, math.inf):
-        broken = {"0": torch.tensor([1.0, bad])}
-        assert not math.isfinite(ExactGradientNorm({"0": [None]}, None, whole.device)(broken).item())
-    assert ExactGradientNorm({"0": [None]}, None, whole.device)({"0": torch.zeros(3)}).item() == 0.0
+    assert norm == pytest.approx(float(math.sqrt(math.fsum(x * x for x in tensor.double().tolist()))), rel=1e-12)
+    for nonfinite in (math.nan, math.inf):
+        broken = {"0": torch.tensor([1.0, nonfinite])}
+        assert not math.isfinite(ExactGradientNorm({"0": [None]}, None, tensor.device)(broken).item())
+    assert ExactGradientNorm({"0": [None]}, None, tensor.device)({"0": torch.zeros(3)}).item() == 0.0

@@ -1,4 +1,4 @@
-"""A user's optimizer and scheduler as state: every kind that torch has, taken down and given to fresh ones."""
+"""State of a user's optimizer and scheduler: captured from every kind that torch has, and restored into fresh ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.state.sharded_state import copy_overlap
 from raytrain_hpc.training.script_state import ScriptState
 
-Made = tuple[nn.Module, torch.optim.Optimizer, Any]
+Script = tuple[nn.Module, torch.optim.Optimizer, Any]
 
 
 def _two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -49,15 +49,15 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def made(optimizer: str, scheduler: str, seed: int) -> Made:
+def make_script(optimizer: str, scheduler: str, seed: int) -> Script:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    chosen = OPTIMIZERS[optimizer](model.parameters())
-    return model, chosen, SCHEDULERS[scheduler](chosen)
+    created = OPTIMIZERS[optimizer](model.parameters())
+    return model, created, SCHEDULERS[scheduler](created)
 
 
-def train(parts: Made, first: int, stop: int) -> list[float]:
-    model, optimizer, scheduler = parts
+def train(script: Script, first: int, stop: int) -> list[float]:
+    model, optimizer, scheduler = script
     losses = []
     for step in range(first, stop):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
@@ -75,31 +75,31 @@ def train(parts: Made, first: int, stop: int) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_taking_charge_changes_nothing_and_another_goes_on(optimizer: str, scheduler: str) -> None:
-    plain = train(made(optimizer, scheduler, 0), 0, 12)
-    first = made(optimizer, scheduler, 0)
-    mine = ScriptState(*first)
-    assert train(first, 0, 5) == plain[:5]
-    mine.capture()
-    second = made(optimizer, scheduler, 1)  # other weights
-    theirs = ScriptState(*second)
-    copy_overlap(mine.to_sharded_state(), theirs.to_sharded_state())
-    theirs.restore()
-    assert theirs.lr == mine.lr
-    assert train(second, 5, 12) == plain[5:]
+def test_capture_changes_no_loss_and_restore_continues_the_curve(optimizer: str, scheduler: str) -> None:
+    expected = train(make_script(optimizer, scheduler, 0), 0, 12)
+    first = make_script(optimizer, scheduler, 0)
+    state = ScriptState(*first)
+    assert train(first, 0, 5) == expected[:5]
+    state.capture()
+    second = make_script(optimizer, scheduler, 1)  # other weights
+    restored = ScriptState(*second)
+    copy_overlap(state.to_sharded_state(), restored.to_sharded_state())
+    restored.restore()
+    assert restored.lr == state.lr
+    assert train(second, 5, 12) == expected[5:]
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    with pytest.raises(ModelError, match="none of the model's"):
-        ScriptState(model, torch.optim.SGD(other.parameters(), lr=0.1), None)
+def test_optimizer_of_another_model_is_rejected() -> None:
+    model, other_model = nn.Linear(2, 1), nn.Linear(2, 1)
+    with pytest.raises(ModelError, match="a parameter that the model does not have"):
+        ScriptState(model, torch.optim.SGD(other_model.parameters(), lr=0.1), None)
 
 
-def test_a_parameter_that_is_reached_late() -> None:
-    """Its state begins when its first gradient comes, also in whoever goes on."""
+def test_parameter_whose_first_gradient_comes_late() -> None:
+    """Its optimizer state starts with its first gradient, also after a restore."""
 
-    def both(parts: tuple[nn.Module, torch.optim.Optimizer], steps: range) -> list[float]:
-        model, optimizer = parts
+    def train_steps(script: tuple[nn.Module, torch.optim.Optimizer], steps: range) -> list[float]:
+        model, optimizer = script
         losses = []
         for step in steps:
             x = torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
@@ -110,25 +110,25 @@ def test_a_parameter_that_is_reached_late() -> None:
             losses.append(loss.item())
         return losses
 
-    def parts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make_parts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.ModuleDict({"used": nn.Linear(2, 1), "late": nn.Linear(2, 1)})
         return model, torch.optim.NAdam(model.parameters(), lr=0.01)
 
-    plain = both(parts(0), range(10))
-    first, second = parts(0), parts(1)
-    mine = ScriptState(*first, None)
-    assert both(first, range(5)) == plain[:5]
-    mine.capture()
-    theirs = ScriptState(*second, None)
-    copy_overlap(mine.to_sharded_state(), theirs.to_sharded_state())
-    theirs.restore()
-    assert both(second, range(5, 10)) == plain[5:]
+    expected = train_steps(make_parts(0), range(10))
+    first, second = make_parts(0), make_parts(1)
+    state = ScriptState(*first, None)
+    assert train_steps(first, range(5)) == expected[:5]
+    state.capture()
+    restored = ScriptState(*second, None)
+    copy_overlap(state.to_sharded_state(), restored.to_sharded_state())
+    restored.restore()
+    assert train_steps(second, range(5, 10)) == expected[5:]
 
 
-def test_state_that_is_no_tensor_and_state_that_is_replaced() -> None:
+def test_optimizer_with_plain_numbers_and_replaced_tensors() -> None:
     class Odd(torch.optim.Optimizer):
-        """Counts in a number, and makes a new tensor in every step."""
+        """Keeps a plain number as state, and replaces its tensor in every step."""
 
         def __init__(self, parameters: Any):
             super().__init__(parameters, {"lr": 0.1})
@@ -141,32 +141,32 @@ def test_state_that_is_no_tensor_and_state_that_is_replaced() -> None:
                 state["mean"] = 0.9 * state.get("mean", torch.zeros_like(parameter)) + parameter.grad
                 parameter -= 0.1 / state["steps"] * state["mean"]
 
-    def parts(seed: int) -> Made:
+    def make_parts(seed: int) -> Script:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
         return model, Odd(model.parameters()), None
 
-    plain = train(parts(0), 0, 8)
-    first, second = parts(0), parts(1)
-    mine = ScriptState(*first)
+    expected = train(make_parts(0), 0, 8)
+    first, second = make_parts(0), make_parts(1)
+    script_state = ScriptState(*first)
     for step in range(4):
         train(first, step, step + 1)
-        mine.capture()
-    theirs = ScriptState(*second)
-    copy_overlap(mine.to_sharded_state(), theirs.to_sharded_state())
-    theirs.restore()
-    assert train(second, 4, 8) == plain[4:]
+        script_state.capture()
+    restored = ScriptState(*second)
+    copy_overlap(script_state.to_sharded_state(), restored.to_sharded_state())
+    restored.restore()
+    assert train(second, 4, 8) == expected[4:]
 
 
-def test_an_optimizer_that_takes_no_such_step_is_named() -> None:
+def test_unsupported_optimizer_is_named_in_the_error() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ModelError, match="attach: LBFGS cannot be kept"):
+    with pytest.raises(ModelError, match="attach: LBFGS is not supported"):
         ScriptState(model, torch.optim.LBFGS(model.parameters()), None)
 
 
-def test_frozen_parameters_stay_out_of_it() -> None:
+def test_frozen_parameters_have_no_optimizer_state() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    names = {held.name for held in ScriptState(model, optimizer, None).to_sharded_state()}
+    names = {shard.name for shard in ScriptState(model, optimizer, None).to_sharded_state()}
     assert "model.0.weight" in names and not any(name.startswith("optimizer.exp_avg.0.") for name in names)

@@ -1,4 +1,4 @@
-"""What counts as a step's time: all that its loop does, except checkpoints and evaluations."""
+"""Step time covers everything in the loop except checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -13,57 +13,58 @@ import raytrain_hpc as rt
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.training import timers
 from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.timers import StepTimer
 from raytrain_hpc.training.trainer import Trainer
 from tests.warm_pool import make_small_config
 
-TAKES = {
+DURATIONS = {
     (Trainer, "train_step"): 1.0,
     (ReplicaCheck, "compare"): 10.0,
     (Checkpointer, "save"): 100.0,
-    (Trainer, "evaluate"): 1e3,
+    (Evaluator, "evaluate"): 1e3,
 }
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """A clock that advances only when told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
         monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
-    def passes(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:
-        """From now on that method takes so long."""
-        real = getattr(owner, name)
+    def slow_down(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:
+        """Let each call of a method take this long."""
+        original = getattr(owner, name)
 
-        def slow(*arguments: Any, **named: Any) -> Any:
+        def slow(*arguments: Any, **keywords: Any) -> Any:
             self.now += seconds
-            return real(*arguments, **named)
+            return original(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, slow)
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_starts_at_the_end_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    laps = StepTimer()
+    timer = StepTimer()
     clock.now = 2.0
-    assert laps.end_step() == 2.0
-    clock.now = 3.0  # something after the step, which nobody names
-    with laps.exclude():
+    assert timer.end_step() == 2.0
+    clock.now = 3.0  # untimed work after the step
+    with timer.exclude():
         clock.now = 10.0
     clock.now = 14.0
-    assert laps.end_step() == 5.0
-    assert laps.end_step() == 0.0
+    assert timer.end_step() == 5.0
+    assert timer.end_step() == 0.0
 
 
-def test_comparing_replicas_counts_and_checkpoints_and_evaluations_do_not(
+def test_replica_check_counts_but_checkpoints_and_evaluations_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["train.steps=5", "fault.compare_every=2", "checkpoint.every=3", "train.eval_every=1"]
+    overrides = ["train.steps=5", "fault.compare_every=2", "checkpoint.every=3", "train.eval_every=1"]
     clock = Clock(monkeypatch)
-    for (owner, name), seconds in TAKES.items():
-        clock.passes(monkeypatch, owner, name, seconds)
-    rt.train(make_small_config(tmp_path, *words, "cluster.workers=0"), quiet=True)
+    for (owner, name), seconds in DURATIONS.items():
+        clock.slow_down(monkeypatch, owner, name, seconds)
+    rt.train(make_small_config(tmp_path, *overrides, "cluster.workers=0"), quiet=True)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # Compared after steps 2 and 4, and before what is saved after 3 and 5.
+    # Replicas are compared after steps 2 and 4, and before the checkpoints of steps 3 and 5.
     assert [line["time/step_s"] for line in lines] == [1.0, 1.0, 11.0, 11.0, 11.0]

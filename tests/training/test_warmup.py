@@ -1,4 +1,4 @@
-"""What a worker does before it joins others."""
+"""Warm-up step of a worker before it joins a generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = {
     "llama, grouped heads, ZeRO-3": [*LLAMA, "model.num_kv_heads=2", "parallel.zero=3", "cluster.workers=2"],
     "experts, documents": ["model.num_experts=8", "model.experts_per_token=3", "data.packing=documents"],
     "tensor and pipeline ranks": ["parallel.tp=2", "parallel.pp=2", "cluster.workers=4"],
-    "faults, a profile, losses kept": [
+    "faults, a profile, recent losses": [
         "fault.inject=[{kind: exception, rank: 0, step: 1}]",
         "observe.profile=torch",
         "observe.profile_steps=[0, 1]",
@@ -27,8 +27,8 @@ SETTINGS = {
 }
 
 
-def rehearsed(rank: int, meeting: Any, spec: Any) -> list[str]:
-    """Twice, which is no other than once. Returns what stands in the run's directory then."""
+def warm_up_twice(rank: int, rendezvous: Any, spec: Any) -> list[str]:
+    """Warm up twice, which must equal once. Return the files in the run directory."""
     run_warmup_step(spec, torch.device("cpu"))
     run_warmup_step(spec, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
@@ -36,9 +36,7 @@ def rehearsed(rank: int, meeting: Any, spec: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_kind_of_model_can_be_rehearsed_alone_and_leaves_nothing(
-    pool: WarmPool, tmp_path: Path, name: str
-) -> None:
+def test_every_kind_of_model_warms_up_alone_and_leaves_no_files(pool: WarmPool, tmp_path: Path, name: str) -> None:
     config = make_small_config(tmp_path / "run", *SETTINGS[name])
     spec = make_worker_spec(config, int(config.cluster.workers), steps_to=5)
-    assert pool.call(rehearsed, 1, spec) == [[]]
+    assert pool.call(warm_up_twice, 1, spec) == [[]]
