@@ -37,7 +37,7 @@ class ParameterSlice:
     """The slice of one parameter that this rank stores, and the regions of the global tensor it consists of."""
 
     def __init__(self, model: ParallelModel, name: str):
-        """`name`: this rank's name of the parameter, which `shard_spec` maps to the canonical one."""
+        """Find the local slice of parameter `name`, as this rank names it; `shard_spec` has its canonical name."""
         _, box, self.tensor = get_local_slice(model.parameters[name])
         self.name, self.shard_spec = name, model.get_shard_spec(name)
         self.mappings = self.shard_spec.restrict(box)

@@ -175,7 +175,7 @@ class Trainer:
             raise GenerationAbortedError("its collectives were aborted")
 
     def _after_step(self, step: int, end_step: int, result: StepResult, timer: StepTimer) -> TrainOutcome | None:
-        """Snapshot, check, save, evaluate and report committed step `step`. Return the outcome if training ends here."""
+        """Snapshot, check, save, evaluate and report committed step `step`. Return the outcome if it was the last."""
         is_last = step == end_step
         stop, pause = result.stop and not is_last, result.pause and not is_last
         self.fault_injector.post_step(step, self.snapshots.state)
