@@ -31,7 +31,7 @@ def generate(
     if not prompt:
         raise DataError("prompt: needs at least one token")
     if context_length < 1:
-        raise ConfigError("context", context_length, "", "needs at least 1 token")
+        raise ConfigError("context_length", context_length, "", "needs at least 1 token")
     if temperature < 0:
         raise ConfigError("temperature", temperature, "", "needs 0 or more")
     if top_k is not None and top_k < 0:

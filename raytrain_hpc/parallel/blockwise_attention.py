@@ -24,16 +24,16 @@ class BlockMask:
     """
 
     causal: bool
-    mask: Tensor | None = None
+    visible: Tensor | None = None
 
     def make_bias(self, q: Tensor) -> Tensor | None:
         """What is added to the scores. A number that vanishes beside any score: infinity would give NaN."""
-        if self.mask is None:
+        if self.visible is None:
             return None
-        seen = self.mask.tril() if self.causal else self.mask
+        visible = self.visible.tril() if self.causal else self.visible
         # The GPU kernel wants rows that start at multiples of 16 bytes.
-        rows = q.new_zeros((*seen.shape[:-1], -(-seen.shape[-1] // 16) * 16))[..., : seen.shape[-1]]
-        return rows.masked_fill_(~seen, _MASKED_SCORE).expand(-1, q.shape[1], -1, -1)
+        rows = q.new_zeros((*visible.shape[:-1], -(-visible.shape[-1] // 16) * 16))[..., : visible.shape[-1]]
+        return rows.masked_fill_(~visible, _MASKED_SCORE).expand(-1, q.shape[1], -1, -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:

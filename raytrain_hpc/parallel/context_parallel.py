@@ -121,7 +121,7 @@ class RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q)
         held, holder = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
         for turn in range(ring.axis.size):
-            queries, keys, sight = ring.sight(holder, ctx.documents)
+            queries, keys, sight = ring.get_block_mask(holder, ctx.documents)
             parts = attend_backward(
                 slope[:, :, queries],
                 q[:, :, queries],
@@ -135,9 +135,9 @@ class RingAttention(torch.autograd.Function):
             held[2][:, :, keys] += parts[1]
             held[3][:, :, keys] += parts[2]
             if turn == ring.axis.size - 1:
-                held, holder = ring.turn(held[2:], holder)
+                held, holder = ring.rotate(held[2:], holder)
             else:
-                held, holder = ring.turn(held, holder)
+                held, holder = ring.rotate(held, holder)
         return dq, held[0], held[1], None, None
 
 
@@ -191,7 +191,7 @@ class GatherPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """[b, all heads, positions of this rank, d]."""
-        return ctx.exchange.positions_for_heads(gradients[0], ctx.total_heads), None
+        return ctx.exchange.gather_heads(gradients[0], ctx.total_heads), None
 
 
 class GatherHeads(torch.autograd.Function):
@@ -206,7 +206,7 @@ class GatherHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """[b, heads of this rank, all positions, d]."""
-        return ctx.exchange.heads_for_positions(gradients[0]), None, None
+        return ctx.exchange.gather_positions(gradients[0]), None, None
 
 
 class ContextParallelAttention(nn.Module):

@@ -103,7 +103,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis._reduce_scatter(gradients[0], ctx.dim), None, None, None
+        return ctx.axis._reduce_scatter_no_grad(gradients[0], ctx.dim), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -114,7 +114,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis._all_gather(gradients[0], ctx.dim, ctx.total), None, None
+        return ctx.axis._all_gather_no_grad(gradients[0], ctx.dim, ctx.total), None, None
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

@@ -25,10 +25,10 @@ def one_step(trainer: Any) -> dict[str, int]:
 
 
 def read(trainer: Any):
-    place = trainer.place
+    place = trainer.context
     yield from ((name, axis.traffic.elements) for name, axis in place.axes.items())
-    if isinstance(place.links, StageGroups):
-        yield "pp", place.links.traffic.elements
+    if isinstance(place.stage_groups, StageGroups):
+        yield "pp", place.stage_groups.traffic.elements
 
 
 def sent(pool: WarmPool, *words: str) -> list[dict[str, int]]:
@@ -76,9 +76,9 @@ def test_pipeline_with_tensor_parallel(pool: WarmPool) -> None:
 
 def routes(trainer: Any) -> tuple[int, int, int]:
     """(Elements sent, choices of experts of other ranks, choices by other ranks of experts here) in one step."""
-    axis = trainer.place.axes["ep"]
-    mine, wanted = axis.share(5), Counter()
-    modules = trainer.passes.parallel.modules.values()
+    axis = trainer.context.axes["ep"]
+    mine, wanted = axis.get_local_range(5), Counter()
+    modules = trainer.model_step.model.modules.values()
 
     def count(router: Router, inputs: Any, outputs: Any) -> None:
         wanted.update(outputs[0].flatten().tolist())

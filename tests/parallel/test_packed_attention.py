@@ -42,16 +42,16 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
 
 def loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
     """Of the packed sequences, on this rank's positions, summed over ranks."""
-    passes, (tokens, targets, documents) = trainer.passes, packed()
-    mine = torch.tensor(passes.task.positions)
-    loss = loss_sum(passes.parallel.modules[0](tokens[:, mine], None, mine, documents=documents), targets[:, mine])
-    with passes.parallel.data.backward(0, 0, last=True):
+    passes, (tokens, targets, documents) = trainer.model_step, packed()
+    mine = torch.tensor(passes.train_module.positions)
+    loss = loss_sum(passes.model.modules[0](tokens[:, mine], None, mine, documents=documents), targets[:, mine])
+    with passes.model.gradient_sync.backward_context(0, 0, is_last=True):
         loss.backward()
-    passes.parallel.finish()
+    passes.model.finish_grad_sync()
     total = loss.detach().clone()
-    if trainer.place.world_group is not None:
+    if trainer.context.world_group is not None:
         dist.all_reduce(total)
-    return total.item(), {name: p.grad.clone() for name, p in passes.parallel.parameters.items()}
+    return total.item(), {name: p.grad.clone() for name, p in passes.model.parameters.items()}
 
 
 @pytest.fixture(scope="module")
