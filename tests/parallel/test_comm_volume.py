@@ -25,7 +25,7 @@ def one_step(trainer: Any) -> dict[str, int]:
 
 
 def read(trainer: Any):
-    place = trainer.context
+    place = trainer.evaluator.context
     yield from ((name, axis.traffic.elements) for name, axis in place.axes.items())
     if isinstance(place.stage_groups, StageGroups):
         yield "pp", place.stage_groups.traffic.elements
@@ -76,7 +76,7 @@ def test_pipeline_with_tensor_parallel(pool: WarmPool) -> None:
 
 def routes(trainer: Any) -> tuple[int, int, int]:
     """(Elements sent, choices of experts of other ranks, choices by other ranks of experts here) in one step."""
-    axis = trainer.context.axes["ep"]
+    axis = trainer.evaluator.context.axes["ep"]
     mine, wanted = axis.get_local_range(5), Counter()
     modules = trainer.model_step.model.modules.values()
 

@@ -49,7 +49,7 @@ def loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
         loss.backward()
     passes.model.finish_grad_sync()
     total = loss.detach().clone()
-    if trainer.context.world_group is not None:
+    if trainer.evaluator.context.world_group is not None:
         dist.all_reduce(total)
     return total.item(), {name: p.grad.clone() for name, p in passes.model.parameters.items()}
 
