@@ -167,16 +167,16 @@ def is_within_bounds(errors: dict[str, float]) -> bool:
 
 HEAD = f"""# Every layout against one process
 
-Written by `python -m tests.parallel.parity`: torch {version("torch")}, gloo on CPU, a thread a rank.
+Written by `python -m tests.parallel.parity`: torch {version("torch")}, gloo on CPU, one thread per rank.
 
 Each row trains {STEPS} steps and is compared with one process of the same settings: 5 layers of width 32, 4 heads (2
-key-value heads in Llama, 1 in MoE), 50 feed-forward channels, 65 tokens, 15 positions, dropout 0.1, AdamW, clipping, 12
-sequences a step in 6 microbatches of two; GPT-2 and MoE tie their embeddings, MoE has 5 experts, of which two are
-chosen, and a shared one. Nearly nothing divides evenly. Largest differences, as |a - b| / max(|b|, 1e-6 of the global
-norm): of the loss over all steps, of every gradient tensor at step 1 (norms and biases too), of the gradient norm, and
-of every weight tensor at step {STEPS}, in float64; last the loss in fp32. Bounds: losses {LOSS_BOUND:g}, gradients
-{GRADIENT_BOUND:g}, fp32 losses {LOSS_BOUND_FP32:g}. dp_shard is ZeRO-3 and cp a ring where nothing else is said; a
-pipeline without a schedule is 1f1b.
+key-value heads in Llama, 1 in MoE), 50 feed-forward channels, vocabulary 65, 15 positions, dropout 0.1, AdamW, gradient
+clipping, and 12 sequences per step in 6 microbatches of 2. GPT-2 and MoE tie their embeddings. MoE routes to 2 of 5
+experts and has a shared one. Almost nothing divides evenly. The table shows the largest differences, as |a - b| /
+max(|b|, 1e-6 of the global norm): in fp64, of the loss over all steps, of every gradient tensor at step 1 (norms and
+biases included), of the gradient norm over all steps, and of every weight tensor at step {STEPS}; in fp32, of the loss.
+Bounds: losses {LOSS_BOUND:g}, gradients {GRADIENT_BOUND:g}, fp32 losses {LOSS_BOUND_FP32:g}. Unless stated otherwise,
+dp_shard is ZeRO-3, cp is a ring, and pipelines use 1f1b.
 
 | model | layout | ranks | loss | gradients | norm | weights | loss, fp32 | |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
