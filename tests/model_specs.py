@@ -1,4 +1,4 @@
-"""Model shapes from settings, for tests of what is planned."""
+"""Model specs from settings, for tests of the planner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 
 
 def make_model_spec(*words: str, seq_len: int) -> ModelSpec:
-    """The shape that these settings give, on top of a small model of 65 tokens."""
+    """Return the spec of these settings, on top of a small model with a vocabulary of 65."""
     config = load_config(None, ["model.vocab_size=65", "model.hidden_size=32", "model.num_heads=4", *words])
     return resolve_model_spec(config.model, vocab_size=None, seq_len=seq_len)

@@ -1,1 +1,1 @@
-"""Models as plain math: they know nothing of ranks, groups or layouts."""
+"""Model code, independent of ranks, process groups and layouts."""

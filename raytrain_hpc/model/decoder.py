@@ -1,7 +1,7 @@
-"""The decoder: GPT-2, Llama and anything between the two, as plain math on one rank's tensors.
+"""Decoder-only transformer: GPT-2, Llama and combinations of the two, without parallelism.
 
-A block touches only its own parameters and the root's forward only the root's, and only routers have buffers: blocks
-can be compiled, recomputed, sharded or built on the meta device one by one.
+The forward of a block uses only its own parameters, that of the root module only the root's, and only routers have
+buffers. Blocks can therefore be compiled, recomputed, sharded or built on the meta device one by one.
 """
 
 from __future__ import annotations
@@ -19,36 +19,39 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.state.keyed_rng import fold_in, keyed_dropout
 
-IGNORE_INDEX = -100  # a target that is no part of the loss
+IGNORE_INDEX = -100  # targets with this value do not count in the loss
 
-RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2], or [b, t, 1, head_dim / 2]
+RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2] or [b, t, 1, head_dim / 2]
 
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What a block needs beside the residual stream. Plain to wrappers, which cast the tensors of tuples."""
+    """Inputs of a block other than the residual stream.
+
+    A dataclass, since FSDP2 casts the tensors of tuples to the compute dtype.
+    """
 
     rotary: RotaryTables | None = None
-    dropout_keys: Tensor | None = None  # this layer's own, int64 [b, t]
-    documents: Tensor | None = None  # of whole sequences, int64 [b, t]
+    dropout_keys: Tensor | None = None  # of this layer, int64 [b, t]
+    documents: Tensor | None = None  # of full sequences, int64 [b, seq_len]
     loss_weight: float = 1.0
 
 
 class Decoder(nn.Module):
-    """Tokens to logits, or a run of the layers on the way. Dropout happens in training mode, where keys are given."""
+    """A decoder-only transformer, or a range of its layers. Dropout is applied in training mode if keys are given."""
 
     def __init__(self, spec: ModelSpec, layers: range | None = None):
-        """`layers`: those that it has, by default all; the first comes with the embedding, the last with the head."""
+        """`layers`: default: all. The first includes the embedding, the last one the final norm and the head."""
         super().__init__()
         self.spec = spec
         layers = range(spec.num_layers) if layers is None else layers
-        first, last = layers.start == 0, layers.stop == spec.num_layers
-        learned = first and spec.positions == "learned"
-        self.embedding = _make_embedding(spec.vocab_size, spec.hidden_size) if first else None
-        self.positions = _make_embedding(spec.max_positions, spec.hidden_size) if learned else None
-        self.layers = nn.ModuleDict({str(number): Block(spec) for number in layers})
-        self.norm = Norm(spec) if last else None
-        self.head = Head(spec, tied=first and spec.tie_embeddings) if last else None
+        has_embedding, has_head = layers.start == 0, layers.stop == spec.num_layers
+        has_positions = has_embedding and spec.positions == "learned"
+        self.embedding = _make_embedding(spec.vocab_size, spec.hidden_size) if has_embedding else None
+        self.positions = _make_embedding(spec.max_positions, spec.hidden_size) if has_positions else None
+        self.layers = nn.ModuleDict({str(layer): Block(spec) for layer in layers})
+        self.norm = Norm(spec) if has_head else None
+        self.head = Head(spec, tied=has_embedding and spec.tie_embeddings) if has_head else None
 
     def forward(
         self,
@@ -59,12 +62,13 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         loss_weight: float = 1.0,
     ) -> Tensor:
-        """Logits [b, t, vocab_size] of tokens int64 [b, t]; keys int64 [b, t] from `state.rng.position_keys`.
+        """Return the logits [b, t, vocab_size] of tokens x, int64 [b, t].
 
-        Without the first layer x is the residual stream [b, t, hidden_size], without the last layer the result is.
-        positions: int64 [t] or [b, t], where the tokens stand in their sequences; 0..t-1 by default. documents: int64
-        [b, t], which one of a packed sequence each position belongs to; attention stays inside, None: of one. counted:
-        as in `experts.Router`. Raises ModelError where t exceeds the learned positions.
+        Without the first layer, x is the residual stream [b, t, hidden_size]; without the last layer, the result is.
+        keys: int64 [b, t] from `state.keyed_rng.derive_position_keys`, None: no dropout. positions: int64 [t] or [b,
+        t], in the sequence; default: 0..t-1. documents: int64 [b, seq_len], index of the document within a packed
+        sequence; attention is restricted to documents. None: one document per sequence. loss_weight: see `moe.Router`.
+        Raises ModelError if t exceeds the number of learned positions.
         """
         if not self.training:
             keys = None
@@ -75,9 +79,9 @@ class Decoder(nn.Module):
         rotary = None
         if self.spec.positions == "rotary":
             rotary = make_rotary_tables(positions, self.spec, x.dtype)
-        for number, block in self.blocks().items():
-            of_layer = None if keys is None else fold_in(keys, number + 1)
-            x = block(x, BlockContext(rotary, of_layer, documents, loss_weight))
+        for layer, block in self.blocks().items():
+            layer_keys = None if keys is None else fold_in(keys, layer + 1)
+            x = block(x, BlockContext(rotary, layer_keys, documents, loss_weight))
         if self.norm is None or self.head is None:
             return x
         logits: Tensor = self.head(self.norm(x), None if self.embedding is None else self.embedding.weight)
@@ -92,12 +96,12 @@ class Decoder(nn.Module):
         return x if keys is None else keyed_dropout(x, self.spec.dropout, keys)
 
     def blocks(self) -> dict[int, Block]:
-        """The layers by number, in order."""
-        return {int(number): block for number, block in self.layers.items() if isinstance(block, Block)}
+        """Return the blocks by layer number, in order."""
+        return {int(layer): block for layer, block in self.layers.items() if isinstance(block, Block)}
 
 
 class Head(nn.Module):
-    """Logits: one product, with a matrix of its own or, tied, with the table of the embedding beside it."""
+    """The output projection to logits, with a weight of its own or, if tied, the embedding table."""
 
     def __init__(self, spec: ModelSpec, *, tied: bool):
         super().__init__()
@@ -105,33 +109,33 @@ class Head(nn.Module):
         self.product: Callable[[Tensor, Tensor], Tensor] = compute_logits
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
-        """Logits [b, t, vocab_size] of normalised x [b, t, hidden_size]; table is the embedding's weight."""
+        """Return logits [b, t, vocab_size] of normalized x [b, t, hidden_size]. table: the embedding, if tied."""
         weight = table if self.weight is None else self.weight
         if weight is None:
-            raise ModelError("a tied head without its embedding has no table")
+            raise ModelError("a tied head needs the embedding table")
         return self.product(x, weight)
 
 
 def compute_logits(x: Tensor, table: Tensor) -> Tensor:
-    """Logits [..., rows] of x [..., hidden_size] and a table [rows, hidden_size].
+    """Compute logits [..., rows] of x [..., hidden_size] and table [rows, hidden_size].
 
-    A GPU gets a table with rows of nothing up to whole tiles: GPT-2's step with its 50,257 rows takes 1.5 times as long
-    without them.
+    On a GPU the table is padded with zero rows to a multiple of VOCAB_SIZE_MULTIPLE. Without padding, a GPT-2 step with
+    50,257 rows takes 1.5 times as long.
     """
     rows = table.shape[0]
-    spare = -rows % VOCAB_SIZE_MULTIPLE if x.is_cuda else 0
-    if not spare:
+    padding = -rows % VOCAB_SIZE_MULTIPLE if x.is_cuda else 0
+    if not padding:
         return F.linear(x, table)
-    return F.linear(x, F.pad(cast_for_autocast(table), (0, 0, 0, spare)))[..., :rows]
+    return F.linear(x, F.pad(cast_for_autocast(table), (0, 0, 0, padding)))[..., :rows]
 
 
 def _make_embedding(rows: int, width: int) -> nn.Embedding:
-    """A table without values (`model.initial` gives them): drawing them on the meta device imports TorchDynamo."""
+    """Create an uninitialized table: initializing it on the meta device would import TorchDynamo."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One pre-norm transformer layer: attention and feed-forward, both with a residual connection."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -147,21 +151,25 @@ class Block(nn.Module):
             self.mlp = feed_forward(spec, spec.ffn_size)
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
-        """The residual stream [b, t, hidden_size] after this layer."""
+        """Return the residual stream [b, t, hidden_size] after this layer."""
         x = x + self._dropout(self.attention(self.attention_norm(x), context), context.dropout_keys, 0)
-        normed = self.mlp_norm(x)
-        made = self.mlp(normed, context.loss_weight) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
-        return x + self._dropout(made, context.dropout_keys, 1)
+        normalized = self.mlp_norm(x)
+        output = (
+            self.mlp(normalized, context.loss_weight)
+            if isinstance(self.mlp, MixtureOfExperts)
+            else self.mlp(normalized)
+        )
+        return x + self._dropout(output, context.dropout_keys, 1)
 
     def _dropout(self, branch: Tensor, keys: Tensor | None, site: int) -> Tensor:
         return branch if keys is None else keyed_dropout(branch, self.dropout, keys, site)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query heads share key-value heads in runs of num_heads / num_kv_heads.
+    """Causal self-attention with grouped key-value heads: num_heads / num_kv_heads query heads share one.
 
-    The rows of `qkv` are the queries of every head, then the keys, then the values, each head by head: GPT-2's order,
-    and Llama's three matrices one below the other. One product measured 8 to 18 % faster than three on CPU.
+    The rows of `qkv` are queries, keys and values, each by head: the order of GPT-2, and of Llama's three matrices
+    concatenated. On CPU one product measured 8 to 18 % faster than three.
     """
 
     def __init__(self, spec: ModelSpec):
@@ -174,7 +182,7 @@ class Attention(nn.Module):
         self.core_attention: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
-        """What attention adds to the residual stream, [b, t, hidden_size]."""
+        """Return the output of attention, [b, t, hidden_size]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -183,41 +191,44 @@ class Attention(nn.Module):
         if context.rotary is not None:
             qk = apply_rotary(qk, context.rotary)
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
-        mixed = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.documents)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        attended = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.documents)
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
-    """In the type of the norm's weight: products under autocast give a narrower one."""
-    normed: Tensor = norm(x.to(norm.weight.dtype))
-    return normed.to(x.dtype)
+    """Normalize x in the dtype of the norm's weight: products under autocast return a narrower one."""
+    normalized: Tensor = norm(x.to(norm.weight.dtype))
+    return normalized.to(x.dtype)
 
 
 class CausalAttention(nn.Module):
-    """What each position takes from those up to it."""
+    """Causal attention over the local positions. Context parallelism replaces this module."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim]; documents int64 [b, t]."""
+        """Return the output [b, heads, t, head_dim]; see `causal_attention`."""
         return causal_attention(q, k, v, documents)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention of each position to those up to it, in its document; as in `CausalAttention`."""
-    grouped = q.shape[1] != k.shape[1]
+    """Compute causal scaled dot-product attention, restricted to documents if given: [b, heads, t, head_dim].
+
+    q: [b, heads, t, head_dim]; k, v: [b, kv_heads, t, head_dim]; documents: int64 [b, t].
+    """
+    is_grouped = q.shape[1] != k.shape[1]
     if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    seen = make_document_mask(documents, documents).tril()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    mask = make_document_mask(documents, documents).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
 
 
 def make_document_mask(query_documents: Tensor, key_documents: Tensor) -> Tensor:
-    """Which queries share a document with which keys, bool [b, 1, t, s], from documents int64 [b, t] and [b, s]."""
+    """Return a mask, bool [b, 1, t, s]: query and key are in the same document. Inputs: int64 [b, t] and [b, s]."""
     return (query_documents.unsqueeze(-1) == key_documents.unsqueeze(-2)).unsqueeze(1)
 
 
 class GELU(nn.Module):
-    """GPT-2's feed-forward: one product, the tanh form of GELU, one product."""
+    """The feed-forward network of GPT-2, with the tanh approximation of GELU."""
 
     def __init__(self, spec: ModelSpec, ffn_size: int):
         super().__init__()
@@ -225,13 +236,16 @@ class GELU(nn.Module):
         self.down = nn.Linear(ffn_size, spec.hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""
+        """Return the output of the feed-forward network, [b, t, hidden_size]."""
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return out
 
 
 class SwiGLU(nn.Module):
-    """Llama's feed-forward (Shazeer 2020, arXiv 2002.05202). Gate and up fused measured no faster on CPU."""
+    """The feed-forward network of Llama (Shazeer 2020, arXiv 2002.05202).
+
+    On CPU, fusing the gate and up projections measured no faster.
+    """
 
     def __init__(self, spec: ModelSpec, ffn_size: int):
         super().__init__()
@@ -240,25 +254,25 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn_size, spec.hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the feed-forward adds to the residual stream, [b, t, hidden_size]."""
+        """Return the output of the feed-forward network, [b, t, hidden_size]."""
         x = cast_for_autocast(x)
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
-    """x in the type that autocast would give it for each product: cast once, where several products share it."""
-    kind = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(kind):  # no autocast knows meta tensors
+    """Cast x to the dtype that autocast would cast it to. Call once if several products share an input."""
+    device_type = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device_type):  # autocast does not support meta tensors
         return x
-    return x.to(torch.get_autocast_dtype(kind))
+    return x.to(torch.get_autocast_dtype(device_type))
 
 
 class Norm(nn.Module):
-    """LayerNorm (with a bias where the model has biases) or RMSNorm, over the last dimension."""
+    """LayerNorm (with a bias if the model has biases) or RMSNorm, over the last dimension."""
 
     def __init__(self, spec: ModelSpec, width: int | None = None):
-        """`width`: of the last dimension, by default the residual stream's."""
+        """`width`: size of the last dimension; default: hidden_size."""
         super().__init__()
         width = spec.hidden_size if width is None else width
         self.eps, self.is_layernorm = spec.norm_eps, spec.norm == "layernorm"
@@ -266,49 +280,49 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if self.is_layernorm and spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised x [..., width]."""
+        """Normalize x [..., width]."""
         if self.is_layernorm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def make_rotary_tables(positions: Tensor, spec: ModelSpec, dtype: torch.dtype) -> RotaryTables:
-    """Cosines and sines [..., 1, head_dim / 2] at positions int64 [...] (Su et al. 2021, arXiv 2104.09864).
+    """Compute cosines and sines [..., 1, head_dim / 2] at positions int64 [...] (Su et al. 2021, arXiv 2104.09864).
 
-    fp64 where dtype is fp64, else fp32: in bf16 neighbouring positions would share an angle.
+    Tables are fp64 if `dtype` is, else fp32: in bf16, neighboring positions would have the same angle.
     """
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, spec.head_dim, 2, dtype=exact, device=positions.device) / spec.head_dim
+    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, spec.head_dim, 2, dtype=table_dtype, device=positions.device) / spec.head_dim
     frequencies = spec.rope_theta**-exponent
     if spec.rope_factor > 1:
         frequencies = _scale_frequencies(frequencies, spec)
-    angles = positions.to(exact)[..., None, None] * frequencies
+    angles = positions.to(table_dtype)[..., None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def _scale_frequencies(frequencies: Tensor, spec: ModelSpec) -> Tensor:
-    """Long waves slowed down by a factor, short ones as they are, in between in proportion (Llama 3.1's model card)."""
-    turns = spec.rope_original * frequencies / (2 * math.pi)  # in the positions that the model knew before
+    """Divide low rotary frequencies by rope_factor, keep high ones, and interpolate between (Llama 3.1 model card)."""
+    rotations = spec.rope_original * frequencies / (2 * math.pi)  # rotations within the original context length
     low, high = spec.rope_low_factor, spec.rope_high_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / spec.rope_factor)
+    weight = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (weight + (1 - weight) / spec.rope_factor)
 
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
-    """Turn the pair (channel i, channel i + head_dim / 2) of each head of x [b, t, heads, head_dim] by its angle.
+    """Rotate the channel pairs (i, i + head_dim / 2) of each head of x [b, t, heads, head_dim].
 
-    This is Hugging Face's half-split order; Meta's own checkpoints pair neighbouring channels.
+    This is the half-split order of Hugging Face; checkpoints of Meta pair neighboring channels.
     """
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats summed over the targets int64 [b, t] that are not IGNORED, of logits [b, t, vocab_size].
+    """Compute the cross entropy in nats, summed over targets other than IGNORE_INDEX: a scalar.
 
-    In fp32, or fp64 where the logits are: a scalar.
+    logits: [b, t, vocab_size]; targets: int64 [b, t]. Computed in fp64 if the logits are fp64, else in fp32.
     """
-    exact = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(exact.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    wide_logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide_logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

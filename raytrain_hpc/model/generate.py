@@ -1,4 +1,4 @@
-"""Sampling text from a model, one token at a time."""
+"""Sample tokens from a model, one at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def generate(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
-    """Yield max_new tokens after a prompt, each drawn from the model's logits at the last position.
+    """Yield `max_new_tokens` tokens that continue a prompt, sampled from the logits at the last position.
 
-    model: tokens int64 [1, t] on `device` -> logits [1, t, vocab_size]; it sees at most the last `context` tokens. A
-    Decoder has no dropout here, whatever its mode, because it is given no keys. Temperature 0 takes the likeliest
-    token; top_k keeps the k likeliest (None or 0: all). The same seed gives the same tokens. Raises DataError for an
-    empty prompt, ConfigError for an impossible setting, both at the call.
+    model: maps tokens int64 [1, t] on `device` to logits [1, t, vocab_size]; gets at most the last `context_length`
+    tokens. A Decoder applies no dropout in either mode, since it gets no keys. temperature: 0 takes the most likely
+    token. top_k: sample from the k most likely tokens (None or 0: all). seed: the same seed gives the same tokens.
+    Raises DataError for an empty prompt and ConfigError for an invalid setting, both before the first token.
     """
     if not prompt:
         raise DataError("prompt: needs at least one token")
     if context_length < 1:
-        raise ConfigError("context", context_length, "", "needs at least 1 token")
+        raise ConfigError("context_length", context_length, "", "needs at least 1 token")
     if temperature < 0:
         raise ConfigError("temperature", temperature, "", "needs 0 or more")
     if top_k is not None and top_k < 0:
@@ -51,20 +51,20 @@ def _sample_tokens(
 ) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(max_new_tokens):
-        # Entered anew for each token: around the yield it would switch off gradients in the caller's code.
+        # Enter no_grad for each token: around the yield, it would disable gradients in the caller's code.
         with torch.no_grad():
             window = torch.tensor([tokens[-context_length:]], device=device)
-            # Drawn on CPU, where one seed gives the same numbers whatever the device.
+            # Sample on CPU, so that one seed gives the same tokens on any device.
             token = _sample_token(model(window)[0, -1].float().cpu(), temperature, top_k, generator)
         tokens.append(token)
         yield token
 
 
 def _sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from logits fp32 [vocab_size]."""
+    """Sample one token from logits fp32 [vocab_size]."""
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
-        smallest = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
+        threshold = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) on a decoder's linear layers, by `peft`.
+"""Low-rank adapters on the linear layers of a decoder (LoRA: Hu et al. 2021, arXiv 2106.09685), with `peft`.
 
-What is trained of a layer y = W x is y = W x + (alpha / rank) B A x, with W left as it is. W keeps its canonical name;
-A and B are named "LAYER.lora_A.default.weight" and "LAYER.lora_B.default.weight".
+A layer y = W x becomes y = W x + (alpha / rank) B A x, with W frozen. W keeps its canonical name; A and B are named
+"LAYER.lora_A.default.weight" and "LAYER.lora_B.default.weight".
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.state.shard_spec import ShardSpec
 
 TARGET_MODULES = ("qkv", "out", "gate", "up", "down")
-LORA_MARKER = ".lora_"  # in the names of what is trained
+LORA_MARKER = ".lora_"  # in the names of trainable parameters
 _BASE_LAYER = ".base_layer."
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """`targets`: which linear layers of a block, of TARGETS."""
+    """LoRA settings. `target_modules`: linear layers of a block to adapt, from TARGET_MODULES."""
 
     rank: int
     alpha: float
@@ -31,25 +31,25 @@ class LoraSpec:
 
 
 def apply_lora(decoder: Decoder, lora: LoraSpec) -> dict[str, ShardSpec]:
-    """Put adapters, without values, beside the linear layers of a decoder on the meta device, and freeze all else.
+    """Add uninitialized adapters to the linear layers of a decoder on the meta device, and freeze all other parameters.
 
-    Returns the cuts of the weights that they are beside, which have their old canonical names. Raises ModelError where
-    no layer is one of the targets.
+    Returns the shard specs of the adapted weights, which keep their canonical names. Raises ModelError if the decoder
+    has none of the target layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     names = [name for name, module in decoder.named_modules() if _is_target(name, module, lora.target_modules)]
     if not names:
-        raise ModelError(f"train.lora_targets={list(lora.target_modules)}: this decoder has no such layer")
+        raise ModelError(f"train.lora_targets={list(lora.target_modules)}: the decoder has none of these layers")
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)  # type: ignore[arg-type]
     with torch.device("meta"):
         inject_adapter_in_model(config, decoder)
-    named = dict(decoder.named_parameters())
-    for name, parameter in named.items():
+    parameters = dict(decoder.named_parameters())
+    for name, parameter in parameters.items():
         parameter.requires_grad_(LORA_MARKER in name)
     return {
-        name: ShardSpec.from_shape(name.replace(_BASE_LAYER, "."), one.shape)
-        for name, one in named.items()
+        name: ShardSpec.from_shape(name.replace(_BASE_LAYER, "."), parameter.shape)
+        for name, parameter in parameters.items()
         if _BASE_LAYER in name
     }
 

@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, name): every rank can draw any tensor, in any order, one at a time."""
+"""Parameter initialization as a pure function of (seed, name), so that any rank can initialize any tensor."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NORMAL = (*_TABLES, "qkv.weight", "gate.weight", "up.weight", "router.weight", 
 
 
 def init_tensor(spec: ModelSpec, name: str, size: Sequence[int], seed: int) -> Tensor:
-    """The whole initial value, fp32 on CPU, of the Decoder parameter `name` of this size.
+    """Return the initial value of a Decoder parameter, as the full tensor in fp32 on CPU.
 
-    GPT-2's scheme (Radford et al. 2019): weights normal(0, init_std), those that write to the residual stream divided
-    by sqrt(2 num_layers), norms one, biases zero. Always drawn in fp32, so that runs of any type start alike.
-    Raises ModelError for a name that no Decoder has.
+    name: canonical name; size: full shape. The scheme of GPT-2 (Radford et al. 2019): weights are normal(0, init_std),
+    divided by sqrt(2 num_layers) if they write to the residual stream; norms are one, biases zero. Values are drawn in
+    fp32, so that they do not depend on the dtype of the run. Raises ModelError for an unknown name.
     """
     if name.endswith("bias") or ".lora_B." in name:
         return torch.zeros(*size)
-    if ".lora_A." in name:  # as peft, and torch's own linear layers, begin
+    if ".lora_A." in name:  # as in peft and nn.Linear
         generator, bound = torch.Generator().manual_seed(derive_seed(seed, name)), size[1] ** -0.5
         return torch.empty(*size).uniform_(-bound, bound, generator=generator)
     if name.endswith("norm.weight"):
@@ -42,6 +42,6 @@ def init_tensor(spec: ModelSpec, name: str, size: Sequence[int], seed: int) -> T
 
 @torch.no_grad()
 def init_weights(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter of a whole Decoder, whatever its type and device; meta tensors need `to_empty` first."""
+    """Initialize all parameters of an unsharded Decoder, in place. On the meta device, call `to_empty` first."""
     for name, parameter in decoder.named_parameters():
         parameter.copy_(init_tensor(decoder.spec, name, parameter.shape, seed))

@@ -1,1 +1,1 @@
-"""One file a parallel dimension; apply.py fixes their order."""
+"""One file per parallel dimension; `parallelize.py` applies them in a fixed order."""

@@ -1,4 +1,4 @@
-"""Activation recompute: which results of a block's forward pass are kept for its backward pass."""
+"""Activation checkpointing: recompute the activations of a block in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ from torch.utils.checkpoint import (
 
 
 def apply_activation_checkpointing(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -> None:
-    """Make each block recompute in backward: "full" keeps its input, "selective" matrix products and attention.
+    """Apply activation checkpointing to each block, in place.
 
-    `keyed_randomness`: the blocks draw random bits from keys passed to them, so that no generator state is saved.
+    `policy`: "none": keep all activations; "full": keep only the input of a block; "selective": also keep the outputs
+    of matrix products and attention. `keyed_randomness`: dropout draws its bits from keys that are inputs of the block,
+    so no generator state is saved.
     """
     if policy == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not keyed_randomness}
     if policy == "selective":
-        # Units of FSDP2 inside a block mark their gathers for profilers, more often while they recompute.
+        # FSDP2 modules inside a block emit profiler ops around their all-gathers, and more of them during
+        # recomputation.
         profiler = torch.ops.profiler
         SAC_IGNORED_OPS.update(
             (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
         )
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(_get_expensive_ops()))
     for block in blocks:
-        # The forward is replaced, not the module wrapped: names in the state stay those of the model.
+        # Replace the forward instead of wrapping the module, which would change the names of its parameters.
         block.forward = _wrap_forward(block.forward, options)  # type: ignore[method-assign]
 
 
 def _wrap_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A function of its own: behind a `functools.partial` torch.compile leaves the whole block as it is."""
+    """Return a function that runs `forward` under checkpoint.
 
-    def recomputing(*inputs: Any) -> Any:
+    A closure, since torch.compile does not compile a block whose forward is a `functools.partial`.
+    """
+
+    def checkpointed_forward(*inputs: Any) -> Any:
         return checkpoint(forward, *inputs, **options)
 
-    return recomputing
+    return checkpointed_forward
 
 
 def _get_expensive_ops() -> set[Any]:

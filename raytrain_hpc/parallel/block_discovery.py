@@ -1,4 +1,4 @@
-"""Which submodules are the repeated blocks: the unit of sharding, recompute and compilation."""
+"""Find the repeated blocks of a module: the units of sharding, activation checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from torch import nn
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of the largest `nn.ModuleList` or `nn.Sequential`, by parameters; none where there is none."""
+    """Return the members of the `nn.ModuleList` or `nn.Sequential` with the most parameters; [] if there is none.
+
+    Members without parameters are left out.
+    """
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
     if not lists:
         return []

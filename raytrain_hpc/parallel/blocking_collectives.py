@@ -1,4 +1,4 @@
-"""Blocking waits for other ranks, and collectives whose name depends on torch's version.
+"""Blocking waits for other ranks, and collectives whose name depends on the version of torch.
 
 Keep blocking waits in this file: the watchdog recognizes a waiting rank by this path in its stack.
 """
@@ -14,21 +14,24 @@ from torch.distributed import distributed_c10d
 
 
 def get_blocking_files() -> tuple[str, ...]:
-    """Return the source files in which a training loop on a CPU waits for other ranks: torch's collectives, FSDP's,
-    and this file. Pass to `Heartbeat`, which counts a frame in one of them as waiting, not as work."""
-    # FSDP's module is named by its path: importing it loads the compiler.
+    """Return the source files in which a training loop on a CPU waits for other ranks.
+
+    They are torch's collectives, FSDP2's collectives and this file. Pass them to `Heartbeat`, which counts a stack
+    frame in one of them as waiting instead of work.
+    """
+    # Name FSDP2's module by its path: importing it loads the compiler.
     fsdp_collectives = Path(dist.__file__).parent / "fsdp" / "_fully_shard" / "_fsdp_collectives.py"
     return distributed_c10d.__file__, str(fsdp_collectives), __file__
 
 
 def wait_all(works: Iterable[dist.Work]) -> None:
-    """Wait for transfers that are under way."""
+    """Wait for transfers to complete."""
     for work in works:
         work.wait()
 
 
 def all_gather_flat(gathered: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `gathered` [ranks * n] with every rank's `mine` [n], in rank order."""
-    # all_gather_into_tensor until torch 2.12, which has the new name and warns of the old one from 2.13 on.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, local, group=group)
+    """Fill `gathered` [ranks * n] with `local` [n] of every rank, in rank order."""
+    # torch 2.12 renamed all_gather_into_tensor to all_gather_single; 2.13 warns about the old name.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(gathered, local, group=group)

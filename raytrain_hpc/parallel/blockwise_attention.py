@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys with its log-sum-exp, so that blocks can be put together exactly.
+"""Blockwise attention: outputs with their log-sum-exp, so that blocks of keys can be merged exactly.
 
-The outputs of two blocks of keys combine by their log-sum-exps (Dao et al. 2022, arXiv 2205.14135); given the combined
-output and log-sum-exp, the backward pass of each block stands alone.
+The log-sum-exps give the weights with which outputs of two blocks of keys are merged (Dao et al. 2022, arXiv
+2205.14135). Given the merged output and log-sum-exp, the backward pass of each block is independent of the others.
 """
 
 from __future__ import annotations
@@ -18,26 +18,33 @@ _MASKED_SCORE = -1e30
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Which queries see which keys. `causal` takes as many of both and lets position i see positions 0..i.
+    """The attention mask of a block of t queries and s keys.
 
-    `seen` bool [b, 1, t, s], None: all; a query may see none, and then adds nothing to what is combined.
+    `causal`: query i attends to keys 0..i of the block; needs t = s. `visible`: bool [b, 1, t, s], None: all. A query
+    may attend to no key of the block; its output then gets weight 0 in `merge_blocks`.
     """
 
     causal: bool
-    mask: Tensor | None = None
+    visible: Tensor | None = None
 
     def make_bias(self, q: Tensor) -> Tensor | None:
-        """What is added to the scores. A number that vanishes beside any score: infinity would give NaN."""
-        if self.mask is None:
+        """Return the bias to add to the attention scores, [b, heads, t, s]; None without `visible`.
+
+        Masked scores get a large negative number: minus infinity would give NaN for a query that attends to no key.
+        """
+        if self.visible is None:
             return None
-        seen = self.mask.tril() if self.causal else self.mask
-        # The GPU kernel wants rows that start at multiples of 16 bytes.
-        rows = q.new_zeros((*seen.shape[:-1], -(-seen.shape[-1] // 16) * 16))[..., : seen.shape[-1]]
-        return rows.masked_fill_(~seen, _MASKED_SCORE).expand(-1, q.shape[1], -1, -1)
+        visible = self.visible.tril() if self.causal else self.visible
+        # The GPU kernel needs rows that start at multiples of 16 bytes.
+        bias = q.new_zeros((*visible.shape[:-1], -(-visible.shape[-1] // 16) * 16))[..., : visible.shape[-1]]
+        return bias.masked_fill_(~visible, _MASKED_SCORE).expand(-1, q.shape[1], -1, -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Output [b, heads, t, d] and log-sum-exp [b, heads, t] of q [b, heads, t, d] over k, v [b, kv_heads, s, d]."""
+    """Return the output [b, heads, t, d] and the log-sum-exp [b, heads, t] of attention over a block of keys.
+
+    q: [b, heads, t, d]; k, v: [b, kv_heads, s, d].
+    """
     k, v = _repeat_kv(k, q.shape[1]), _repeat_kv(v, q.shape[1])
     bias = mask.make_bias(q)
     causal = mask.causal and bias is None
@@ -54,22 +61,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Te
 def attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output. `out` and `lse` are those over all keys, not this block's."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    wide_k, wide_v = _repeat_kv(k, heads), _repeat_kv(v, heads)
+    """Return the gradients of q, k and v for one block of keys.
+
+    `grad_out`: gradient of the merged output. `out`, `lse`: merged over all blocks of keys, not those of this block.
+    """
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    repeated_k, repeated_v = _repeat_kv(k, num_heads), _repeat_kv(v, num_heads)
     bias = mask.make_bias(q)
     causal = mask.causal and bias is None
     if q.device.type == "cpu":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=bias
+            grad_out, q, repeated_k, repeated_v, out, lse, 0.0, causal, attn_mask=bias
         )
     elif bias is None and q.dtype in (torch.float16, torch.bfloat16):
-        nothing = torch.empty(0, dtype=torch.int64, device=q.device)
+        empty = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             grad_out,
             q,
-            wide_k,
-            wide_v,
+            repeated_k,
+            repeated_v,
             out,
             lse.contiguous(),
             None,
@@ -78,48 +88,50 @@ def attend_backward(
             k.shape[2],
             0.0,
             causal,
-            nothing,
-            nothing,
+            empty,
+            empty,
         )
     else:
-        nothing = torch.empty(0, dtype=torch.int64, device=q.device)
+        empty = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             grad_out,
             q,
-            wide_k,
-            wide_v,
+            repeated_k,
+            repeated_v,
             bias,
             out,
             _align_rows(lse),
-            nothing,
-            nothing,
+            empty,
+            empty,
             0.0,
             [True, True, True, False],
             causal,
         )
-    return dq, _sum_over_groups(dk, kv_heads), _sum_over_groups(dv, kv_heads)
+    return dq, _sum_over_groups(dk, num_kv_heads), _sum_over_groups(dv, num_kv_heads)
 
 
 def _align_rows(lse: Tensor) -> Tensor:
-    """The same numbers in rows that start where the GPU kernel wants them; behind a row's end are queries that see
-    nothing, as its forward pass leaves them."""
-    rows = lse.new_full((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32), torch.inf)
-    rows[..., : lse.shape[-1]] = lse
-    return rows
+    """Return `lse` as a view into rows padded to a multiple of 32, as the GPU kernel expects.
+
+    The padding is infinity, as in the log-sum-exp that the forward kernel returns.
+    """
+    padded = lse.new_full((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32), torch.inf)
+    padded[..., : lse.shape[-1]] = lse
+    return padded
 
 
 def merge_blocks(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the keys of two blocks. Weights that are zero leave no NaN."""
-    both = torch.logaddexp(lse, other_lse)
-    mine, other = (lse - both).exp().unsqueeze(-1), (other_lse - both).exp().unsqueeze(-1)
-    return out * mine + other_out * other, both
+    """Return output and log-sum-exp over the keys of two blocks. Weights of zero give no NaN."""
+    merged_lse = torch.logaddexp(lse, other_lse)
+    weight, other_weight = (lse - merged_lse).exp().unsqueeze(-1), (other_lse - merged_lse).exp().unsqueeze(-1)
+    return out * weight + other_out * other_weight, merged_lse
 
 
 def _repeat_kv(x: Tensor, num_heads: int) -> Tensor:
-    """A key-value head for every query head."""
+    """Repeat key-value heads so that each query head has one."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _sum_over_groups(x: Tensor, num_kv_heads: int) -> Tensor:
-    """The gradient of a key-value head from those of the query heads that share it."""
+    """Sum the gradients of the query heads that share a key-value head: [b, num_kv_heads, ...]."""
     return x if x.shape[1] == num_kv_heads else x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:]).sum(dim=2)

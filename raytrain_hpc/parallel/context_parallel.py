@@ -1,8 +1,9 @@
-"""Context parallelism: every rank of an axis holds a part of each sequence, and attention reaches all of it.
+"""Context parallelism: sequences are sharded over ranks; attention covers the full sequence.
 
-Ring attention passes keys and values around (Liu et al. 2023, arXiv 2310.01889); members hold an early and a late chunk
-each, so that causal work is even (zigzag order). Ulysses exchanges positions for heads (Jacobs et al. 2023, arXiv
-2309.14509). Their product is a ring of groups that exchange heads inside (Fang and Zhao 2024, arXiv 2405.07719).
+Ring attention passes keys and values around a ring of ranks (Liu et al. 2023, arXiv 2310.01889). Each ring rank holds
+an early and a late chunk of the sequence, which balances causal work (zigzag order). Ulysses redistributes from
+positions to heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509). Combined, the members of the ring are Ulysses
+groups (Fang and Zhao 2024, arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ from raytrain_hpc.parallel.mesh_axis import Axis
 
 
 def get_chunk_ranges(seq_len: int, ring_size: int, ring_rank: int) -> list[range]:
-    """The early and the late chunk of a sequence that a member of the ring holds."""
-    chunks = 2 * ring_size
-    return [range(i * seq_len // chunks, (i + 1) * seq_len // chunks) for i in (ring_rank, chunks - 1 - ring_rank)]
+    """Return the early and the late chunk of a sequence that a ring rank holds."""
+    num_chunks = 2 * ring_size
+    return [
+        range(i * seq_len // num_chunks, (i + 1) * seq_len // num_chunks)
+        for i in (ring_rank, num_chunks - 1 - ring_rank)
+    ]
 
 
 def get_rank_positions(seq_len: int, ring_size: int, ulysses_size: int, ring_rank: int, ulysses_rank: int) -> list[int]:
-    """The positions of a sequence that a rank holds: its share of the chunks of its member of the ring."""
-    held = [position for chunk in get_chunk_ranges(seq_len, ring_size, ring_rank) for position in chunk]
-    return held[ulysses_rank * len(held) // ulysses_size : (ulysses_rank + 1) * len(held) // ulysses_size]
+    """Return the positions of a sequence that a rank holds: the chunks of its ring rank, split over Ulysses ranks."""
+    positions = [position for chunk in get_chunk_ranges(seq_len, ring_size, ring_rank) for position in chunk]
+    return positions[
+        ulysses_rank * len(positions) // ulysses_size : (ulysses_rank + 1) * len(positions) // ulysses_size
+    ]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ring that a rank stands in, and the length of the two chunks of every member."""
+    """The ring of this rank, and the lengths of the early and the late chunk of every ring rank."""
 
     axis: Axis
     chunk_lengths: tuple[tuple[int, int], ...]
@@ -45,69 +51,79 @@ class Ring:
 
     @classmethod
     def create(cls, axis: Axis, seq_len: int) -> Ring:
-        """The ring over an axis for sequences of `total` positions."""
-        spans = (get_chunk_ranges(seq_len, axis.size, member) for member in range(axis.size))
-        return cls(axis, tuple((len(early), len(late)) for early, late in spans), seq_len)
+        """Create the ring over an axis for sequences of `seq_len` positions."""
+        chunk_ranges = (get_chunk_ranges(seq_len, axis.size, ring_rank) for ring_rank in range(axis.size))
+        return cls(axis, tuple((len(early), len(late)) for early, late in chunk_ranges), seq_len)
 
     def rotate(self, tensors: list[Tensor], owner: int) -> tuple[list[Tensor], int]:
-        """Give everything to the next member and take what the one before has; whose chunks these now are."""
+        """Send `tensors` to the next ring rank and receive those of the previous one.
+
+        `owner`: the ring rank whose chunks `tensors` are. Returns the received tensors and their owner.
+        """
         axis, source = self.axis, (owner - 1) % self.axis.size
         length = sum(self.chunk_lengths[source])
         received = [x.new_empty((*x.shape[:2], length, x.shape[3])) for x in tensors]
-        after, before = (dist.get_global_rank(axis.group, (axis.rank + by) % axis.size) for by in (1, -1))
+        next_rank, previous_rank = (
+            dist.get_global_rank(axis.group, (axis.rank + offset) % axis.size) for offset in (1, -1)
+        )
         works = []
-        for sent, taken in zip(tensors, received, strict=True):
-            axis.traffic.elements += sent.numel()
+        for send_buffer, recv_buffer in zip(tensors, received, strict=True):
+            axis.traffic.elements += send_buffer.numel()
             works += dist.batch_isend_irecv(
                 [
-                    dist.P2POp(dist.isend, sent.contiguous(), after, axis.group),
-                    dist.P2POp(dist.irecv, taken, before, axis.group),
+                    dist.P2POp(dist.isend, send_buffer.contiguous(), next_rank, axis.group),
+                    dist.P2POp(dist.irecv, recv_buffer, previous_rank, axis.group),
                 ]
             )
         wait_all(works)
         return received, source
 
     def get_block_mask(self, owner: int, documents: Tensor | None) -> tuple[slice, slice, BlockMask]:
-        """Which of this member's queries see which of the holder's keys, as slices of both, and what of each other.
+        """Return the slices of local queries and of the owner's keys that attend to each other, and their mask.
 
-        Chunks are in global order inside a member: its own keys are a causal square. Of a member before it, the early
-        chunk lies before all its queries and the late one behind them; of a member after it, both chunks lie before its
-        late queries and behind its early ones.
+        Chunks of a ring rank are in global order, so its own keys give a causal square. For an owner of lower rank,
+        only the early chunk precedes the local queries, and it precedes all of them. For an owner of higher rank, both
+        chunks precede the late local queries and follow the early ones.
         """
-        me = self.axis.rank
-        queries = slice(self.chunk_lengths[me][0], None) if owner > me else slice(None)
-        keys = slice(0, self.chunk_lengths[owner][0]) if owner < me else slice(None)
+        rank = self.axis.rank
+        queries = slice(self.chunk_lengths[rank][0], None) if owner > rank else slice(None)
+        keys = slice(0, self.chunk_lengths[owner][0]) if owner < rank else slice(None)
         if documents is None:
-            return queries, keys, BlockMask(owner == me)
-        mine, theirs = (
-            self._select_documents(documents, me)[:, queries],
+            return queries, keys, BlockMask(owner == rank)
+        query_documents, key_documents = (
+            self._select_documents(documents, rank)[:, queries],
             self._select_documents(documents, owner)[:, keys],
         )
-        return queries, keys, BlockMask(owner == me, make_document_mask(mine, theirs))
+        return queries, keys, BlockMask(owner == rank, make_document_mask(query_documents, key_documents))
 
     def _select_documents(self, documents: Tensor, rank: int) -> Tensor:
         return torch.cat(
-            [documents[:, c.start : c.stop] for c in get_chunk_ranges(self.seq_len, len(self.chunk_lengths), rank)], 1
+            [
+                documents[:, chunk.start : chunk.stop]
+                for chunk in get_chunk_ranges(self.seq_len, len(self.chunk_lengths), rank)
+            ],
+            1,
         )
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention over all chunks: q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's positions."""
+    """Causal ring attention: q [b, heads, t, d], k and v [b, kv_heads, t, d], t the local positions."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Tensor | None) -> Tensor:
-        """[b, heads, t, d]; documents int64 [b, all positions]."""
-        me, held = ring.axis.rank, [k, v]
-        out, lse = attend(q, k, v, ring.get_block_mask(me, documents)[2])
-        # Added up in fp32 at least, and in copies: selective recompute keeps what the attention op gave.
+        """Return the attention output [b, heads, t, d]. documents: int64 [b, seq_len]."""
+        rank, kv = ring.axis.rank, [k, v]
+        out, lse = attend(q, k, v, ring.get_block_mask(rank, documents)[2])
+        # Accumulate in fp32 or wider, in copies: selective checkpointing keeps the tensors that the attention op
+        # returned.
         total, lse = out.to(torch.promote_types(out.dtype, torch.float32), copy=True), lse.clone()
-        holder = me
+        owner = rank
         for _ in range(ring.axis.size - 1):
-            held, holder = ring.rotate(held, holder)
-            queries, keys, sight = ring.get_block_mask(holder, documents)
-            more, more_lse = attend(q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys], sight)
-            part = merge_blocks(total[:, :, queries], lse[:, :, queries], more, more_lse)
-            total[:, :, queries], lse[:, :, queries] = part
+            kv, owner = ring.rotate(kv, owner)
+            queries, keys, mask = ring.get_block_mask(owner, documents)
+            block_out, block_lse = attend(q[:, :, queries], kv[0][:, :, keys], kv[1][:, :, keys], mask)
+            merged = merge_blocks(total[:, :, queries], lse[:, :, queries], block_out, block_lse)
+            total[:, :, queries], lse[:, :, queries] = merged
         out = total.to(q.dtype)
         ctx.ring, ctx.documents = ring, documents
         ctx.save_for_backward(q, k, v, out, lse)
@@ -115,37 +131,38 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Keys, values and their gradients go around together, and come home after a full round."""
+        """Return the gradients of q, k and v. Keys, values and their gradients travel once around the ring."""
         q, k, v, out, lse = ctx.saved_tensors
-        ring, slope = ctx.ring, gradients[0]
+        ring, grad_out = ctx.ring, gradients[0]
         dq = torch.zeros_like(q)
-        held, holder = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
-        for turn in range(ring.axis.size):
-            queries, keys, sight = ring.sight(holder, ctx.documents)
-            parts = attend_backward(
-                slope[:, :, queries],
+        tensors, owner = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
+        for hop in range(ring.axis.size):
+            queries, keys, mask = ring.get_block_mask(owner, ctx.documents)
+            block_grads = attend_backward(
+                grad_out[:, :, queries],
                 q[:, :, queries],
-                held[0][:, :, keys],
-                held[1][:, :, keys],
+                tensors[0][:, :, keys],
+                tensors[1][:, :, keys],
                 out[:, :, queries],
                 lse[:, :, queries],
-                sight,
+                mask,
             )
-            dq[:, :, queries] += parts[0]
-            held[2][:, :, keys] += parts[1]
-            held[3][:, :, keys] += parts[2]
-            if turn == ring.axis.size - 1:
-                held, holder = ring.turn(held[2:], holder)
+            dq[:, :, queries] += block_grads[0]
+            tensors[2][:, :, keys] += block_grads[1]
+            tensors[3][:, :, keys] += block_grads[2]
+            if hop == ring.axis.size - 1:
+                tensors, owner = ring.rotate(tensors[2:], owner)
             else:
-                held, holder = ring.turn(held, holder)
-        return dq, held[0], held[1], None, None
+                tensors, owner = ring.rotate(tensors, owner)
+        return dq, tensors[0], tensors[1], None, None
 
 
 @dataclass(frozen=True)
 class UlyssesExchange:
-    """Positions for heads: a rank that had some positions of all heads gets all positions of some heads.
+    """All-to-all between sharding by positions and sharding by heads.
 
-    `lengths` are the positions that each rank has, `heads` those that each rank gets; a head can go to several.
+    `lengths_by_rank`: number of positions per rank. `heads_by_rank`: heads per rank; several ranks can have the same
+    key-value head.
     """
 
     axis: Axis
@@ -153,64 +170,67 @@ class UlyssesExchange:
     heads_by_rank: tuple[tuple[int, ...], ...]
 
     def gather_positions(self, x: Tensor) -> Tensor:
-        """[b, heads of this rank, all positions, d] of x [b, all heads, positions of this rank, d]."""
-        mine = len(self.heads_by_rank[self.axis.rank])
-        sent = [x[:, list(heads)] for heads in self.heads_by_rank]
-        shapes = [(x.shape[0], mine, length, x.shape[3]) for length in self.lengths_by_rank]
-        return torch.cat(self._all_to_all(sent, shapes), dim=2)
+        """Redistribute x [b, all heads, local positions, d] to [b, local heads, all positions, d]."""
+        num_local_heads = len(self.heads_by_rank[self.axis.rank])
+        send_buffers = [x[:, list(heads)] for heads in self.heads_by_rank]
+        shapes = [(x.shape[0], num_local_heads, length, x.shape[3]) for length in self.lengths_by_rank]
+        return torch.cat(self._all_to_all(send_buffers, shapes), dim=2)
 
     def gather_heads(self, x: Tensor, num_heads: int) -> Tensor:
-        """The way back: [b, total_heads, positions of this rank, d]; what several ranks have of a head is summed."""
+        """Redistribute x [b, local heads, all positions, d] to [b, num_heads, local positions, d].
+
+        A head that several ranks have is summed over them.
+        """
         length = self.lengths_by_rank[self.axis.rank]
         shapes = [(x.shape[0], len(heads), length, x.shape[3]) for heads in self.heads_by_rank]
         received = self._all_to_all(list(torch.split(x, list(self.lengths_by_rank), dim=2)), shapes)
-        whole = x.new_zeros((x.shape[0], num_heads, length, x.shape[3]))
+        gathered = x.new_zeros((x.shape[0], num_heads, length, x.shape[3]))
         for heads, part in zip(self.heads_by_rank, received, strict=True):
-            whole.index_add_(1, torch.tensor(heads, device=x.device), part)
-        return whole
+            gathered.index_add_(1, torch.tensor(heads, device=x.device), part)
+        return gathered
 
-    def _all_to_all(self, sent: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        outgoing = [part.numel() for part in sent]
-        incoming = [torch.Size(shape).numel() for shape in shapes]
-        received = sent[0].new_empty(sum(incoming))
-        flat = torch.cat([part.reshape(-1) for part in sent])
-        self.axis.traffic.elements += sum(outgoing) - outgoing[self.axis.rank]
-        dist.all_to_all_single(received, flat, incoming, outgoing, group=self.axis.group)
-        return [part.view(shape) for part, shape in zip(torch.split(received, incoming), shapes, strict=True)]
+    def _all_to_all(self, send_buffers: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        send_sizes = [buffer.numel() for buffer in send_buffers]
+        recv_sizes = [torch.Size(shape).numel() for shape in shapes]
+        received = send_buffers[0].new_empty(sum(recv_sizes))
+        flat = torch.cat([buffer.reshape(-1) for buffer in send_buffers])
+        self.axis.traffic.elements += sum(send_sizes) - send_sizes[self.axis.rank]
+        dist.all_to_all_single(received, flat, recv_sizes, send_sizes, group=self.axis.group)
+        return [buffer.view(shape) for buffer, shape in zip(torch.split(received, recv_sizes), shapes, strict=True)]
 
 
 class GatherPositions(torch.autograd.Function):
-    """`Exchange.heads_for_positions`, and its reverse for gradients."""
+    """Differentiable `UlyssesExchange.gather_positions`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: UlyssesExchange) -> Tensor:
-        """[b, heads of this rank, all positions, d]."""
-        ctx.exchange, ctx.total_heads = exchange, x.shape[1]
+        """Return [b, local heads, all positions, d]."""
+        ctx.exchange, ctx.num_heads = exchange, x.shape[1]
         return exchange.gather_positions(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """[b, all heads, positions of this rank, d]."""
-        return ctx.exchange.positions_for_heads(gradients[0], ctx.total_heads), None
+        """Return the gradient of the input, [b, all heads, local positions, d]."""
+        return ctx.exchange.gather_heads(gradients[0], ctx.num_heads), None
 
 
 class GatherHeads(torch.autograd.Function):
-    """`Exchange.positions_for_heads`, and its reverse for gradients."""
+    """Differentiable `UlyssesExchange.gather_heads`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: UlyssesExchange, num_heads: int) -> Tensor:
-        """[b, all heads, positions of this rank, d]."""
+        """Return [b, all heads, local positions, d]."""
         ctx.exchange = exchange
         return exchange.gather_heads(x, num_heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """[b, heads of this rank, all positions, d]."""
-        return ctx.exchange.heads_for_positions(gradients[0]), None, None
+        """Return the gradient of the input, [b, local heads, all positions, d]."""
+        return ctx.exchange.gather_positions(gradients[0]), None, None
 
 
 class ContextParallelAttention(nn.Module):
-    """Causal attention over whole sequences from a part of the positions; instead of `CausalAttention`."""
+    """Causal attention over full sequences from the local positions of q, k and v. Replaces `CausalAttention`."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, seq_len: int, axes: Mapping[str, Axis]):
         super().__init__()
@@ -222,21 +242,25 @@ class ContextParallelAttention(nn.Module):
         length = seq_len if self._ring is None or ring is None else sum(self._ring.chunk_lengths[ring.rank])
         size = self._ulysses.size
         lengths = tuple(len(self._ulysses.get_local_range(length, rank)) for rank in range(size))
-        mine = [tuple(self._ulysses.get_local_range(num_heads, rank)) for rank in range(size)]
-        used = [[head * num_kv_heads // num_heads for head in heads_of_rank] for heads_of_rank in mine]
-        self._query_exchange = UlyssesExchange(self._ulysses, lengths, tuple(mine))
+        heads_by_rank = [tuple(self._ulysses.get_local_range(num_heads, rank)) for rank in range(size)]
+        kv_heads_by_rank = [
+            [head * num_kv_heads // num_heads for head in heads_of_rank] for heads_of_rank in heads_by_rank
+        ]
+        self._query_exchange = UlyssesExchange(self._ulysses, lengths, tuple(heads_by_rank))
         self._kv_exchange = UlyssesExchange(
-            self._ulysses, lengths, tuple(tuple(sorted(set(of_rank))) for of_rank in used)
+            self._ulysses, lengths, tuple(tuple(sorted(set(kv_heads))) for kv_heads in kv_heads_by_rank)
         )
-        here = used[self._ulysses.rank]
-        runs = {here.count(head) for head in here}
-        # Where groups are of different sizes here, every query head gets a key-value head of its own.
-        self._kv_index = None if len(runs) == 1 else [sorted(set(here)).index(head) for head in here]
+        local_kv_heads = kv_heads_by_rank[self._ulysses.rank]
+        group_sizes = {local_kv_heads.count(head) for head in local_kv_heads}
+        # If key-value heads serve different numbers of local query heads, repeat them to one per query head.
+        self._kv_index = (
+            None if len(group_sizes) == 1 else [sorted(set(local_kv_heads)).index(head) for head in local_kv_heads]
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        """[b, heads, t, head_dim] of q of that shape and k, v [b, kv_heads, t, head_dim], t this rank's positions.
+        """Return the output [b, heads, t, head_dim], t the local positions.
 
-        documents: int64 [b, all positions].
+        q: [b, heads, t, head_dim]; k, v: [b, kv_heads, t, head_dim]; documents: int64 [b, seq_len].
         """
         if self._ulysses is None:
             return self._attend(q, k, v, documents)
@@ -256,14 +280,17 @@ class ContextParallelAttention(nn.Module):
 
 
 def apply_context_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> None:
-    """Make a decoder reach positions on other ranks: its attention, after tensor parallelism shared out the heads, and
-    the balance of its experts."""
-    sequence = [axes[name] for name in ("ring", "ulysses") if name in axes]
+    """Replace the attention of a decoder by context-parallel attention, in place.
+
+    Routers then count the positions per expert over the full sequence. Call after `apply_tensor_parallel`, which shards
+    the heads.
+    """
+    sequence_axes = [axes[name] for name in ("ring", "ulysses") if name in axes]
     for module in decoder.modules():
         if isinstance(module, Attention):
             module.core_attention = ContextParallelAttention(module.num_heads, module.num_kv_heads, seq_len, axes)
         elif isinstance(module, Router):
-            module.reduce_counts = partial(_all_reduce_axes, sequence)
+            module.reduce_counts = partial(_all_reduce_axes, sequence_axes)
 
 
 def _all_reduce_axes(axes: list[Axis], x: Tensor) -> Tensor:

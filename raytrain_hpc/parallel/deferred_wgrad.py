@@ -1,8 +1,8 @@
-"""Products whose weight gradients are computed later than the gradients of their inputs.
+"""Linear layers whose weight gradients are deferred, for pipeline schedules that split the backward pass.
 
-Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) fill waiting time with them. The product itself puts its weight
-gradient aside, so one ordinary backward pass runs, with its hooks, recompute and gathered weights; a later gradient
-needs only the product's input and the gradient of its output, no weight.
+Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) compute weight gradients in pipeline bubbles. Each linear layer
+stores a function for its weight gradient during an ordinary backward pass, so hooks, recomputation and FSDP2 work
+unchanged. The deferred function needs the input and the output gradient of the layer, but not its weight.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ WeightGradFn = Callable[[], None]
 
 
 class WeightGradStore:
-    """Collects what backward passes put aside."""
+    """A store of weight gradients that backward passes have deferred."""
 
     def __init__(self) -> None:
         self._pending: list[WeightGradFn] = []
 
     def pop_all(self) -> list[WeightGradFn]:
-        """All that was put aside since the last call; each adds a gradient to its weight."""
-        taken, self._pending = self._pending, []
-        return taken
+        """Return and remove the deferred functions. Each adds one gradient to its weight when called."""
+        weight_grads, self._pending = self._pending, []
+        return weight_grads
 
     def put(self, weight_grad: WeightGradFn) -> None:
-        """Put something aside."""
+        """Store a function that adds one gradient to its weight."""
         self._pending.append(weight_grad)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear`, the gradient of a weight that is a parameter put aside."""
+        """Compute `F.linear` and defer the gradient of the weight if it is a trainable leaf tensor."""
         if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
             return F.linear(x, weight, bias)
         product: Tensor = _DeferredLinear.apply(x, weight, self)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias.to(product.dtype)
 
     def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`model.experts.grouped_linear`, the gradient of the weight put aside."""
+        """Compute `model.moe.grouped_linear` and defer the gradient of the weight."""
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return grouped_linear(rows, weight, sizes)
         product: Tensor = _DeferredGroupedLinear.apply(rows, weight, list(sizes), self)  # type: ignore[no-untyped-call]
         return product
 
     def attach(self, module: nn.Module) -> None:
-        """Make every product of a module such a one: its linear layers, and what names its product `product`."""
-        for part in module.modules():
-            if type(part) is nn.Linear:
-                part.forward = partial(_linear_forward, self, part)  # type: ignore[method-assign]
-            elif hasattr(part, "product"):
-                part.product = self.linear  # type: ignore[assignment]
-            elif isinstance(part, Experts):
-                part.grouped_linear = self.grouped_linear
+        """Defer the weight gradients of linear layers, experts and submodules with a `product` attribute, in place."""
+        for submodule in module.modules():
+            if type(submodule) is nn.Linear:
+                submodule.forward = partial(_linear_forward, self, submodule)  # type: ignore[method-assign]
+            elif hasattr(submodule, "product"):
+                submodule.product = self.linear  # type: ignore[assignment]
+            elif isinstance(submodule, Experts):
+                submodule.grouped_linear = self.grouped_linear
 
 
 def _linear_forward(store: WeightGradStore, layer: nn.Linear, x: Tensor) -> Tensor:
@@ -67,39 +67,42 @@ def _linear_forward(store: WeightGradStore, layer: nn.Linear, x: Tensor) -> Tens
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradStore) -> Tensor:
-        kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        # The weight is not saved as tensors are: recompute would hand back another one, without its gradient.
-        ctx.kinds, ctx.deferral, ctx.weight = (x.dtype, kind), store, weight
-        x = x.to(kind)
+        compute_dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        # Keep the weight on ctx: with save_for_backward, recomputation would return another tensor, without its
+        # gradient.
+        ctx.dtypes, ctx.store, ctx.weight = (x.dtype, compute_dtype), store, weight
+        x = x.to(compute_dtype)
         ctx.save_for_backward(x)
-        return F.linear(x, weight.to(kind))
+        return F.linear(x, weight.to(compute_dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        outer, kind = ctx.kinds
-        gradient = gradients[0]
-        ctx.deferral.put(partial(_add_weight_grad, ctx.weight, gradient, x))
-        return (gradient @ ctx.weight.to(kind)).to(outer), None, None
+        input_dtype, compute_dtype = ctx.dtypes
+        grad_out = gradients[0]
+        ctx.store.put(partial(_add_weight_grad, ctx.weight, grad_out, x))
+        return (grad_out @ ctx.weight.to(compute_dtype)).to(input_dtype), None, None
 
 
 class _DeferredGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], store: WeightGradStore) -> Tensor:
-        kind = torch.get_autocast_dtype(rows.device.type) if torch.is_autocast_enabled(rows.device.type) else rows.dtype
-        ctx.kinds, ctx.deferral, ctx.weight, ctx.sizes = (rows.dtype, kind), store, weight, sizes
-        rows = rows.to(kind)
+        compute_dtype = (
+            torch.get_autocast_dtype(rows.device.type) if torch.is_autocast_enabled(rows.device.type) else rows.dtype
+        )
+        ctx.dtypes, ctx.store, ctx.weight, ctx.sizes = (rows.dtype, compute_dtype), store, weight, sizes
+        rows = rows.to(compute_dtype)
         ctx.save_for_backward(rows)
-        return grouped_linear(rows, weight.to(kind), sizes)
+        return grouped_linear(rows, weight.to(compute_dtype), sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (rows,) = ctx.saved_tensors
-        outer, kind = ctx.kinds
-        gradient = gradients[0]
-        ctx.deferral.put(partial(_add_grouped_weight_grad, ctx.weight, gradient, rows, ctx.sizes))
-        back = ctx.weight.to(kind).transpose(1, 2)
-        return grouped_linear(gradient, back, ctx.sizes).to(outer), None, None, None
+        input_dtype, compute_dtype = ctx.dtypes
+        grad_out = gradients[0]
+        ctx.store.put(partial(_add_grouped_weight_grad, ctx.weight, grad_out, rows, ctx.sizes))
+        transposed = ctx.weight.to(compute_dtype).transpose(1, 2)
+        return grouped_linear(grad_out, transposed, ctx.sizes).to(input_dtype), None, None, None
 
 
 @torch.no_grad()
@@ -109,8 +112,8 @@ def _add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
 @torch.no_grad()
 def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: list[int]) -> None:
-    runs = zip(torch.split(grad_out, sizes), torch.split(rows, sizes), strict=True)
-    _accumulate(weight, torch.stack([of_output.t() @ of_input for of_output, of_input in runs]))
+    groups = zip(torch.split(grad_out, sizes), torch.split(rows, sizes), strict=True)
+    _accumulate(weight, torch.stack([group_grad.t() @ group_rows for group_grad, group_rows in groups]))
 
 
 def _accumulate(weight: Tensor, grad: Tensor) -> None:

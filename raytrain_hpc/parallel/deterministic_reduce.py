@@ -1,9 +1,9 @@
-"""Data parallelism whose gradients are the same bits at every degree (`train.deterministic=elastic`).
+"""Data parallelism with bitwise identical gradients at any data-parallel size (`train.deterministic=elastic`).
 
-A microbatch's gradient does not depend on who computes it, so only the order of additions must not either: it is that
-of `parallel.pairwise`, over the step's logical microbatches. Ranks exchange the nodes that they cannot complete, each
-adds up one part of the elements, and the parts are gathered again (replicas) or stay where they are (ZeRO).
-Context-parallel peers each have a part of every microbatch: a tree each, which are added in their order.
+The gradient of a microbatch does not depend on the rank that computes it. With a fixed order of additions, the sum does
+not either. The order is the tree of `parallel.pairwise_sum` over the logical microbatches of a step. Ranks exchange the
+tree nodes that they cannot complete, and each sums one slice of the elements. Slices are then all-gathered (replicas)
+or stay sharded (ZeRO). Context-parallel ranks each have a part of every microbatch: one tree per part, added in order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from raytrain_hpc.planner.layout import Batching, Layout
 
 @dataclass(frozen=True)
 class MicrobatchAssignment:
-    """Who of a group computes what: the microbatches of each member, out of `count`, and which part of them."""
+    """The microbatches that each rank of a group computes.
+
+    `num_microbatches`: of a step, over all ranks. `part_by_rank`: the part of its microbatches (the context-parallel
+    coordinate) that a rank computes.
+    """
 
     num_microbatches: int
     microbatches_by_rank: tuple[tuple[int, ...], ...]
@@ -32,48 +36,58 @@ class MicrobatchAssignment:
     rank: int  # this rank
 
     def list_nodes(self) -> list[list[Node]]:
-        """What each member hands on."""
-        return [list_open_nodes(run, self.num_microbatches) for run in self.microbatches_by_rank]
+        """Return the tree nodes that each rank sends."""
+        return [list_open_nodes(microbatches, self.num_microbatches) for microbatches in self.microbatches_by_rank]
 
     def sum_nodes(self, received: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The sum of the members' nodes, as `nodes` lists them."""
+        """Return the sum over the group. `received`: values by rank, in the order of `list_nodes`."""
         total: Tensor | None = None
         for part in range(max(self.part_by_rank) + 1):
             tree = PairwiseSum(self.num_microbatches)
-            for nodes, values, of in zip(self.list_nodes(), received, self.part_by_rank, strict=True):
-                for node, value in zip(nodes, values, strict=True) if of == part else ():
+            for nodes, values, rank_part in zip(self.list_nodes(), received, self.part_by_rank, strict=True):
+                for node, value in zip(nodes, values, strict=True) if rank_part == part else ():
                     tree.add(value.clone(), node)
             if tree.total is None:
-                raise RuntimeError("the microbatches of a group are not those of a step")
+                raise RuntimeError("the ranks of a group do not compute all microbatches of the step")
             total = tree.total if total is None else total.add_(tree.total)
         if total is None:
-            raise RuntimeError("a group has at least one part")
-        return total.add_(0.0)  # a negative zero would tell how many zeros were added
+            raise RuntimeError("the group has no ranks")
+        return total.add_(0.0)  # turn -0.0 into 0.0: its sign depends on how many zeros were added
 
 
 def all_reduce_pairwise(
     group: dist.ProcessGroup | None, assignment: MicrobatchAssignment, local: PairwiseSum, out: Tensor
 ) -> None:
-    """Fill `out` [n] with the sum over the group of what its members have added up so far."""
+    """Fill `out` [n] with the sum of the partial sums of all ranks of the group. `group` None: this rank alone."""
     if group is None:
         torch.add(local.open_nodes[assignment.list_nodes()[0][0]], 0.0, out=out)
         return
-    ranks, n = len(assignment.microbatches_by_rank), out.numel()
-    size = -(-n // ranks)  # of the part that each rank adds up
-    counts = [len(nodes) for nodes in assignment.list_nodes()]
-    own = torch.stack([local.open_nodes[node] for node in assignment.list_nodes()[assignment.rank]])
-    own = nn.functional.pad(own, (0, size * ranks - n)).view(-1, ranks, size).transpose(0, 1).contiguous()
-    received = own.new_empty(sum(counts) * size)
-    splits = [count * size for count in counts]
-    dist.all_to_all_single(received, own.view(-1), splits, [own[0].numel()] * ranks, group=group)
-    parts = [part.view(-1, size).unbind() for part in torch.split(received, splits)]
-    gathered = received.new_empty(ranks * size)
-    all_gather_flat(gathered, assignment.sum_nodes(parts), group)
-    out.copy_(gathered[:n])
+    num_ranks, num_elements = len(assignment.microbatches_by_rank), out.numel()
+    slice_size = -(-num_elements // num_ranks)  # elements that each rank sums
+    node_counts = [len(nodes) for nodes in assignment.list_nodes()]
+    send_buffer = torch.stack([local.open_nodes[node] for node in assignment.list_nodes()[assignment.rank]])
+    send_buffer = (
+        nn.functional.pad(send_buffer, (0, slice_size * num_ranks - num_elements))
+        .view(-1, num_ranks, slice_size)
+        .transpose(0, 1)
+        .contiguous()
+    )
+    received = send_buffer.new_empty(sum(node_counts) * slice_size)
+    recv_sizes = [count * slice_size for count in node_counts]
+    dist.all_to_all_single(
+        received, send_buffer.view(-1), recv_sizes, [send_buffer[0].numel()] * num_ranks, group=group
+    )
+    values_by_rank = [values.view(-1, slice_size).unbind() for values in torch.split(received, recv_sizes)]
+    gathered = received.new_empty(num_ranks * slice_size)
+    all_gather_flat(gathered, assignment.sum_nodes(values_by_rank), group)
+    out.copy_(gathered[:num_elements])
 
 
 class DeterministicDDPSync:
-    """Parameters that every rank of a group holds; a parameter that no loss reached keeps no gradient."""
+    """Gradient synchronization over replicas in a fixed order of additions.
+
+    A parameter that gets no gradient on any rank keeps `grad` None.
+    """
 
     def __init__(
         self,
@@ -82,70 +96,70 @@ class DeterministicDDPSync:
         assignment: MicrobatchAssignment,
         bucket_mib: int,
     ):
-        """`parameters` by pipeline stage; `group` None: this rank alone."""
+        """`parameters`: by pipeline stage, then by name. `group` None: this rank alone."""
         self._group, self._assignment = group, assignment
         self._buckets = {
             stage: [
-                _Bucket(part, assignment.num_microbatches)
-                for part in split_into_buckets(list(named.values()), bucket_mib * 2**20)
+                _Bucket(bucket_parameters, assignment.num_microbatches)
+                for bucket_parameters in split_into_buckets(list(named.values()), bucket_mib * 2**20)
             ]
             for stage, named in parameters.items()
         }
 
     @contextmanager
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
-        """One backward pass; its gradients are put into the tree when it ends."""
+        """Run one backward pass, then move its gradients into the tree."""
         yield
-        run = self._assignment.microbatches_by_rank[self._assignment.rank]
+        microbatches = self._assignment.microbatches_by_rank[self._assignment.rank]
         for bucket in self._buckets[stage]:
-            bucket.add_grads(run[microbatch] if microbatch < len(run) else None)
+            bucket.add_grads(microbatches[microbatch] if microbatch < len(microbatches) else None)
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """No schedule that splits backward passes comes here: the plan refuses it."""
+        """Do nothing: schedules that split backward passes are refused with `train.deterministic=elastic`."""
 
     def finish_grad_sync(self) -> None:
-        """Sum over the group and give parameters their gradients."""
+        """Sum over the group and set the gradients. Call after the last backward pass of a step."""
         for buckets in self._buckets.values():
             for bucket in buckets:
                 bucket.finish(self._group, self._assignment)
 
 
 class _Bucket:
-    """Some parameters, and one tree of their gradients as flat tensors, with a mark for each one that was reached."""
+    """Some parameters and the summation tree of their gradients, flattened, with one flag per parameter."""
 
     def __init__(self, parameters: list[nn.Parameter], num_microbatches: int):
         self._parameters, self._num_microbatches = parameters, num_microbatches
         self._tree = PairwiseSum(num_microbatches)
 
     def add_grads(self, microbatch: int | None) -> None:
-        """Move what a backward pass left on the parameters into the tree; None: a spare pass, which counts nothing."""
+        """Move the gradients of one microbatch into the tree; drop those of a padding microbatch (None)."""
         if microbatch is not None:
             flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-            marks = self._parameters[0].new_tensor([float(p.grad is not None) for p in self._parameters])
-            self._tree.add(torch.cat([*(grad.reshape(-1) for grad in flat), marks]), (0, microbatch))
+            has_grad = self._parameters[0].new_tensor([float(p.grad is not None) for p in self._parameters])
+            self._tree.add(torch.cat([*(grad.reshape(-1) for grad in flat), has_grad]), (0, microbatch))
         for parameter in self._parameters:
             parameter.grad = None
 
     def finish(self, group: dist.ProcessGroup | None, assignment: MicrobatchAssignment) -> None:
-        """Set the gradients and begin again."""
+        """Set the gradients and reset the tree."""
         sizes = [parameter.numel() for parameter in self._parameters]
         summed = self._parameters[0].new_empty(sum(sizes) + len(sizes), requires_grad=False)
         all_reduce_pairwise(group, assignment, self._tree, summed)
         self._tree = PairwiseSum(self._num_microbatches)
-        *parts, marks = torch.split(summed, [*sizes, len(sizes)])
-        for parameter, part, mark in zip(self._parameters, parts, marks.tolist(), strict=True):
-            parameter.grad = part.view_as(parameter) if mark > 0 else None
+        *grads, has_grad = torch.split(summed, [*sizes, len(sizes)])
+        for parameter, grad, flag in zip(self._parameters, grads, has_grad.tolist(), strict=True):
+            parameter.grad = grad.view_as(parameter) if flag > 0 else None
 
 
 class MicrobatchCursor:
-    """Which of this rank's microbatches runs, shared by the collectives of all of its shards."""
+    """The microbatch of the current backward pass, shared by the reduce-scatters of all FSDP2 modules of a rank."""
 
     def __init__(self) -> None:
         self.microbatch, self.is_last = 0, False
 
 
 class DeterministicReduceScatter:
-    """Instead of FSDP2's reduce-scatter, and its all-reduce over replicas: given to one of its modules."""
+    """A custom reduce-scatter and all-reduce hook of one FSDP2 module, in a fixed order of additions."""
 
     def __init__(
         self,
@@ -154,12 +168,12 @@ class DeterministicReduceScatter:
         replicas: MicrobatchAssignment,
         replica_group: dist.ProcessGroup | None,
     ):
-        """`shards`: the ranks over which state is sharded; `copies`: those that hold the same shard."""
+        """`shards`: of the ranks over which state is sharded. `replicas`: of the ranks that hold the same shard."""
         self._cursor, self._shards, self._replicas, self._replica_group = cursor, shards, replicas, replica_group
         self._tree = PairwiseSum(shards.num_microbatches)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What FSDP2 asks for: an ordinary buffer."""
+        """Return an uninitialized tensor. Called by FSDP2."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -170,18 +184,18 @@ class DeterministicReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Add everybody's part of `input_tensor` [ranks * n] to the tree. `output_tensor` [n] is 0 until the last."""
+        """Exchange `input_tensor` [ranks * n], add the local slices to the tree, and zero `output_tensor` [n]."""
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        for run, part in zip(
+        for microbatches, value in zip(
             self._shards.microbatches_by_rank, received.chunk(len(self._shards.microbatches_by_rank)), strict=True
         ):
-            if self._cursor.microbatch < len(run):
-                self._tree.add(part.clone(), (0, run[self._cursor.microbatch]))
+            if self._cursor.microbatch < len(microbatches):
+                self._tree.add(value.clone(), (0, microbatches[self._cursor.microbatch]))
         output_tensor.zero_()
 
     def all_reduce_hook(self, output: Tensor) -> None:
-        """FSDP2's hook after the reduce-scatter: with the last microbatch, the sum over all who hold this shard."""
+        """Fill `output` with the sum over replicas at the last microbatch. FSDP2 calls it after the reduce-scatter."""
         if self._cursor.is_last:
             all_reduce_pairwise(self._replica_group, self._replicas, self._tree, output)
             self._tree = PairwiseSum(self._shards.num_microbatches)
@@ -189,25 +203,40 @@ class DeterministicReduceScatter:
 
 @dataclass(frozen=True)
 class ReductionOrder:
-    """What the ranks that hold the same state compute, and what those that share it out by ZeRO do."""
+    """Microbatch assignments of the ranks that hold the same state, and of the ranks over which ZeRO shards it."""
 
     replicas: MicrobatchAssignment
     shards: MicrobatchAssignment
 
 
 def make_reduction_order(layout: Layout, batching: Batching, rank: int) -> ReductionOrder:
-    """Who computes what, as a rank sees it."""
-    at, runs = layout.get_coordinates(rank), [tuple(run) for run in batching.split_by_rank(layout.dp_size)]
-    shards = [runs[at["dp_replicate"] * layout.dp_shard + shard] for shard in range(layout.dp_shard)]
-    together = [
-        tuple(sorted(leaf for run in runs[first : first + layout.dp_shard] for leaf in run))
-        for first in range(0, len(runs), layout.dp_shard)
+    """Return the reduction order of the groups of `rank`."""
+    coordinates, microbatches_by_dp_rank = (
+        layout.get_coordinates(rank),
+        [tuple(microbatches) for microbatches in batching.split_by_rank(layout.dp_size)],
+    )
+    shards = [
+        microbatches_by_dp_rank[coordinates["dp_replicate"] * layout.dp_shard + shard]
+        for shard in range(layout.dp_shard)
     ]
-    copies = [(run, part) for run in together for part in range(layout.cp)]
-    member = at["dp_replicate"] * layout.cp + at["cp"]
+    microbatches_by_replica = [
+        tuple(
+            sorted(
+                microbatch
+                for microbatches in microbatches_by_dp_rank[first : first + layout.dp_shard]
+                for microbatch in microbatches
+            )
+        )
+        for first in range(0, len(microbatches_by_dp_rank), layout.dp_shard)
+    ]
+    replicas = [(microbatches, part) for microbatches in microbatches_by_replica for part in range(layout.cp)]
+    replica_rank = coordinates["dp_replicate"] * layout.cp + coordinates["cp"]
     return ReductionOrder(
         MicrobatchAssignment(
-            batching.count, tuple(run for run, _ in copies), tuple(part for _, part in copies), member
+            batching.count,
+            tuple(microbatches for microbatches, _ in replicas),
+            tuple(part for _, part in replicas),
+            replica_rank,
         ),
-        MicrobatchAssignment(batching.count, tuple(shards), (0,) * layout.dp_shard, at["dp_shard"]),
+        MicrobatchAssignment(batching.count, tuple(shards), (0,) * layout.dp_shard, coordinates["dp_shard"]),
     )

@@ -1,12 +1,12 @@
-"""ZeRO-1, 2, 3 and HSDP by FSDP2: state sharded by rows over dp_shard, replicated over dp_replicate.
+"""ZeRO-1, 2, 3 and HSDP with FSDP2: state is sharded by rows over dp_shard and replicated over dp_replicate.
 
-The stage only says what is kept between the microbatches of a step:
+All ZeRO stages shard parameters, gradients and optimizer state between steps. They differ within a step:
 
-| stage | weights gathered | gradients reduce-scattered |
+| stage | weights all-gathered | gradients reduce-scattered |
 | --- | --- | --- |
-| 1 | once a step, kept until its last backward | once a step, after the last microbatch |
-| 2 | once a step, kept until its last backward | after every microbatch |
-| 3 | for every forward and backward | after every microbatch |
+| 1 | once per step, kept until the last backward pass | once per step, after the last microbatch |
+| 2 | once per step, kept until the last backward pass | after each microbatch |
+| 3 | for each forward and backward pass | after each microbatch |
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from raytrain_hpc.parallel.tiled_linear import TiledLinear
 
 
 class FSDPSync:
-    """Modules under FSDP2, by pipeline stage. Their parameters are DTensors, the same objects for their whole life."""
+    """Gradient synchronization by FSDP2 of the modules of a rank.
+
+    Constructing it shards the modules in place. Their parameters become DTensors, which stay the same objects.
+    """
 
     def __init__(
         self,
@@ -43,42 +46,44 @@ class FSDPSync:
         expert_mesh: DeviceMesh | None,
         reduction_order: ReductionOrder | None,
     ):
-        """`mesh`: copies, where there are several, and dp_shard. `experts`: parameters that are not sharded over it,
-        but over `expert_mesh` where there is one. `canonical`: in which order gradients are added, None: in any.
+        """`modules`, `blocks`: by pipeline stage. `mesh`: axis dp_shard, and axis copies if state is replicated.
+
+        `experts`: parameters that are not sharded over `mesh` but over `expert_mesh`, or not at all if that is None.
+        `reduction_order`: order of gradient additions, None: unspecified.
         """
         self._zero_stage, self._cursor = settings.zero, MicrobatchCursor()
-        self._reduces_each_microbatch = (
-            settings.zero > 1 or reduction_order is not None
-        )  # reduced after every microbatch
-        copies = mesh["copies"].get_group() if mesh.ndim == 2 else None
-        if reduction_order is not None:  # sums over copies are then its own affair
+        self._reduces_each_microbatch = settings.zero > 1 or reduction_order is not None
+        replica_group = mesh["copies"].get_group() if mesh.ndim == 2 else None
+        if reduction_order is not None:  # DeterministicReduceScatter also sums over the replicas
             mesh = mesh["dp_shard"]
         self._is_hsdp = mesh.ndim == 2
         ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard = partial(_fully_shard, policy=policy, ignored=ignored, settings=settings)
+        shard_fn = partial(_fully_shard, policy=policy, ignored=ignored, settings=settings)
         for module in modules.values():
-            for part in module.modules():
-                if isinstance(part, Experts) and expert_mesh is not None:
-                    shard(part, mesh=expert_mesh)
-        self._modules = {stage: _shard_module(module, blocks[stage], mesh, shard) for stage, module in modules.items()}
-        self.quantized_traffic = QuantizedTraffic()  # what went through quantised collectives
+            for submodule in module.modules():
+                if isinstance(submodule, Experts) and expert_mesh is not None:
+                    shard_fn(submodule, mesh=expert_mesh)
+        self._modules = {
+            stage: _shard_module(module, blocks[stage], mesh, shard_fn) for stage, module in modules.items()
+        }
+        self.quantized_traffic = QuantizedTraffic()
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
         if reduction_order is not None:
-            for unit in _iter_fsdp_modules(modules.values()):
-                reduce = DeterministicReduceScatter(
-                    self._cursor, reduction_order.shards, reduction_order.replicas, copies
+            for fsdp_module in _iter_fsdp_modules(modules.values()):
+                reduce_scatter = DeterministicReduceScatter(
+                    self._cursor, reduction_order.shards, reduction_order.replicas, replica_group
                 )
-                unit.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
-                unit.set_all_reduce_hook(reduce.all_reduce_hook)
+                fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+                fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
 
     @contextmanager
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
-        """Set what FSDP2 does around this backward pass of a stage.
+        """Configure when FSDP2 reduces and reshards in this backward pass of a stage.
 
-        A split one leaves gradients of weights for later, so nothing is reduced before `weights_done`.
+        A split backward pass defers weight gradients: nothing is reduced before `post_backward_weight`.
         """
         self._cursor.microbatch, self._cursor.is_last = microbatch, is_last
         self._configure(
@@ -87,30 +92,30 @@ class FSDPSync:
         yield
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """Reduce the gradients that a split backward pass of a stage has now completed.
+        """Reduce the gradients that a split backward pass of a stage has completed.
 
-        Stock pipeline schedules over FSDP2 reduce once a step and leave out the weights computed after it; this calls
-        what FSDP2 itself calls at the end of a backward pass, as torch's own pipeline runtime does.
+        FSDP2 reduces at the end of a backward pass, which would miss the deferred weight gradients. Call its
+        post-backward functions here instead, as the pipeline runtime of torch does.
         """
         module = self._modules[stage]
         root = fully_shard.state(module)  # type: ignore[attr-defined]
         groups = [group for state in root._state_ctx.all_states for group in _get_param_groups(state)]
-        # First only add them to what waits in the type of the reduction, where norms already are.
+        # First accumulate them, unreduced, in the reduce dtype, as FSDP2 did with the gradients of norms.
         self._configure(module, is_last=is_last, reduce=False)
         for group in groups:
             group.post_backward()
         if not self._reduces_each_microbatch and not is_last:
             return
         self._configure(module, is_last=is_last, reduce=True)
-        # Replicas add theirs up each time: FSDP2 keeps partial sums only where every pass reaches the same parameters,
-        # and here norms, whose gradients do not wait, can be a pass ahead of the products.
+        # All-reduce over replicas each time. FSDP2 keeps partial sums only if each pass covers the same parameters, but
+        # gradients of norms are not deferred and can be one pass ahead of those of linear layers.
         module.set_requires_all_reduce(True)
         for group in groups:
             group.post_backward()
         root._root_post_backward_final_callback()
 
     def finish_grad_sync(self) -> None:
-        """Everything was reduced behind the backward passes."""
+        """Do nothing: FSDP2 reduces gradients at the end of backward passes."""
 
     def _configure(self, module: FSDPModule, *, is_last: bool, reduce: bool) -> None:
         module.set_requires_gradient_sync(reduce)
@@ -130,54 +135,55 @@ def _fully_shard(
 ) -> None:
     reshard: bool | int = settings.zero == 3
     if settings.zero == 3 and settings.reshard_over and mesh.size(-1) % settings.reshard_over == 0:
-        # Hierarchical partitioning (ZeRO++): backward gathers from neighbours only.
+        # Hierarchical partitioning (ZeRO++): the backward pass gathers within groups of `reshard_over` ranks.
         reshard = settings.reshard_over
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
 
 
 def _apply_quantization(modules: Sequence[nn.Module], quantize: str, traffic: QuantizedTraffic) -> None:
-    for part in _iter_fsdp_modules(modules):
+    for fsdp_module in _iter_fsdp_modules(modules):
         if quantize in ("weights", "both"):
-            part.set_custom_all_gather(QuantizedAllGather(traffic))  # type: ignore[arg-type]
+            fsdp_module.set_custom_all_gather(QuantizedAllGather(traffic))  # type: ignore[arg-type]
         if quantize in ("gradients", "both"):
-            part.set_custom_reduce_scatter(QuantizedReduceScatter(traffic))  # type: ignore[arg-type]
+            fsdp_module.set_custom_reduce_scatter(QuantizedReduceScatter(traffic))  # type: ignore[arg-type]
 
 
 def _iter_fsdp_modules(modules: Iterable[nn.Module]) -> Iterator[FSDPModule]:
-    return (part for module in modules for part in module.modules() if isinstance(part, FSDPModule))
+    return (submodule for module in modules for submodule in module.modules() if isinstance(submodule, FSDPModule))
 
 
 def _shard_module(
-    module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]
+    module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard_fn: Callable[..., Any]
 ) -> FSDPModule:
-    tiles = [tile for part in module.modules() if isinstance(part, TiledLinear) for tile in part]
-    for part in (*tiles, *blocks, module):
-        shard(part, mesh=mesh)
+    tiles = [tile for submodule in module.modules() if isinstance(submodule, TiledLinear) for tile in submodule]
+    for submodule in (*tiles, *blocks, module):
+        shard_fn(submodule, mesh=mesh)
     for tile in tiles:
         _FreeTileHook(tile)
-    for unit in _iter_fsdp_modules([module]):
-        # Sum, not average: the loop divides by the tokens of the global batch. Without the second call gloo
-        # is asked for a pre-multiplied sum, which it does not have.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    for fsdp_module in _iter_fsdp_modules([module]):
+        # Sum, do not average: the trainer divides by the tokens of the global batch. Without the second call FSDP2
+        # uses a pre-multiplied sum, which gloo does not support.
+        fsdp_module.set_gradient_divide_factor(1.0)
+        fsdp_module.set_force_sum_reduction_for_comms(True)
     if not isinstance(module, FSDPModule):
         raise TypeError("fully_shard did not wrap the module")
     return module
 
 
 class _FreeTileHook:
-    """Has a tile freed after a recomputed forward pass.
+    """Forward hooks that reshard a tile after a recomputed forward pass.
 
-    FSDP2 keeps what such a pass gathers for the backward pass that follows: all tiles of a block at once.
+    FSDP2 keeps weights gathered during recomputation for the backward pass that follows, which would be all tiles of a
+    block at once.
     """
 
     def __init__(self, tile: nn.Module):
         self._in_backward = False
-        tile.register_forward_pre_hook(self._pre_forward, prepend=True)  # before FSDP2 gathers
+        tile.register_forward_pre_hook(self._pre_forward, prepend=True)  # before FSDP2 all-gathers
         tile.register_forward_hook(self._post_forward)
 
     def _pre_forward(self, tile: nn.Module, inputs: Any) -> None:
-        self._in_backward = not isinstance(tile.weight, DTensor)  # its own, which has begun and needs the weight
+        self._in_backward = not isinstance(tile.weight, DTensor)  # gathered: the backward pass of this tile needs it
 
     def _post_forward(self, tile: nn.Module, inputs: Any, output: Any) -> None:
         if not self._in_backward and isinstance(tile, FSDPModule):
@@ -185,9 +191,9 @@ class _FreeTileHook:
 
 
 def _get_param_groups(state: Any) -> list[Any]:
-    """FSDP2's parameter groups of a module: one in torch 2.11, a list of them in 2.13."""
+    """Return the parameter groups of an FSDP2 module state: one in torch 2.11, a list in 2.13."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    one = getattr(state, "_fsdp_param_group", None)
-    return [] if one is None else [one]
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]

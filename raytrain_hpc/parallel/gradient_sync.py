@@ -1,4 +1,4 @@
-"""What keeps the gradients of data-parallel ranks together, as the passes of a step see it."""
+"""Gradient synchronization of data-parallel ranks: the interface that the forward-backward code uses."""
 
 from __future__ import annotations
 
@@ -8,59 +8,60 @@ from typing import Protocol
 
 
 class GradientSync(Protocol):
-    """What keeps the gradients of data-parallel ranks together."""
+    """Synchronization of gradients over data-parallel ranks."""
 
     def backward_context(
         self, stage: int, microbatch: int, *, is_last: bool, split: bool = False
     ) -> AbstractContextManager[None]:
-        """The context in which the backward pass of this rank's n-th microbatch through a stage runs.
+        """Return the context manager in which to run the backward pass of a microbatch through a stage.
 
-        `last` of the step; `split`: gradients of weights come later.
+        `microbatch`: index among those of this rank. `is_last`: the last backward pass of the stage in this step.
+        `split`: weight gradients are deferred.
         """
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """Called once the weights of a split backward pass have their gradients."""
+        """Reduce deferred weight gradients. Call once a split backward pass has computed them."""
 
     def finish_grad_sync(self) -> None:
-        """Called after the last backward pass of a step: all gradients are complete when it returns."""
+        """Complete all gradients. Call after the last backward pass of a step."""
 
 
 class NoSync:
-    """One rank that holds everything and has nobody to synchronise with."""
+    """Gradient synchronization of a single rank: none."""
 
     def backward_context(
         self, stage: int, microbatch: int, *, is_last: bool, split: bool = False
     ) -> AbstractContextManager[None]:
-        """The context a backward pass runs in."""
+        """Return a null context."""
         return nullcontext()
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """Nothing to synchronise."""
+        """Do nothing."""
 
     def finish_grad_sync(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class CompositeSync:
-    """Parts of the parameters whose gradients are kept together in different ways."""
+    """Several gradient synchronizations, each for some of the parameters."""
 
     def __init__(self, syncs: Sequence[GradientSync]):
         self._syncs = syncs
 
     @contextmanager
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
-        """Every part's context."""
+        """Enter the contexts of all synchronizations."""
         with ExitStack() as stack:
-            for part in self._syncs:
-                stack.enter_context(part.backward_context(stage, microbatch, is_last=is_last, split=split))
+            for sync in self._syncs:
+                stack.enter_context(sync.backward_context(stage, microbatch, is_last=is_last, split=split))
             yield
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """Tell every part."""
-        for part in self._syncs:
-            part.post_backward_weight(stage, is_last=is_last)
+        """Call `post_backward_weight` of each synchronization."""
+        for sync in self._syncs:
+            sync.post_backward_weight(stage, is_last=is_last)
 
     def finish_grad_sync(self) -> None:
-        """Finish every part, in one order on all ranks."""
-        for part in self._syncs:
-            part.finish_grad_sync()
+        """Finish each synchronization, in the same order on all ranks."""
+        for sync in self._syncs:
+            sync.finish_grad_sync()

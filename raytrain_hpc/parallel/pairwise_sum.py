@@ -1,8 +1,8 @@
-"""One order of additions for what is summed over a step's microbatches, whoever computed them.
+"""Pairwise summation over the microbatches of a step, in an order that does not depend on the ranks.
 
-Leaves are the logical microbatches 0..count-1; a node of the tree is the sum of its two children, or its only child
-where the level above is narrower. Ranks add what they can of their own microbatches and hand on the nodes that are
-left open: whatever the shares, the same pairs are added, and so the same bits come out.
+The leaves of a binary tree are the logical microbatches 0..num_leaves-1. A node is the sum of its two children, or its
+only child at the right edge of an odd level. Ranks add the nodes that they can from their own microbatches and send the
+open ones. The same pairs are added for any assignment of microbatches to ranks, so the result is bitwise identical.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-Node = tuple[int, int]  # level, 0 for leaves, and place on it
+Node = tuple[int, int]  # (level, index on the level); leaves are level 0
 
 
 class PairwiseSum:
-    """Adds up values as they come, in any order. Owns what it is given."""
+    """A pairwise sum of values that are added in any order. Values are modified in place."""
 
     def __init__(self, num_leaves: int):
-        """`count`: leaves."""
+        """`num_leaves`: number of values in the sum."""
         self._num_leaves = num_leaves
-        self.open_nodes: dict[Node, Tensor] = {}  # nodes whose sibling is still to come; at the end the root alone
+        self.open_nodes: dict[Node, Tensor] = {}  # nodes whose sibling is missing; finally the root alone
 
     def add(self, value: Tensor, node: Node) -> None:
-        """Put the value of a node in its place, and add up whatever that completes."""
+        """Add the value of a node to the tree, and sum the parents that this completes."""
         node = _promote(node, self._num_leaves)
-        while (other := self.open_nodes.pop((node[0], node[1] ^ 1), None)) is not None:
-            value = other.add_(value)  # two floats give one sum, whichever comes first
+        while (sibling := self.open_nodes.pop((node[0], node[1] ^ 1), None)) is not None:
+            value = sibling.add_(value)  # floating-point addition is commutative
             node = _promote((node[0] + 1, node[1] >> 1), self._num_leaves)
         self.open_nodes[node] = value
 
     @property
     def total(self) -> Tensor | None:
-        """The sum over all leaves, None while some are missing."""
+        """The sum over all leaves; None while some are missing."""
         return self.open_nodes.get((_get_height(self._num_leaves), 0))
 
 
 def list_open_nodes(leaves: Iterable[int], num_leaves: int) -> list[Node]:
-    """The nodes that a rank which computes the microbatches of `run` hands on, in a fixed order."""
+    """Return the open nodes after adding `leaves`: those that a rank with these microbatches sends, sorted."""
     tree = PairwiseSum(num_leaves)
     for leaf in leaves:
         tree.add(torch.empty(0), (0, leaf))
@@ -46,7 +46,7 @@ def list_open_nodes(leaves: Iterable[int], num_leaves: int) -> list[Node]:
 
 
 def sum_pairwise(values: Tensor) -> Tensor:
-    """The sum over the first dimension of values [count, ...] in the order of the tree, [...]; of none it is 0."""
+    """Sum values [num_leaves, ...] over the first dimension in the order of the tree, to [...]; 0 without values."""
     while len(values) > 1:
         even = len(values) // 2 * 2
         values = torch.cat((values[0:even:2] + values[1:even:2], values[even:]))
@@ -54,11 +54,11 @@ def sum_pairwise(values: Tensor) -> Tensor:
 
 
 def _promote(node: Node, num_leaves: int) -> Node:
-    """A node without a sibling is its parent."""
-    level, place = node
-    while (width := _get_level_width(level, num_leaves)) > 1 and place ^ 1 >= width:
-        level, place = level + 1, place >> 1
-    return level, place
+    """Return the lowest ancestor that has a sibling or is the root: a node without a sibling equals its parent."""
+    level, index = node
+    while (width := _get_level_width(level, num_leaves)) > 1 and index ^ 1 >= width:
+        level, index = level + 1, index >> 1
+    return level, index
 
 
 def _get_level_width(level: int, num_leaves: int) -> int:

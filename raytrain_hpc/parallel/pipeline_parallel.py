@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a rank carries out its actions, and neighbouring stages hand on what they made."""
+"""Pipeline parallelism: run the actions of a schedule and exchange activations and gradients between stages."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from raytrain_hpc.parallel.mesh_axis import Traffic
 from raytrain_hpc.planner.pipeline_schedule import Action, PipelineOrder, PipelineSchedule
 from raytrain_hpc.planner.pipeline_timeline import Span
 
-Message = tuple[str, int, int]  # "F" or "B", the stage that it is for, the microbatch
+Message = tuple[str, int, int]  # (kind: "F" or "B", destination stage, microbatch)
 
 
 class Stage(Protocol):
-    """A part of the model, for one microbatch after another."""
+    """A pipeline stage: some layers of the model, run for one microbatch at a time."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """What the next stage needs, from what the stage before made; None at either end."""
+        """Return the input of the next stage, from the output of the previous one; None at either end."""
 
     def backward(self, microbatch: int, gradient: Tensor | None, *, split: bool) -> Tensor | None:
-        """The gradient of the stage's input, from that of its output; None at either end.
+        """Return the gradient of the stage's input from that of its output; None at either end.
 
-        `split`: gradients of weights may wait for `weights`.
+        `split`: weight gradients may be deferred to `backward_weight`.
         """
 
     def backward_weight(self, microbatch: int) -> None:
-        """Compute the gradients of weights that a split backward pass left."""
+        """Compute the weight gradients that a split backward pass has deferred."""
 
 
 @dataclass(frozen=True)
 class StageGroups:
-    """A rank's connections: for each direction to or from another rank of the pipeline a group of the two.
+    """The process groups of a rank with other pipeline ranks: one group of two ranks per direction.
 
-    One group a direction, since on NCCL whatever goes through one group goes one after the other.
+    Separate groups, since NCCL serializes the transfers of one group.
     """
 
-    groups: Mapping[tuple[int, int], dist.ProcessGroup]  # (from, to), pipeline ranks
-    global_ranks: Sequence[int]  # pipeline rank -> rank in the world
+    groups: Mapping[tuple[int, int], dist.ProcessGroup]  # by (source, destination), pipeline ranks
+    global_ranks: Sequence[int]  # global rank of each pipeline rank
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
 
 class Pipeline:
-    """Pipeline rank `rank` of a schedule."""
+    """The executor of a schedule on pipeline rank `rank`."""
 
     def __init__(self, schedule: PipelineSchedule, rank: int, groups: StageGroups):
         self.schedule, self._rank, self._groups = schedule, rank, groups
@@ -60,26 +60,27 @@ class Pipeline:
         make_buffer: Callable[[], Tensor],
         synchronize: Callable[[], None] | None = None,
     ) -> list[Span]:
-        """Do what the orders say for this rank. `buffer` makes an empty tensor like those that stages exchange.
+        """Run the actions of this rank and return their time spans.
 
-        Returns when each action ran, in seconds of this process's clock, waiting for other ranks left out. `settle`
-        waits until a device is done, so that these are times of the work and not of its launch.
+        `orders`: actions by pipeline rank. `stages`: local stages by number. `make_buffer`: creates an empty tensor of
+        the shape and dtype that stages exchange. `synchronize`: waits for the device, so that spans measure execution
+        instead of kernel launches. Spans are in seconds of this process's clock, without waiting for other ranks.
         """
-        mail = _P2PQueue(self.schedule, self._rank, orders, self._groups, make_buffer)
-        last, spans = self.schedule.num_stages - 1, []
+        queue = _P2PQueue(self.schedule, self._rank, orders, self._groups, make_buffer)
+        last_stage, spans = self.schedule.num_stages - 1, []
         for action in orders[self._rank]:
-            stage, m = action.stage, action.microbatch
-            forward = action.kind == "F"
-            needs = action.kind != "W" and stage != (0 if forward else last)
-            received = mail.receive(("F" if forward else "B", stage, m)) if needs else None
+            stage, microbatch = action.stage, action.microbatch
+            is_forward = action.kind == "F"
+            needs_input = action.kind != "W" and stage != (0 if is_forward else last_stage)
+            received = queue.receive(("F" if is_forward else "B", stage, microbatch)) if needs_input else None
             begin = time.perf_counter()
-            made = _run_action(action, stages[stage], received)
+            output = _run_action(action, stages[stage], received)
             if synchronize is not None:
                 synchronize()
             spans.append(Span(self._rank, action, begin, time.perf_counter()))
-            if made is not None:
-                mail.send(("F", stage + 1, m) if forward else ("B", stage - 1, m), made)
-        mail.wait_for_sends()
+            if output is not None:
+                queue.send(("F", stage + 1, microbatch) if is_forward else ("B", stage - 1, microbatch), output)
+        queue.wait_for_sends()
         return spans
 
 
@@ -93,9 +94,9 @@ def _run_action(action: Action, stage: Stage, received: Tensor | None) -> Tensor
 
 
 class _P2PQueue:
-    """What this rank still has to send and to receive in one run of the orders.
+    """The point-to-point sends and receives of this rank in one run of the schedule.
 
-    Everybody knows everybody's orders, so receives are posted in the order in which the other rank sends, one ahead.
+    Receives are posted in the order in which the source rank sends, known from its actions, one ahead per source.
     """
 
     def __init__(
@@ -109,46 +110,46 @@ class _P2PQueue:
         self._schedule, self._rank, self._groups, self._make_buffer = schedule, rank, groups, make_buffer
         self._received: dict[Message, Tensor] = {}
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
-        sources = sorted(source for source, to in groups.groups if to == rank)
+        sources = sorted(source for source, destination in groups.groups if destination == rank)
         self._expected_messages = {source: deque(self._list_messages(orders[source])) for source in sources}
         self._posted_receives: dict[int, tuple[Message, Tensor, dist.Work]] = {}
         for source in sources:
             self._post_receive(source)
 
     def receive(self, message: Message) -> Tensor:
-        """Wait for a message."""
+        """Wait for a message and return its tensor."""
         kind, stage, _ = message
         source = self._schedule.get_rank_of_stage(stage - 1 if kind == "F" else stage + 1)
         while message not in self._received:
-            arrived, tensor, work = self._posted_receives.pop(source)
+            received_message, tensor, work = self._posted_receives.pop(source)
             wait_all([work])
-            self._received[arrived] = tensor
+            self._received[received_message] = tensor
             self._post_receive(source)
         return self._received.pop(message)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Send a tensor to the stage it is for; where that is on this rank, it has arrived."""
-        to = self._schedule.get_rank_of_stage(message[1])
-        if to == self._rank:
+        """Send a tensor to the rank of its destination stage, asynchronously; keep it if that is this rank."""
+        destination = self._schedule.get_rank_of_stage(message[1])
+        if destination == self._rank:
             self._received[message] = tensor
             return
         while self._pending_sends and self._pending_sends[0][0].is_completed():
             self._pending_sends.popleft()
-        group, sent = self._groups.groups[self._rank, to], tensor.contiguous()
-        work = dist.isend(sent, self._groups.global_ranks[to], group)
-        self._groups.traffic.elements += sent.numel()
+        group, send_buffer = self._groups.groups[self._rank, destination], tensor.contiguous()
+        work = dist.isend(send_buffer, self._groups.global_ranks[destination], group)
+        self._groups.traffic.elements += send_buffer.numel()
         if work is not None:
-            self._pending_sends.append((work, sent))
+            self._pending_sends.append((work, send_buffer))
 
     def wait_for_sends(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all sends have completed."""
         wait_all(work for work, _ in self._pending_sends)
 
     def _list_messages(self, order: PipelineOrder) -> Iterable[Message]:
-        """What a rank with this order sends here, in its order."""
-        last = self._schedule.num_stages - 1
+        """Yield the messages that a rank with these actions sends to this rank, in order."""
+        last_stage = self._schedule.num_stages - 1
         for action in order:
-            if action.kind == "F" and action.stage < last:
+            if action.kind == "F" and action.stage < last_stage:
                 message = ("F", action.stage + 1, action.microbatch)
             elif action.kind in ("B", "I") and action.stage > 0:
                 message = ("B", action.stage - 1, action.microbatch)
@@ -159,7 +160,7 @@ class _P2PQueue:
 
     def _post_receive(self, source: int) -> None:
         if self._expected_messages[source]:
-            message, tensor = self._expected_messages[source].popleft(), self._make_buffer()
-            work = dist.irecv(tensor, self._groups.global_ranks[source], self._groups.groups[source, self._rank])
+            message, buffer = self._expected_messages[source].popleft(), self._make_buffer()
+            work = dist.irecv(buffer, self._groups.global_ranks[source], self._groups.groups[source, self._rank])
             if work is not None:
-                self._posted_receives[source] = (message, tensor, work)
+                self._posted_receives[source] = (message, buffer, work)

@@ -1,9 +1,9 @@
-"""Tensor parallelism with sequence parallelism: every rank of an axis holds some heads, some of the feed-forward's
-channels and some rows of the vocabulary, and between the products some positions of the residual stream.
+"""Tensor parallelism with sequence parallelism.
 
-Column and row products after Shoeybi et al. 2019 (arXiv 1909.08053), the sequence between them after Korthikanti et al.
-2022 (arXiv 2205.05198): positions are gathered before a column product and summed into shares after a row product.
-Nothing need divide evenly: heads, channels, rows and positions are shared out in runs at most one apart.
+Ranks of an axis shard attention heads, feed-forward channels and vocabulary rows (column- and row-parallel linear
+layers: Shoeybi et al. 2019, arXiv 1909.08053). Between these layers they shard the positions of the residual stream
+(Korthikanti et al. 2022, arXiv 2205.05198): positions are all-gathered before a column-parallel layer and
+reduce-scattered after a row-parallel one. Sizes need not divide evenly: ranges differ in length by at most one.
 """
 
 from __future__ import annotations
@@ -29,44 +29,40 @@ _SEQ_DIM = 1  # the dimension of positions in [b, t, ...]
 
 @dataclass
 class TensorParallelSpec:
-    """What a rank holds of a decoder after `share_out`."""
+    """The sharding of a decoder on one rank."""
 
-    shard_specs: dict[str, ShardSpec] = field(
-        default_factory=dict
-    )  # parameters that are not held whole, by their own names
-    partial_grads: list[str] = field(
-        default_factory=list
-    )  # parameters whose gradients are sums over this rank's positions
+    shard_specs: dict[str, ShardSpec] = field(default_factory=dict)  # of sharded parameters, by local name
+    partial_grads: list[str] = field(default_factory=list)  # parameters whose gradients must be summed over the axis
 
 
 def apply_tensor_parallel(decoder: Decoder, axis: Axis, seq_len: int, tp_spec: TensorParallelSpec) -> None:
-    """Leave this rank its part of a decoder on the meta device; every sample has `seq_len` positions.
+    """Shard a decoder on the meta device, in place, and add the sharding to `tp_spec`.
 
-    What that is of which parameter is added to `made`; experts are placed before, by `parallel.experts`.
+    `seq_len`: positions per sample on this rank. Call after `apply_expert_parallel`, which shards the experts.
     """
-    shape, dtype = decoder.spec, next(decoder.parameters()).dtype
-    gather = partial(_all_gather_input, axis, seq_len)
-    rows = [axis.get_local_range(shape.vocab_size)]
-    table = (shape.vocab_size, shape.hidden_size)
+    spec, dtype = decoder.spec, next(decoder.parameters()).dtype
+    gather_input = partial(_all_gather_input, axis, seq_len)
+    rows = [axis.get_local_range(spec.vocab_size)]
+    table_shape = (spec.vocab_size, spec.hidden_size)
     if decoder.embedding is not None:
-        decoder.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, axis)  # type: ignore[assignment]
-        tp_spec.shard_specs["embedding.weight"] = ShardSpec.from_ranges("embedding.weight", table, 0, rows)
+        decoder.embedding = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, axis)  # type: ignore[assignment]
+        tp_spec.shard_specs["embedding.weight"] = ShardSpec.from_ranges("embedding.weight", table_shape, 0, rows)
     if decoder.positions is not None:
         decoder.positions = _LocalPositionEmbedding(decoder.positions, axis)  # type: ignore[assignment]
-    for number, block in decoder.blocks().items():
-        prefix = f"layers.{number}."
+    for layer, block in decoder.blocks().items():
+        prefix = f"layers.{layer}."
         tp_spec.shard_specs |= dict(_shard_attention(block.attention, prefix + "attention.", axis))
         if isinstance(block.mlp, MixtureOfExperts):
             tp_spec.shard_specs |= dict(_shard_moe(block.mlp, prefix + "mlp.", axis))
         else:
             tp_spec.shard_specs |= dict(_shard_feed_forward(block.mlp, prefix + "mlp.", axis))
-        block.attention.register_forward_pre_hook(gather)
-        block.mlp.register_forward_pre_hook(gather)
+        block.attention.register_forward_pre_hook(gather_input)
+        block.mlp.register_forward_pre_hook(gather_input)
     if decoder.head is not None:
-        decoder.head.register_forward_pre_hook(gather)
+        decoder.head.register_forward_pre_hook(gather_input)
         if decoder.head.weight is not None:
-            decoder.head.weight = nn.Parameter(torch.empty(len(rows[0]), shape.hidden_size))
-            tp_spec.shard_specs["head.weight"] = ShardSpec.from_ranges(get_head_weight_name(shape), table, 0, rows)
+            decoder.head.weight = nn.Parameter(torch.empty(len(rows[0]), spec.hidden_size))
+            tp_spec.shard_specs["head.weight"] = ShardSpec.from_ranges(get_head_weight_name(spec), table_shape, 0, rows)
     decoder.to(dtype)
     tp_spec.partial_grads += [
         name for name, _ in decoder.named_parameters() if _has_partial_grad(name, tp_spec.shard_specs)
@@ -74,8 +70,11 @@ def apply_tensor_parallel(decoder: Decoder, axis: Axis, seq_len: int, tp_spec: T
 
 
 def _has_partial_grad(name: str, shard_specs: dict[str, ShardSpec]) -> bool:
-    """Norms, positions and the biases of row products see this rank's positions only; keys and values that every rank
-    holds see this rank's heads only."""
+    """Return whether a parameter is replicated over the axis but gets only part of its gradient on each rank.
+
+    Norms, position embeddings and biases of row-parallel layers see the local positions; replicated key-value
+    projections see the local heads.
+    """
     return name not in shard_specs or ".qkv.kv." in name
 
 
@@ -84,19 +83,19 @@ def _all_gather_input(axis: Axis, seq_len: int, module: nn.Module, inputs: tuple
 
 
 class _LocalPositionEmbedding(nn.Module):
-    """The learned vectors of this rank's share of the positions."""
+    """A learned position embedding that returns the local range of the positions."""
 
     def __init__(self, table: nn.Embedding, axis: Axis):
         super().__init__()
         self._axis, self.weight = axis, table.weight
 
     def forward(self, positions: Tensor) -> Tensor:
-        mine = self._axis.get_local_range(positions.shape[-1])
-        return F.embedding(positions[..., mine.start : mine.stop], self.weight)
+        local_range = self._axis.get_local_range(positions.shape[-1])
+        return F.embedding(positions[..., local_range.start : local_range.stop], self.weight)
 
 
 class RowParallelLinear(nn.Module):
-    """A product whose inputs are shared out: ranks sum their products, and each keeps its share of the positions."""
+    """A row-parallel linear layer: input features are sharded, and outputs are reduce-scattered over positions."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, axis: Axis):
         super().__init__()
@@ -106,39 +105,39 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, share of t, outputs] of x [b, t, inputs]."""
+        """Return [b, local t, out_features] of x [b, t, local in_features]."""
         return self.reduce_output(self.product(x, self.weight))
 
     def reduce_output(self, product: Tensor) -> Tensor:
-        """What the ranks' products [b, t, outputs] come to."""
-        summed = self._axis.reduce_scatter(product, _SEQ_DIM)
-        return summed if self.bias is None else summed + self.bias
+        """Reduce-scatter partial products [b, t, out_features] over positions and add the bias."""
+        output = self._axis.reduce_scatter(product, _SEQ_DIM)
+        return output if self.bias is None else output + self.bias
 
 
 class ReplicatedKVLinear(nn.Module):
-    """Queries of this rank's heads. Keys and values of all heads are held, and those in use are computed.
+    """A QKV projection with sharded query heads and replicated key-value weights.
 
-    For key-value heads that the axis does not divide. Their weights are small, and held whole they have one simple
-    gradient: the sum over ranks.
+    Used if the axis size does not divide the number of key-value heads. Only the key-value heads that local query heads
+    use are computed. The weights are small, and the gradient of replicated ones is simply the sum over ranks.
     """
 
     def __init__(self, attention: Attention, local_heads: range, bias: bool):
         super().__init__()
-        width, dim = attention.qkv.in_features, attention.head_dim
-        self._num_kv_heads, self._head_dim = attention.num_kv_heads, dim
-        group = attention.num_heads // attention.num_kv_heads
-        used = [head // group for head in local_heads]  # by this rank's query heads, in order
-        self._kv_head_indices = sorted(set(used))
-        runs = [used.count(head) for head in self._kv_head_indices]
-        self.is_grouped = len(set(runs)) == 1
-        # Where groups are of different sizes here, every query head gets a key-value head of its own.
-        self._kv_index = None if self.is_grouped else [self._kv_head_indices.index(head) for head in used]
-        self.num_kv_heads = len(self._kv_head_indices) if self.is_grouped else len(used)
-        self.q = nn.Linear(width, len(local_heads) * dim, bias=bias)
-        self.kv = nn.Linear(width, 2 * attention.num_kv_heads * dim, bias=bias)
+        width, head_dim = attention.qkv.in_features, attention.head_dim
+        self._num_kv_heads, self._head_dim = attention.num_kv_heads, head_dim
+        group_size = attention.num_heads // attention.num_kv_heads
+        kv_heads = [head // group_size for head in local_heads]  # key-value head of each local query head
+        self._kv_head_indices = sorted(set(kv_heads))
+        group_sizes = [kv_heads.count(head) for head in self._kv_head_indices]
+        self.is_grouped = len(set(group_sizes)) == 1
+        # If key-value heads serve different numbers of local query heads, repeat them to one per query head.
+        self._kv_index = None if self.is_grouped else [self._kv_head_indices.index(head) for head in kv_heads]
+        self.num_kv_heads = len(self._kv_head_indices) if self.is_grouped else len(kv_heads)
+        self.q = nn.Linear(width, len(local_heads) * head_dim, bias=bias)
+        self.kv = nn.Linear(width, 2 * attention.num_kv_heads * head_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, t, (heads + 2 kv_heads) * head_dim] of x [b, t, hidden_size], as `Attention` splits it."""
+        """Return [b, t, (heads + 2 kv_heads) * head_dim] of x [b, t, hidden_size], in the order of `Attention.qkv`."""
         heads = (2, self._num_kv_heads, self._head_dim)
         weight = self.kv.weight.view(*heads, -1)[:, self._kv_head_indices].flatten(0, 2)
         bias = None if self.kv.bias is None else self.kv.bias.view(heads)[:, self._kv_head_indices].flatten()
@@ -151,44 +150,53 @@ class ReplicatedKVLinear(nn.Module):
 
 
 def _shard_attention(attention: Attention, prefix: str, axis: Axis) -> Iterator[tuple[str, ShardSpec]]:
-    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    width, biased = attention.qkv.in_features, attention.qkv.bias is not None
-    mine = axis.get_local_range(heads)
-    queries, inputs = _scale_range(mine, dim), heads * dim
-    rows = inputs + 2 * kv_heads * dim
-    if kv_heads % axis.size == 0:
-        kv = _scale_range(axis.get_local_range(kv_heads), dim)
-        spans = [queries, _shift_range(kv, inputs), _shift_range(kv, inputs + kv_heads * dim)]
-        attention.qkv = nn.Linear(width, sum(map(len, spans)), bias=biased)
-        attention.num_kv_heads = kv_heads // axis.size
-        yield from _make_linear_specs(f"{prefix}qkv", f"{prefix}qkv", (rows, width), spans, biased)
+    num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    width, has_bias = attention.qkv.in_features, attention.qkv.bias is not None
+    local_heads = axis.get_local_range(num_heads)
+    query_rows, num_query_rows = _scale_range(local_heads, head_dim), num_heads * head_dim
+    num_rows = num_query_rows + 2 * num_kv_heads * head_dim
+    if num_kv_heads % axis.size == 0:
+        kv_rows = _scale_range(axis.get_local_range(num_kv_heads), head_dim)
+        row_ranges = [
+            query_rows,
+            _shift_range(kv_rows, num_query_rows),
+            _shift_range(kv_rows, num_query_rows + num_kv_heads * head_dim),
+        ]
+        attention.qkv = nn.Linear(width, sum(map(len, row_ranges)), bias=has_bias)
+        attention.num_kv_heads = num_kv_heads // axis.size
+        yield from _make_linear_specs(f"{prefix}qkv", f"{prefix}qkv", (num_rows, width), row_ranges, has_bias)
     else:
-        split = ReplicatedKVLinear(attention, mine, biased)
-        attention.qkv = split  # type: ignore[assignment]
-        attention.num_kv_heads = split.num_kv_heads
-        yield from _make_linear_specs(f"{prefix}qkv.q", f"{prefix}qkv", (rows, width), [queries], biased)
-        yield from _make_linear_specs(f"{prefix}qkv.kv", f"{prefix}qkv", (rows, width), [range(inputs, rows)], biased)
-    attention.num_heads = len(mine)
-    yield from _replace_with_row_parallel(attention, "out", prefix, queries, axis)
+        projection = ReplicatedKVLinear(attention, local_heads, has_bias)
+        attention.qkv = projection  # type: ignore[assignment]
+        attention.num_kv_heads = projection.num_kv_heads
+        yield from _make_linear_specs(f"{prefix}qkv.q", f"{prefix}qkv", (num_rows, width), [query_rows], has_bias)
+        yield from _make_linear_specs(
+            f"{prefix}qkv.kv", f"{prefix}qkv", (num_rows, width), [range(num_query_rows, num_rows)], has_bias
+        )
+    attention.num_heads = len(local_heads)
+    yield from _replace_with_row_parallel(attention, "out", prefix, query_rows, axis)
 
 
 def _shard_feed_forward(mlp: nn.Module, prefix: str, axis: Axis) -> Iterator[tuple[str, ShardSpec]]:
     down = mlp.get_submodule("down")
     if not isinstance(down, nn.Linear):
-        raise TypeError("a feed-forward ends in a linear layer")
+        raise TypeError("the last layer of a feed-forward must be nn.Linear")
     channels = axis.get_local_range(down.in_features)
     for name in ("gate", "up"):
         column = getattr(mlp, name, None)
         if isinstance(column, nn.Linear):
-            biased = column.bias is not None
+            has_bias = column.bias is not None
             size = (column.out_features, column.in_features)
-            setattr(mlp, name, nn.Linear(column.in_features, len(channels), bias=biased))
-            yield from _make_linear_specs(prefix + name, prefix + name, size, [channels], biased)
+            setattr(mlp, name, nn.Linear(column.in_features, len(channels), bias=has_bias))
+            yield from _make_linear_specs(prefix + name, prefix + name, size, [channels], has_bias)
     yield from _replace_with_row_parallel(mlp, "down", prefix, channels, axis)
 
 
 def _shard_moe(mixture: MixtureOfExperts, prefix: str, axis: Axis) -> Iterator[tuple[str, ShardSpec]]:
-    """Every rank routes all positions and has some channels of every expert (`parallel.experts`)."""
+    """Adapt a mixture of experts: each rank routes all positions and has some channels of each expert.
+
+    `parallel.expert_parallel` shards the experts themselves.
+    """
     mixture.router.balance_scale = 1 / axis.size
     mixture.reduce_output = partial(axis.reduce_scatter, dim=_SEQ_DIM)
     if mixture.shared is not None:
@@ -198,22 +206,22 @@ def _shard_moe(mixture: MixtureOfExperts, prefix: str, axis: Axis) -> Iterator[t
 def _replace_with_row_parallel(
     parent: nn.Module, name: str, prefix: str, inputs: range, axis: Axis
 ) -> Iterator[tuple[str, ShardSpec]]:
-    whole: nn.Linear = getattr(parent, name)
-    setattr(parent, name, RowParallelLinear(len(inputs), whole.out_features, whole.bias is not None, axis))
+    linear: nn.Linear = getattr(parent, name)
+    setattr(parent, name, RowParallelLinear(len(inputs), linear.out_features, linear.bias is not None, axis))
     weight = f"{prefix}{name}.weight"
-    yield weight, ShardSpec.from_ranges(weight, (whole.out_features, whole.in_features), 1, [inputs])
+    yield weight, ShardSpec.from_ranges(weight, (linear.out_features, linear.in_features), 1, [inputs])
 
 
 def _make_linear_specs(
-    own: str, canonical: str, size: tuple[int, int], rows: list[range], bias: bool
+    local_name: str, canonical_name: str, size: tuple[int, int], rows: list[range], bias: bool
 ) -> Iterator[tuple[str, ShardSpec]]:
-    yield f"{own}.weight", ShardSpec.from_ranges(f"{canonical}.weight", size, 0, rows)
+    yield f"{local_name}.weight", ShardSpec.from_ranges(f"{canonical_name}.weight", size, 0, rows)
     if bias:
-        yield f"{own}.bias", ShardSpec.from_ranges(f"{canonical}.bias", size[:1], 0, rows)
+        yield f"{local_name}.bias", ShardSpec.from_ranges(f"{canonical_name}.bias", size[:1], 0, rows)
 
 
 def _scale_range(span: range, width: int) -> range:
-    """The rows of these heads."""
+    """Return the range of rows of a range of heads, of `width` rows each."""
     return range(span.start * width, span.stop * width)
 
 
@@ -221,6 +229,6 @@ def _shift_range(span: range, offset: int) -> range:
     return range(span.start + offset, span.stop + offset)
 
 
-def get_head_weight_name(shape: ModelSpec) -> str:
-    """Whose weight the head of a last stage has: a tied one keeps a copy of the embedding's table."""
-    return "embedding.weight" if shape.tie_embeddings else "head.weight"
+def get_head_weight_name(spec: ModelSpec) -> str:
+    """Return the canonical name of the weight of the head: a tied head has a copy of the embedding table."""
+    return "embedding.weight" if spec.tie_embeddings else "head.weight"

@@ -1,4 +1,4 @@
-"""Gradients that ranks of an axis complete by adding theirs up."""
+"""Sums of gradients over the ranks or the copies of a parameter that each have a part of its gradient."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from raytrain_hpc.state.sharded_state import to_local
 
 
 def all_reduce_gradients(parameters: Sequence[nn.Parameter], axis: Axis) -> None:
-    """Replace the gradients of these parameters by their sums over an axis, in one collective.
+    """All-reduce the gradients of `parameters` over an axis, in place, in one collective.
 
-    Where a parameter is sharded, all ranks of the axis have the same shard of it.
+    If a parameter is sharded, all ranks of the axis must have the same shard.
     """
-    slices = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not slices:
+    grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not grads:
         return
-    summed = axis.all_reduce(torch.cat([piece.reshape(-1) for piece in slices]))
-    parts = torch.split(summed, [piece.numel() for piece in slices])
-    torch._foreach_copy_(slices, [part.view_as(piece) for part, piece in zip(parts, slices, strict=True)])
+    summed = axis.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+    sums = torch.split(summed, [grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [summed_grad.view_as(grad) for summed_grad, grad in zip(sums, grads, strict=True)])
 
 
 def sum_tied_gradients(first: nn.Parameter, second: nn.Parameter) -> None:
-    """Give two copies of a weight on one rank the sum of their gradients."""
-    one, other = _get_local_gradient(first), _get_local_gradient(second)
-    if one is not None and other is not None:
-        one.add_(other)
-        other.copy_(one)
+    """Set the gradients of two copies of a weight on one rank to their sum."""
+    first_grad, second_grad = _get_local_gradient(first), _get_local_gradient(second)
+    if first_grad is not None and second_grad is not None:
+        first_grad.add_(second_grad)
+        second_grad.copy_(first_grad)
 
 
 def _get_local_gradient(parameter: nn.Parameter) -> Tensor | None:

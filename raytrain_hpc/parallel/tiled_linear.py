@@ -1,14 +1,14 @@
-"""Matrices cut into tiles of output rows, so that ZeRO-3 gathers a part of a layer at a time.
+"""Tiled linear layers: weights are split into tiles of output rows, so that ZeRO-3 gathers one tile at a time.
 
-For a layer larger than a device can gather: memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857). Every
-tile is a linear layer of its own, and `parallel.shard` makes it a unit that is gathered, used and freed in its turn,
-forward and backward. What a rank holds of the whole matrix is a cut like any other, so the state does not change.
+Memory-centric tiling (Rajbhandari et al. 2021, arXiv 2104.07857), for layers too large to be gathered at once. Each
+tile is a linear layer, which `parallel.fsdp` gathers, uses and frees separately in the forward and the backward pass.
+Tiles have shard specs like other parameters, so checkpoints do not depend on tiling.
 
-At any time one tile's weight is in place. With FSDP2's buffers, for the gather before it or behind it, that is twice
-the largest tile, and three times while a block recomputes, since the tile that its backward pass begins with waits.
+At most one tile is gathered at a time. Including the buffers of FSDP2, peak memory is twice the largest tile, and three
+times while a block recomputes, since the first tile of its backward pass is already gathered.
 
-Left whole are what is no matrix of a product with this shape: embeddings, and so a tied head, which uses their table;
-experts; keys and values that all tensor-parallel ranks hold, which are small. The smallest tile has a row a rank.
+Not tiled: embeddings and tied heads, which use their table; experts; replicated key-value projections, which are small.
+A tile has at least one row per rank.
 """
 
 from __future__ import annotations
@@ -25,72 +25,72 @@ from raytrain_hpc.state.shard_spec import ShardSpec
 
 
 class TiledLinear(nn.ModuleList):
-    """Linear layers that share their input and make a run of the outputs each, used one after another."""
+    """Linear layers with the same input that each compute a range of the outputs, run one after another."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """All outputs of x [..., inputs], as of one layer."""
-        rows = x.flatten(0, -2)  # with more dimensions a product with a bias is a view, of which FSDP2 warns
+        """Return the outputs [..., out_features] of x [..., in_features]."""
+        rows = x.flatten(0, -2)  # otherwise a product with bias returns a view, about which FSDP2 warns
         return torch.cat([tile(rows).unflatten(0, x.shape[:-1]) for tile in self], dim=-1)
 
 
 def apply_tiling(decoder: Decoder, max_elements: int, num_ranks: int, shard_specs: dict[str, ShardSpec]) -> None:
-    """Replace each matrix of more than `limit` elements by tiles of at most as many; `cuts` then says what they are.
+    """Split each weight of more than `max_elements` elements into tiles of at most as many, and update `shard_specs`.
 
-    `ranks` share out the rows of each tile. For a decoder that tensor parallelism has cut, before anything is wrapped
-    around parts of it.
+    `num_ranks`: ranks that shard the rows of a tile. Call after `apply_tensor_parallel` and before activation
+    checkpointing and FSDP2 are applied.
     """
-    rows_of = partial(_split_rows, max_elements=max_elements, num_ranks=num_ranks)
-    skipped = {
-        part.kv for part in decoder.modules() if isinstance(part, ReplicatedKVLinear)
-    }  # its weight is used by itself
-    for name, part in list(decoder.named_modules()):
-        if type(part) is nn.Linear and part not in skipped and (spans := rows_of(part.weight)):
-            parent, _, last = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), last, _make_tiles(part.weight, part.bias, spans))
-            _update_shard_specs(name, name, {"weight": part.weight, "bias": part.bias}, spans, shard_specs)
-        elif isinstance(part, RowParallelLinear) and (spans := rows_of(part.weight)):
-            weight = _replace_weight_with_tiles(part, spans)
-            part.forward = partial(_row_parallel_forward, part)  # type: ignore[method-assign]
-            _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, spans, shard_specs)
-        # A tied head of a later stage has a matrix too: a copy, paired as a whole with the table of the first stage.
-        elif isinstance(part, Head) and not decoder.spec.tie_embeddings and (spans := rows_of(part.weight)):
-            weight = _replace_weight_with_tiles(part, spans)
-            part.forward = partial(_head_forward, part)  # type: ignore[method-assign]
-            _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, spans, shard_specs)
+    split_rows = partial(_split_rows, max_elements=max_elements, num_ranks=num_ranks)
+    # ReplicatedKVLinear uses the weight of `kv` directly.
+    skipped = {module.kv for module in decoder.modules() if isinstance(module, ReplicatedKVLinear)}
+    for name, module in list(decoder.named_modules()):
+        if type(module) is nn.Linear and module not in skipped and (row_ranges := split_rows(module.weight)):
+            parent, _, attribute = name.rpartition(".")
+            setattr(decoder.get_submodule(parent), attribute, _make_tiles(module.weight, module.bias, row_ranges))
+            _update_shard_specs(name, name, {"weight": module.weight, "bias": module.bias}, row_ranges, shard_specs)
+        elif isinstance(module, RowParallelLinear) and (row_ranges := split_rows(module.weight)):
+            weight = _replace_weight_with_tiles(module, row_ranges)
+            module.forward = partial(_row_parallel_forward, module)  # type: ignore[method-assign]
+            _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, row_ranges, shard_specs)
+        # A tied head of a later stage has a copy of the table, which must match that of the first stage: do not tile
+        # it.
+        elif isinstance(module, Head) and not decoder.spec.tie_embeddings and (row_ranges := split_rows(module.weight)):
+            weight = _replace_weight_with_tiles(module, row_ranges)
+            module.forward = partial(_head_forward, module)  # type: ignore[method-assign]
+            _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, row_ranges, shard_specs)
 
 
 def _split_rows(weight: Tensor | None, max_elements: int, num_ranks: int) -> list[range]:
-    """The rows of each tile, runs at most one apart; none where the matrix is within the limit."""
+    """Return the row ranges of the tiles, with lengths that differ by at most one; [] if no tiling is needed."""
     if weight is None or weight.numel() <= max_elements:
         return []
-    rows, width = weight.shape
-    # Ranks gather shares of one size, so a tile is gathered with up to ranks - 1 rows of nothing.
-    most = max(num_ranks, max_elements // width // num_ranks * num_ranks)
-    count = -(-rows // most)
-    if count == 1:
+    num_rows, width = weight.shape
+    # Gathered shards have equal sizes, so a gathered tile includes up to num_ranks - 1 rows of padding.
+    max_rows = max(num_ranks, max_elements // width // num_ranks * num_ranks)
+    num_tiles = -(-num_rows // max_rows)
+    if num_tiles == 1:
         return []
-    return [range(number * rows // count, (number + 1) * rows // count) for number in range(count)]
+    return [range(tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles) for tile in range(num_tiles)]
 
 
-def _make_tiles(weight: Tensor, bias: Tensor | None, spans: list[range]) -> TiledLinear:
-    linear = partial(nn.Linear, weight.shape[1], bias=bias is not None, device=weight.device, dtype=weight.dtype)
-    return TiledLinear(linear(len(span)) for span in spans)
+def _make_tiles(weight: Tensor, bias: Tensor | None, row_ranges: list[range]) -> TiledLinear:
+    make_linear = partial(nn.Linear, weight.shape[1], bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    return TiledLinear(make_linear(len(rows)) for rows in row_ranges)
 
 
-def _replace_weight_with_tiles(part: RowParallelLinear | Head, spans: list[range]) -> Tensor:
-    """Give a module tiles instead of its matrix, which is returned. The module stays: others have hooks on it."""
-    weight = part.weight
+def _replace_weight_with_tiles(module: RowParallelLinear | Head, row_ranges: list[range]) -> Tensor:
+    """Replace the weight of a module by tiles and return it. The module stays, since it has hooks."""
+    weight = module.weight
     if weight is None:
-        raise ValueError("there is no matrix to tile")
-    part.register_parameter("weight", None)
-    del part.product  # the tiles have products of their own, which may be deferred
-    part.tiles = _make_tiles(weight, None, spans)
+        raise ValueError("the module has no weight to tile")
+    module.register_parameter("weight", None)
+    del module.product  # the tiles compute the product, perhaps with deferred weight gradients
+    module.tiles = _make_tiles(weight, None, row_ranges)
     return weight
 
 
 def _row_parallel_forward(row: RowParallelLinear, x: Tensor) -> Tensor:
-    summed: Tensor = row.reduce_output(row.tiles(x))  # type: ignore[operator]
-    return summed
+    output: Tensor = row.reduce_output(row.tiles(x))  # type: ignore[operator]
+    return output
 
 
 def _head_forward(head: Head, x: Tensor, table: Tensor | None) -> Tensor:
@@ -99,13 +99,17 @@ def _head_forward(head: Head, x: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _update_shard_specs(
-    name: str, tiles: str, parameters: dict[str, Tensor | None], spans: list[range], shard_specs: dict[str, ShardSpec]
+    name: str,
+    tiles: str,
+    parameters: dict[str, Tensor | None],
+    row_ranges: list[range],
+    shard_specs: dict[str, ShardSpec],
 ) -> None:
-    """Say what the tiles under the name `tiles` are of what the parameters of `name` were."""
+    """Replace the shard specs of the parameters of `name` by those of the tiles under the name `tiles`."""
     for kind, tensor in parameters.items():
         if tensor is None:
             continue
-        before = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
-        for number, span in enumerate(spans):
-            box = Box((span.start, *(0 for _ in tensor.shape[1:])), (len(span), *tensor.shape[1:]))
-            shard_specs[f"{tiles}.{number}.{kind}"] = ShardSpec(before.name, before.shape, before.restrict(box))
+        untiled = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
+        for tile, rows in enumerate(row_ranges):
+            box = Box((rows.start, *(0 for _ in tensor.shape[1:])), (len(rows), *tensor.shape[1:]))
+            shard_specs[f"{tiles}.{tile}.{kind}"] = ShardSpec(untiled.name, untiled.shape, untiled.restrict(box))

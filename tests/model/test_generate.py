@@ -71,6 +71,6 @@ def test_impossible_settings_are_refused_at_the_call():
     model = Fixed([0.0, 1.0])
     with pytest.raises(DataError, match="at least one token"):
         generate(model, [], 1, context_length=4)
-    for wrong in ({"context": 0}, {"temperature": -1.0}, {"top_k": -1}):
+    for wrong in ({"context_length": 0}, {"temperature": -1.0}, {"top_k": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            generate(model, [0], 1, **{"context": 4, **wrong})
+            generate(model, [0], 1, **{"context_length": 4, **wrong})

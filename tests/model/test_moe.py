@@ -52,7 +52,7 @@ def test_the_balancing_loss_has_the_gradient_of_its_formula(tiny, random_decoder
 
 def test_a_spare_microbatch_counts_for_nothing(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", **KEYS))
-    (0.0 * loss_sum(decoder(TOKENS, counted=0.0), TOKENS)).backward()
+    (0.0 * loss_sum(decoder(TOKENS, loss_weight=0.0), TOKENS)).backward()
     assert all(not parameter.grad.any() for parameter in decoder.parameters())
     assert all(not one.router.load.any() for one in mixtures(decoder))
 

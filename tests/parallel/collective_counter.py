@@ -1,4 +1,4 @@
-"""Counts what torch's own collectives send, for axes whose collectives are FSDP2's or the loop's."""
+"""Count what collectives of torch.distributed send, for axes whose collectives FSDP2 or the trainer calls."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ import torch.distributed as dist
 
 
 class CollectiveCounter:
-    """Elements that a rank sends in torch's own collectives, as rings send them, by group."""
+    """A context manager that counts the elements a rank sends in collectives, as ring algorithms send them."""
 
-    # torch 2.11 and 2.13 call the two of ZeRO by different names.
+    # The all-gather and reduce-scatter of FSDP2 have different names in torch 2.11 and 2.13.
     NAMES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
 
     def __init__(self) -> None:
-        self.sent: Counter[tuple[str, int, int]] = Counter()  # by what is done, ranks of the group, the group
-        self._kept = {name: getattr(dist, name) for name in ("all_reduce", *self.NAMES) if hasattr(dist, name)}
-        self._inside = False
+        self.sent: Counter[tuple[str, int, int]] = Counter()  # by (operation, group size, id of the group)
+        self._originals = {name: getattr(dist, name) for name in ("all_reduce", *self.NAMES) if hasattr(dist, name)}
+        self._in_collective = False
 
     def __enter__(self) -> CollectiveCounter:
-        for name, original in self._kept.items():
+        for name, original in self._originals.items():
             setattr(dist, name, partial(self._count, name, original))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name, original in self._kept.items():
+        for name, original in self._originals.items():
             setattr(dist, name, original)
 
-    def _count(self, name: str, original: Any, *arguments: Any, **named: Any) -> Any:
-        if not self._inside:
-            sizes = [value.numel() for value in (*arguments, *named.values()) if hasattr(value, "numel")]
-            size = dist.get_world_size(named.get("group"))
-            elements = max(sizes) * (size - 1) // size * (2 if name == "all_reduce" else 1)
-            self.sent[name.rsplit("_", 1)[0], size, id(named.get("group"))] += elements
-        self._inside = True
+    def _count(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._in_collective:
+            sizes = [value.numel() for value in (*args, *kwargs.values()) if hasattr(value, "numel")]
+            group_size = dist.get_world_size(kwargs.get("group"))
+            elements = max(sizes) * (group_size - 1) // group_size * (2 if name == "all_reduce" else 1)
+            self.sent[name.rsplit("_", 1)[0], group_size, id(kwargs.get("group"))] += elements
+        self._in_collective = True
         try:
-            return original(*arguments, **named)
+            return original(*args, **kwargs)
         finally:
-            self._inside = False
+            self._in_collective = False
 
     def count_by_group(self) -> Counter[int]:
-        """Whatever was done in a group."""
-        groups: Counter[int] = Counter()
+        """Return the elements of all collectives, by group."""
+        counts: Counter[int] = Counter()
         for (_, _, group), elements in self.sent.items():
-            groups[group] += elements
-        return groups
+            counts[group] += elements
+        return counts
 
     def count_by_size(self, operation: str) -> dict[int, int]:
-        """Elements of one kind of collective ("all_gather", "reduce_scatter"), by ranks of the group."""
-        sizes: Counter[int] = Counter()
+        """Return the elements of one kind of collective ("all_gather", "reduce_scatter"), by group size."""
+        counts: Counter[int] = Counter()
         for (name, size, _), elements in self.sent.items():
-            sizes[size] += elements * name.startswith(operation)
-        return {size: elements for size, elements in sizes.items() if elements}
+            counts[size] += elements * name.startswith(operation)
+        return {size: elements for size, elements in counts.items() if elements}

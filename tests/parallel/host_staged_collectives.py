@@ -1,4 +1,4 @@
-"""Collectives of tensors on a GPU through host memory and gloo: NCCL refuses two ranks on one GPU."""
+"""Collectives of GPU tensors through host memory and gloo: NCCL does not support two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class StagedWork:
-    """A transfer whose data goes to the device when it is waited for."""
+    """A transfer to host memory; `wait` copies the data to the device."""
 
     def __init__(self, work: Any, host: Tensor, device: Tensor | None):
         self._work, self._host, self._device = work, host, device
@@ -25,19 +25,19 @@ class StagedWork:
 
 @contextmanager
 def stage_collectives() -> Iterator[None]:
-    """While it lasts, what context parallelism exchanges goes by the host."""
-    exchange, spread = dist.batch_isend_irecv, dist.all_to_all_single
+    """Route the transfers of context parallelism through host memory."""
+    batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
 
-    def batch(ops: list[dist.P2POp]) -> list[StagedWork]:
-        hosts = [one.tensor.cpu() for one in ops]
-        moved = [dist.P2POp(one.op, host, one.peer, one.group) for one, host in zip(ops, hosts, strict=True)]
-        landings = zip(exchange(moved), hosts, ops, strict=True)
-        return [StagedWork(work, host, one.tensor if one.op is dist.irecv else None) for work, host, one in landings]
+    def staged_batch(ops: list[dist.P2POp]) -> list[StagedWork]:
+        hosts = [op.tensor.cpu() for op in ops]
+        host_ops = [dist.P2POp(op.op, host, op.peer, op.group) for op, host in zip(ops, hosts, strict=True)]
+        works = zip(batch_isend_irecv(host_ops), hosts, ops, strict=True)
+        return [StagedWork(work, host, op.tensor if op.op is dist.irecv else None) for work, host, op in works]
 
-    def all_to_all(received: Tensor, sent: Tensor, incoming: Any, outgoing: Any, group: Any) -> None:
+    def staged_all_to_all(received: Tensor, sent: Tensor, incoming: Any, outgoing: Any, group: Any) -> None:
         host = received.cpu()
-        spread(host, sent.cpu(), incoming, outgoing, group=group)
+        all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group)
         received.copy_(host)
 
-    with mock.patch.multiple(dist, batch_isend_irecv=batch, all_to_all_single=all_to_all):
+    with mock.patch.multiple(dist, batch_isend_irecv=staged_batch, all_to_all_single=staged_all_to_all):
         yield

@@ -1,4 +1,4 @@
-"""All numbers of a short training on a layout: every step's metrics, and the whole state after the first and last."""
+"""Run a short training on a layout; return all metrics and the full state after the first and last step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 GPT2 = ["model.norm=layernorm", "model.activation=gelu", "model.positions=learned", "model.bias=true"]
 LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rotary", "model.bias=false"]
-# Sizes that 2 and 4 do not divide: 65 tokens, 50 channels, 15 positions.
+# Sizes that 2 and 4 do not divide: vocabulary 65, 50 channels, 15 positions.
 ODD = ["model.vocab_size=65", "model.ffn_size=50", "train.seq_len=15"]
 MODELS = {
     "gpt2": [*GPT2, *ODD, "model.tie_embeddings=true"],
@@ -36,36 +36,38 @@ MODELS = {
     ],
     "llama, five tokens": [*LLAMA, "model.num_kv_heads=1", "model.vocab_size=5", "model.tie_embeddings=true"],
 }
-STEPS = 2  # gradients after the first, all the rest after the second; docs/parity.md has 20
+STEPS = 2  # gradients are compared after the first step, the rest after the second; docs/parity.md uses 20
 BASE = ["train.dtype=fp64", "model.dropout=0.1", "train.micro_batch=3", f"train.steps={STEPS}", "train.lr=3e-3"]
 
 
 def run_layout(
     pool: WarmPool, directory: Path, *words: str, steps: int = STEPS
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The metrics of every step, and the whole state after the first one and the last one."""
+    """Train; return the metrics of each step, and the full state after the first and the last step."""
     words = (*BASE, *words, f"train.steps={steps}", "checkpoint.keep=0")
     if steps <= STEPS:
-        made = get_step_metrics(pool.train(make_small_config(directory, *words, "checkpoint.every=1"))[0])
-    else:  # a checkpoint every step would be too many
-        made = get_step_metrics(pool.train(make_small_config(directory, *words), steps_to=1)[0])
-        made += get_step_metrics(pool.train(make_small_config(directory, *words), resume_step=1)[0])
-    state = {f"{step} {name}": x for step in (1, steps) for name, x in load_full_state(directory, step).items()}
-    return made, state
+        metrics = get_step_metrics(pool.train(make_small_config(directory, *words, "checkpoint.every=1"))[0])
+    else:  # avoid a checkpoint per step
+        metrics = get_step_metrics(pool.train(make_small_config(directory, *words), steps_to=1)[0])
+        metrics += get_step_metrics(pool.train(make_small_config(directory, *words), resume_step=1)[0])
+    state = {
+        f"{step} {name}": tensor for step in (1, steps) for name, tensor in load_full_state(directory, step).items()
+    }
+    return metrics, state
 
 
 def load_full_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, put together from whatever slices were saved."""
+    """Return all tensors of a checkpoint, assembled from the saved slices."""
     checkpoint = read_manifest(CheckpointStore(directory / "checkpoints").get_path(step))
-    holding = ShardedState(
+    state = ShardedState(
         StateShard(
             name,
-            one.shape,
-            one.dtype,
-            Box.from_shape(one.shape),
-            torch.full(one.shape, torch.nan, dtype=getattr(torch, one.dtype)),
+            entry.shape,
+            entry.dtype,
+            Box.from_shape(entry.shape),
+            torch.full(entry.shape, torch.nan, dtype=getattr(torch, entry.dtype)),
         )
-        for name, one in checkpoint.index.items()
+        for name, entry in checkpoint.index.items()
     )
-    read_state(checkpoint, holding)
-    return {held.name: held.tensor for held in holding}
+    read_state(checkpoint, state)
+    return {shard.name: shard.tensor for shard in state}

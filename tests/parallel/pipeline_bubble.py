@@ -1,6 +1,6 @@
-"""Pipelines whose stages only take their time, on four ranks: `python -m tests.parallel.pipeline_bubble`.
+"""Pipelines of stages that only sleep, on four ranks: `python -m tests.parallel.pipeline_bubble`.
 
-Prints each schedule's idle share as the simulator says and as measured, stages sleeping.
+Prints the idle fraction of each schedule as simulated and as measured.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ REPEATS = 5
 
 
 class Clock:
-    """Time of a rank that passes only where it is said to, or really."""
+    """The clock of a rank: virtual time, or real time if it sleeps."""
 
     def __init__(self, sleeps: bool):
         self.now, self._sleeps = 0.0, sleeps
 
     def work(self, seconds: float, since: float) -> float:
-        """Start at the earliest at `since`, take so long; when that is done."""
+        """Work for `seconds`, starting at `since` or later. Return the end."""
         self.now = max(self.now, since) + seconds
         if self._sleeps:
             time.sleep(seconds)
@@ -40,28 +40,28 @@ class Clock:
 
 
 class TimedStage:
-    """A stage that takes its time. What it hands on says when it was done, what it is for and what number it has."""
+    """A stage that takes a fixed time per action. Messages hold end time, destination and microbatch."""
 
     def __init__(self, number: int, last: int, clock: Clock, finished: dict[Action, float]):
         self.number, self.last, self.clock, self.finished = number, last, clock, finished
-        self.held: set[int] = set()
-        self.most = 0
+        self.in_flight: set[int] = set()
+        self.max_in_flight = 0
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        self.held.add(microbatch)
-        self.most = max(self.most, len(self.held))
+        self.in_flight.add(microbatch)
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         done = self._work("F", microbatch, x, first=self.number == 0)
         return None if self.number == self.last else torch.tensor([done, self.number + 1, microbatch])
 
     def backward(self, microbatch: int, gradient: Tensor | None, *, split: bool) -> Tensor | None:
         done = self._work("I" if split else "B", microbatch, gradient, first=self.number == self.last)
         if not split:
-            self.held.remove(microbatch)
+            self.in_flight.remove(microbatch)
         return None if self.number == 0 else torch.tensor([done, self.number - 1, microbatch])
 
     def backward_weight(self, microbatch: int) -> None:
         self._work("W", microbatch, None, first=True)
-        self.held.remove(microbatch)
+        self.in_flight.remove(microbatch)
 
     def _work(self, kind: str, microbatch: int, received: Tensor | None, *, first: bool) -> float:
         if (received is None) is not first:
@@ -74,28 +74,33 @@ class TimedStage:
 
 
 def make_schedule(name: ScheduleName) -> PipelineSchedule:
-    """Four ranks, two stages each where the schedule knows more than one."""
+    """Create a schedule of four ranks, with two stages per rank if the schedule supports it."""
     return PipelineSchedule(name, 4, 1 if name in ("gpipe", "1f1b") else 2)
 
 
-def run_schedule(rank: int, meeting: Rendezvous, name: ScheduleName, microbatches: int, sleeps: bool):
-    """(Spans, most microbatches held a stage, elements sent, when each action was done on the clocks) of a rank."""
+def run_schedule(rank: int, rendezvous: Rendezvous, name: ScheduleName, microbatches: int, sleeps: bool):
+    """Return (spans, most microbatches in flight by stage, elements sent, end time of each action) of a rank."""
     schedule = make_schedule(name)
     layout = Layout(pp=4, schedule=name, virtual_stages=schedule.stages_per_rank)
-    place = init_process_groups(meeting, rank, layout, torch.device("cpu"))
+    context = init_process_groups(rendezvous, rank, layout, torch.device("cpu"))
     clock, finished = Clock(sleeps), {}
     stages = {
         stage: TimedStage(stage, schedule.num_stages - 1, clock, finished)
         for stage in schedule.get_stages_of_rank(rank)
     }
     dist.barrier()
-    pipeline = Pipeline(schedule, rank, place.stage_groups)
+    pipeline = Pipeline(schedule, rank, context.stage_groups)
     spans = pipeline.run(schedule.build_orders(microbatches), stages, lambda: torch.empty(WIDTH))
-    return spans, {stage: one.most for stage, one in stages.items()}, place.stage_groups.traffic.elements, finished
+    return (
+        spans,
+        {stage: timed_stage.max_in_flight for stage, timed_stage in stages.items()},
+        context.stage_groups.traffic.elements,
+        finished,
+    )
 
 
 def main() -> None:
-    """A line a schedule: median of the measured idle shares."""
+    """Print one line per schedule, with the median of the measured idle fractions."""
     pool = WarmPool()
     print("| schedule | simulated idle | measured idle | microbatches held, by rank |\n| --- | --- | --- | --- |")
     for name in SCHEDULE_NAMES:
@@ -104,13 +109,13 @@ def main() -> None:
         expected = compute_idle_fraction(simulate(orders, lambda action: SECONDS[action.kind], schedule.num_stages), 4)
         measured = []
         for _ in range(REPEATS):
-            answers = pool.call(run_schedule, 4, name, 8, True)
-            spans: list[Span] = [span for of_rank, *_ in answers for span in of_rank]
+            results = pool.call(run_schedule, 4, name, 8, True)
+            spans: list[Span] = [span for rank_spans, *_ in results for span in rank_spans]
             measured.append(compute_idle_fraction(spans, 4))
-            held = [in_flight for _, in_flight, *_ in answers]
+            held = [in_flight for _, in_flight, *_ in results]
             if held != [count_max_in_flight(order) for order in orders]:
                 raise RuntimeError(f"{name} held {held}")
-        most = " ".join("+".join(str(number) for number in of_rank.values()) for of_rank in held)
+        most = " ".join("+".join(str(number) for number in rank_spans.values()) for rank_spans in held)
         print(f"| {name} | {100 * expected:.1f} % | {100 * statistics.median(measured):.1f} % | {most} |", flush=True)
     pool.close()
 

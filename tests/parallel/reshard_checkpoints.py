@@ -1,6 +1,6 @@
-"""Checkpoints saved on one layout and continued on another: `python -m tests.parallel.reshard_checkpoints`.
+"""Save checkpoints on one layout and resume on another: `python -m tests.parallel.reshard_checkpoints`.
 
-Prints for each pair the largest relative difference of the next ten losses from a run that one process does alone.
+Prints, for each pair, the largest relative difference of the next ten losses from those of one process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from tests.parallel.parity import BASE, MODELS, world
+from tests.parallel.parity import BASE, MODELS, count_ranks
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 SAVED_AT, NEXT, BOUND = 5, 10, 1e-6
@@ -35,34 +35,42 @@ PAIRS = [
 ]
 
 
-def losses(pool: WarmPool, words: list[str], *, directory: str | None = None, first: int = 0, to: int) -> list[float]:
-    """Losses of the steps from `first` committed ones on; the last one's state is saved."""
+def train_losses(
+    pool: WarmPool, words: list[str], *, directory: str | None = None, first: int = 0, to: int
+) -> list[float]:
+    """Train from step `first` to step `to` and save a checkpoint. Return the losses."""
     steps = SAVED_AT + NEXT
-    config = make_small_config(directory, *BASE, f"train.steps={steps}", *words, f"cluster.workers={world(words)}")
+    config = make_small_config(
+        directory, *BASE, f"train.steps={steps}", *words, f"cluster.workers={count_ranks(words)}"
+    )
     return [s["train/loss"] for s in get_step_metrics(pool.train(config, resume_step=first or None, steps_to=to)[0])]
 
 
-def difference(pool: WarmPool, model: str, saved: list[str], continued: list[str], expected: list[float]) -> float:
-    """Save on one layout, go on on the other."""
+def compute_difference(
+    pool: WarmPool, model: str, saved: list[str], continued: list[str], expected: list[float]
+) -> float:
+    """Save on one layout, resume on the other. Return the largest difference of the losses."""
     with tempfile.TemporaryDirectory() as directory:
-        losses(pool, [*MODELS[model], *saved], directory=directory, to=SAVED_AT)
-        mine = losses(pool, [*MODELS[model], *continued], directory=directory, first=SAVED_AT, to=SAVED_AT + NEXT)
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, expected[SAVED_AT:], strict=True))
+        train_losses(pool, [*MODELS[model], *saved], directory=directory, to=SAVED_AT)
+        resumed = train_losses(
+            pool, [*MODELS[model], *continued], directory=directory, first=SAVED_AT, to=SAVED_AT + NEXT
+        )
+    return max(abs(a - b) / abs(b) for a, b in zip(resumed, expected[SAVED_AT:], strict=True))
 
 
 def main() -> int:
-    """A line a pair. Returns how many break the bound."""
-    pool, alone, broken = WarmPool(), {}, 0
+    """Print one line per pair. Return the number of pairs that exceed the bound."""
+    pool, baselines, num_failures = WarmPool(), {}, 0
     print("| model | saved on | continued on | next 10 losses |\n| --- | --- | --- | --- |", flush=True)
     for model, saved, continued in PAIRS:
-        if model not in alone:
-            alone[model] = losses(pool, MODELS[model], to=SAVED_AT + NEXT)
-        found = difference(pool, model, saved, continued, alone[model])
-        broken += found > BOUND
+        if model not in baselines:
+            baselines[model] = train_losses(pool, MODELS[model], to=SAVED_AT + NEXT)
+        error = compute_difference(pool, model, saved, continued, baselines[model])
+        num_failures += error > BOUND
         names = [" ".join(word.removeprefix("parallel.") for word in layout) for layout in (saved, continued)]
-        print(f"| {model} | {names[0]} | {names[1]} | {found:.1e}{' FAILS' if found > BOUND else ''} |", flush=True)
+        print(f"| {model} | {names[0]} | {names[1]} | {error:.1e}{' FAILS' if error > BOUND else ''} |", flush=True)
     pool.close()
-    return broken
+    return num_failures
 
 
 if __name__ == "__main__":

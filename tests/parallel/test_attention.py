@@ -1,4 +1,4 @@
-"""Attention over blocks of keys and over ranks, against dense attention in fp64: here on a CPU, and on a GPU too."""
+"""Blockwise and context-parallel attention against dense attention in fp64, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -18,92 +18,98 @@ from tests.warm_pool import WarmPool
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
-BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2}  # of the norm; one rounding of bf16 is 4e-3 at most
+BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2}  # relative, by the norm; the rounding error of bf16 is at most 4e-3
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 6, 2, 94, 64
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values, a gradient of what they give, all fp64, and documents."""
+def make_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return random queries, keys, values and output gradients in fp64, and documents."""
     generator = torch.Generator().manual_seed(7)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    numbers = [torch.randn(BATCH, one, LENGTH, WIDTH, generator=generator, dtype=torch.float64) for one in heads]
+    tensors = [
+        torch.randn(BATCH, num_heads, LENGTH, WIDTH, generator=generator, dtype=torch.float64) for num_heads in heads
+    ]
     ends = torch.rand(BATCH, LENGTH, generator=generator) < 0.1
-    return numbers[0], numbers[1], numbers[2], numbers[3], ends.cumsum(1)
+    return tensors[0], tensors[1], tensors[2], tensors[3], ends.cumsum(1)
 
 
-def dense(dtype: torch.dtype, documents: Tensor | None) -> list[Tensor]:
-    """What it gives and the gradients of its inputs, of inputs rounded to this type."""
-    *numbers, _ = drawn()
-    q, k, v, slope = (one.to(dtype).double() for one in numbers)
-    inputs = [one.requires_grad_() for one in (q, k, v)]
+def run_dense_attention(dtype: torch.dtype, documents: Tensor | None) -> list[Tensor]:
+    """Return the output and input gradients of dense attention, of inputs rounded to `dtype`."""
+    *tensors, _ = make_inputs()
+    q, k, v, grad_out = (x.to(dtype).double() for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     out = causal_attention(*inputs, documents)
-    out.backward(slope)
-    return [out.detach(), *(one.grad for one in inputs if one.grad is not None)]
+    out.backward(grad_out)
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
-def off(found: Tensor, wanted: Tensor) -> float:
-    """Relative error, by the norm."""
-    return float((found.double().cpu() - wanted).norm() / wanted.norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Return the relative error, by the norm."""
+    return float((result.double().cpu() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_of_keys_put_together_are_dense_attention(device: str, dtype: str, packed: bool) -> None:
-    """Late queries see the early keys whole and the late ones causally, each in a call of its own, as in a ring."""
-    *numbers, documents = drawn()
-    q, k, v, slope = (one.to(device, getattr(torch, dtype)) for one in numbers)
+def test_merged_blocks_of_keys_equal_dense_attention(device: str, dtype: str, packed: bool) -> None:
+    """Late queries attend to all early keys and causally to late ones, in separate calls, as in ring attention."""
+    *tensors, documents = make_inputs()
+    q, k, v, grad_out = (x.to(device, getattr(torch, dtype)) for x in tensors)
     half = LENGTH // 2
     early, late = slice(0, half), slice(half, None)
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]).to(device) if packed else None
+    visible = (documents[:, None, :, None] == documents[:, None, None, :]).to(device) if packed else None
 
-    def sight(queries: slice, keys: slice) -> BlockMask:
-        return BlockMask(queries == keys, None if seen is None else seen[:, :, queries, keys])
+    def block_mask(queries: slice, keys: slice) -> BlockMask:
+        return BlockMask(queries == keys, None if visible is None else visible[:, :, queries, keys])
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
-    out[:, :, early], lse[:, :, early] = attend(*(x[:, :, early] for x in (q, k, v)), sight(early, early))
-    own = attend(*(x[:, :, late] for x in (q, k, v)), sight(late, late))
-    before = attend(q[:, :, late], k[:, :, early], v[:, :, early], sight(late, early))
-    both, lse[:, :, late] = merge_blocks(own[0].float(), own[1], before[0].float(), before[1])
-    out[:, :, late] = both.to(q.dtype)
+    out[:, :, early], lse[:, :, early] = attend(*(x[:, :, early] for x in (q, k, v)), block_mask(early, early))
+    late_block = attend(*(x[:, :, late] for x in (q, k, v)), block_mask(late, late))
+    early_block = attend(q[:, :, late], k[:, :, early], v[:, :, early], block_mask(late, early))
+    merged, lse[:, :, late] = merge_blocks(late_block[0].float(), late_block[1], early_block[0].float(), early_block[1])
+    out[:, :, late] = merged.to(q.dtype)
     gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for queries, keys in ((early, early), (late, late), (late, early)):
-        whole = [x[:, :, queries] for x in (slope, q)], [x[:, :, keys] for x in (k, v)]
-        parts = attend_backward(*whole[0], *whole[1], out[:, :, queries], lse[:, :, queries], sight(queries, keys))
-        for gradient, part, where in zip(gradients, parts, (queries, keys, keys), strict=True):
-            gradient[:, :, where] += part
-    wanted = dense(getattr(torch, dtype), documents if packed else None)
-    errors = [off(found, one) for found, one in zip((out, *gradients), wanted, strict=True)]
+        inputs = [x[:, :, queries] for x in (grad_out, q)], [x[:, :, keys] for x in (k, v)]
+        block_grads = attend_backward(
+            *inputs[0], *inputs[1], out[:, :, queries], lse[:, :, queries], block_mask(queries, keys)
+        )
+        for gradient, block_grad, block_slice in zip(gradients, block_grads, (queries, keys, keys), strict=True):
+            gradient[:, :, block_slice] += block_grad
+    expected = run_dense_attention(getattr(torch, dtype), documents if packed else None)
+    errors = [relative_error(result, x) for result, x in zip((out, *gradients), expected, strict=True)]
     assert max(errors) < BOUNDS[dtype], errors
 
 
-def over_ranks(rank: int, meeting: Any, layout: Layout, device: str, dtype: str, packed: bool) -> list[Tensor]:
-    """What this rank has of the output and the gradients."""
-    place = init_process_groups(meeting, rank, layout, torch.device("cpu"))
-    *numbers, documents = drawn()
+def run_context_parallel(
+    rank: int, rendezvous: Any, layout: Layout, device: str, dtype: str, packed: bool
+) -> list[Tensor]:
+    """Return the local output and gradients of a rank."""
+    context = init_process_groups(rendezvous, rank, layout, torch.device("cpu"))
+    *tensors, documents = make_inputs()
     ring, ulysses = layout.cp // layout.ulysses, layout.ulysses
-    mine = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
-    q, k, v, slope = (one[:, :, mine].to(device, getattr(torch, dtype)) for one in numbers)
-    inputs = [one.requires_grad_() for one in (q, k, v)]
-    attention = ContextParallelAttention(HEADS, KV_HEADS, LENGTH, place.axes)
+    positions = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
+    q, k, v, grad_out = (x[:, :, positions].to(device, getattr(torch, dtype)) for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    attention = ContextParallelAttention(HEADS, KV_HEADS, LENGTH, context.axes)
     with stage_collectives():
         out = attention(*inputs, documents.to(device) if packed else None)
-        out.backward(slope)
-    return [one.detach().float().cpu() for one in (out, *(one.grad for one in inputs if one.grad is not None))]
+        out.backward(grad_out)
+    return [x.detach().float().cpu() for x in (out, *(x.grad for x in inputs if x.grad is not None))]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_ranks_together_are_dense_attention(
+def test_context_parallel_attention_equals_dense_attention(
     pool: WarmPool, device: str, ulysses: int, dtype: str, packed: bool
 ) -> None:
     layout = Layout(cp=2, ulysses=ulysses)
-    found = pool.call(over_ranks, 2, layout, device, dtype, packed)
-    wanted = dense(getattr(torch, dtype), drawn()[-1] if packed else None)
-    for rank, parts in enumerate(found):
+    results = pool.call(run_context_parallel, 2, layout, device, dtype, packed)
+    expected = run_dense_attention(getattr(torch, dtype), make_inputs()[-1] if packed else None)
+    for rank, parts in enumerate(results):
         ring = layout.cp // ulysses
-        mine = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
-        errors = [off(part, whole[:, :, mine]) for part, whole in zip(parts, wanted, strict=True)]
+        positions = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
+        errors = [relative_error(part, full[:, :, positions]) for part, full in zip(parts, expected, strict=True)]
         assert max(errors) < BOUNDS[dtype], errors

@@ -1,4 +1,4 @@
-"""A layout is no numerical choice: losses, norms, gradients and weights are those of one process."""
+"""Losses, norms, gradients and weights of every layout equal those of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 
 def deep(pp: int) -> list[str]:
-    """A pipeline, and layers for it that its stages do not divide."""
+    """Return the settings of a pipeline whose stages do not divide the layers evenly."""
     return [f"parallel.pp={pp}", "model.num_layers=5"]
 
 
@@ -94,41 +94,43 @@ CASES += [("llama", layout) for layout in LAYOUTS if (" x " in layout or "pp-" i
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
-    made = {}
+def single_rank_run(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
+    results = {}
 
-    def of(model: str, layout: str = ""):
+    def run_single_rank(model: str, layout: str = ""):
         words = (*MODELS[model], *(word for word in LAYOUTS.get(layout, []) if word.startswith("model.")))
-        if words not in made:
-            made[words] = run_layout(pool, tmp_path_factory.mktemp("alone"), *words)
-        return made[words]
+        if words not in results:
+            results[words] = run_layout(pool, tmp_path_factory.mktemp("single"), *words)
+        return results[words]
 
-    return of
+    return run_single_rank
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_all_numbers_are_those_of_one_process(pool: WarmPool, alone, tmp_path: Path, model: str, layout: str) -> None:
-    expected, state = alone(model, layout)
-    steps, mine = run_layout(pool, tmp_path, *MODELS[model], *LAYOUTS[layout])
-    for here, there in zip(steps, expected, strict=True):
-        assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
-        assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
+def test_layout_equals_one_process(pool: WarmPool, single_rank_run, tmp_path: Path, model: str, layout: str) -> None:
+    expected, state = single_rank_run(model, layout)
+    steps, result_state = run_layout(pool, tmp_path, *MODELS[model], *LAYOUTS[layout])
+    for result, reference in zip(steps, expected, strict=True):
+        assert result["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-12)
+        assert result["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-11)
     assert steps[-1]["val/loss"] == pytest.approx(expected[-1]["val/loss"], rel=1e-12)
-    assert mine.keys() == state.keys() and len(steps) == STEPS
-    # After one step the first moment is a tenth of the clipped gradient. Adam turns rounding into sign flips where a
-    # gradient is all but zero, so the weights have a wider bound.
+    assert result_state.keys() == state.keys() and len(steps) == STEPS
+    # After one step the first moment is a tenth of the clipped gradient. Where a gradient is nearly zero, rounding can
+    # flip the sign of the Adam update, so weights have a wider bound.
     for name, tensor in state.items():
         bound = 1e-11 if name.startswith("1 optimizer.exp_avg.") else 1e-7
         scale = max(tensor.abs().max().item(), 1e-6)
-        assert (mine[name] - tensor).abs().max().item() <= bound * scale, name
+        assert (result_state[name] - tensor).abs().max().item() <= bound * scale, name
 
 
 @pytest.mark.parametrize(
     ("layout", "policy"), [("tp-2", "selective"), ("ring-2 x tp-2", "full"), ("ring-2 x ulysses-2", "selective")]
 )
-def test_recompute_changes_no_number(pool: WarmPool, alone, layout: str, policy: str) -> None:
+def test_activation_checkpointing_keeps_the_losses(pool: WarmPool, single_rank_run, layout: str, policy: str) -> None:
     words = [*BASE, *MODELS["llama"], *LAYOUTS[layout], f"parallel.recompute={policy}"]
-    assert losses(pool, *words) == pytest.approx([step["train/loss"] for step in alone("llama")[0]], rel=1e-12)
+    assert train_losses(pool, *words) == pytest.approx(
+        [step["train/loss"] for step in single_rank_run("llama")[0]], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,18 +143,18 @@ def test_recompute_changes_no_number(pool: WarmPool, alone, layout: str, policy:
         ("moe", "zero2-2 x pp-2, ep-2"),
     ],
 )
-def test_bf16_stays_near(pool: WarmPool, alone, model: str, layout: str) -> None:
-    rounded = losses(pool, *BASE, *MODELS[model], *LAYOUTS[layout], "train.dtype=bf16")
-    assert rounded == pytest.approx([step["train/loss"] for step in alone(model, layout)[0]], rel=5e-3)
+def test_bf16_losses_stay_close_to_fp64(pool: WarmPool, single_rank_run, model: str, layout: str) -> None:
+    bf16_losses = train_losses(pool, *BASE, *MODELS[model], *LAYOUTS[layout], "train.dtype=bf16")
+    assert bf16_losses == pytest.approx([step["train/loss"] for step in single_rank_run(model, layout)[0]], rel=5e-3)
 
 
-def losses(pool: WarmPool, *words: str) -> list[float]:
+def train_losses(pool: WarmPool, *words: str) -> list[float]:
     return [step["train/loss"] for step in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
 
 
-def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_layout(pool: WarmPool, tmp_path: Path) -> None:
     words = [*BASE, *MODELS["llama"], "train.steps=4"]
-    expected = losses(pool, *words)
+    expected = train_losses(pool, *words)
     for first, layout in enumerate(("tp-4", "ring-2 x ulysses-2", "zero3-2 x tp-2", "ring-3")):
         config = make_small_config(tmp_path, *words, *LAYOUTS[layout])
         steps = get_step_metrics(pool.train(config, resume_step=first or None, steps_to=first + 1)[0])
@@ -160,7 +162,7 @@ def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("words", "key", "message"),
     [
         (
             ["parallel.tp=4", "model.num_heads=2"],
@@ -183,13 +185,13 @@ def test_a_checkpoint_of_one_layout_continues_on_another(pool: WarmPool, tmp_pat
         (["parallel.tp=2", "parallel.cp=4"], "cp=4", "must divide the 2 workers that tp=2 leaves"),
     ],
 )
-def test_a_rank_without_a_part_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
+def test_layouts_that_leave_a_rank_empty_are_refused(tmp_path: Path, words: list[str], key: str, message: str) -> None:
     with pytest.raises(LayoutError) as refused:
         prepare_run(make_small_config(tmp_path, "cluster.workers=4", *words), None, print)
-    assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
+    assert message in str(refused.value) and f"parallel.{key}" in str(refused.value)
 
 
-def test_sampling_uses_the_bias_that_was_learnt(pool: WarmPool, tmp_path: Path) -> None:
+def test_sampling_uses_the_trained_expert_bias(pool: WarmPool, tmp_path: Path) -> None:
     words = [
         *MODELS["moe, bias"],
         "model.balance_rate=0.5",

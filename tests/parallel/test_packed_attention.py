@@ -1,4 +1,4 @@
-"""Packed documents: attention stays inside them on every layout of a sequence, as if each came alone."""
+"""Packed documents: on every layout, attention stays within documents, as if each was trained separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.parallel.layout_run import LLAMA
 from tests.warm_pool import WarmPool, make_small_config
 
 TOTAL = 21
-# Where documents of the two sequences begin; some are one position long, and some lie across every cut.
+# Starts of the documents of two sequences. Some are one position long, and some span every shard boundary.
 STARTS = [[0, 1, 9, 10, 16], [0, 5]]
 WORDS = [*LLAMA, "model.num_kv_heads=2", "model.tie_embeddings=false", "train.dtype=fp64", f"train.seq_len={TOTAL}"]
 LAYOUTS = {
@@ -29,8 +29,8 @@ LAYOUTS = {
 }
 
 
-def packed() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, targets and documents [2, TOTAL]."""
+def make_packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, targets and documents, [2, TOTAL] each."""
     generator = torch.Generator().manual_seed(3)
     tokens, targets = torch.randint(0, 64, (2, 2, TOTAL), generator=generator)
     documents = torch.zeros(2, TOTAL, dtype=torch.int64)
@@ -40,42 +40,48 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, targets, documents
 
 
-def loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
-    """Of the packed sequences, on this rank's positions, summed over ranks."""
-    passes, (tokens, targets, documents) = trainer.passes, packed()
-    mine = torch.tensor(passes.task.positions)
-    loss = loss_sum(passes.parallel.modules[0](tokens[:, mine], None, mine, documents=documents), targets[:, mine])
-    with passes.parallel.data.backward(0, 0, last=True):
+def compute_loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of the packed sequences, summed over ranks."""
+    model_step, (tokens, targets, documents) = trainer.model_step, make_packed()
+    positions = torch.tensor(model_step.train_module.positions)
+    loss = loss_sum(
+        model_step.model.modules[0](tokens[:, positions], None, positions, documents=documents), targets[:, positions]
+    )
+    with model_step.model.gradient_sync.backward_context(0, 0, is_last=True):
         loss.backward()
-    passes.parallel.finish()
+    model_step.model.finish_grad_sync()
     total = loss.detach().clone()
-    if trainer.place.world_group is not None:
+    if trainer.evaluator.context.world_group is not None:
         dist.all_reduce(total)
-    return total.item(), {name: p.grad.clone() for name, p in passes.parallel.parameters.items()}
+    return total.item(), {name: parameter.grad.clone() for name, parameter in model_step.model.parameters.items()}
 
 
 @pytest.fixture(scope="module")
-def apart() -> tuple[float, dict[str, Tensor]]:
-    """The same of every document in a pass of its own: rotary positions only know distances."""
+def separate_documents() -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients with each document in a separate pass; rotary embeddings depend on distances only."""
     config = make_small_config(None, *WORDS)
     decoder = Decoder(prepare_run(config, None, print).model_spec).double()
     init_weights(decoder, config.run.seed)
-    tokens, targets, documents = packed()
+    tokens, targets, documents = make_packed()
     total = 0.0
     for row in range(2):
         for document in documents[row].unique():
-            here = documents[row] == document
-            loss = loss_sum(decoder(tokens[row : row + 1, here]), targets[row : row + 1, here])
+            in_document = documents[row] == document
+            loss = loss_sum(decoder(tokens[row : row + 1, in_document]), targets[row : row + 1, in_document])
             loss.backward()
             total += loss.item()
     return total, {name: parameter.grad for name, parameter in decoder.named_parameters()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_documents_do_not_see_each_other(pool: WarmPool, apart: tuple[float, dict[str, Tensor]], layout: str) -> None:
-    expected, gradients = apart
-    for loss, mine in pool.inspect_trainers(loss_and_gradients, make_small_config(None, *WORDS, *LAYOUTS[layout])):
+def test_attention_stays_within_documents(
+    pool: WarmPool, separate_documents: tuple[float, dict[str, Tensor]], layout: str
+) -> None:
+    expected, gradients = separate_documents
+    for loss, result in pool.inspect_trainers(
+        compute_loss_and_gradients, make_small_config(None, *WORDS, *LAYOUTS[layout])
+    ):
         assert loss == pytest.approx(expected, rel=1e-12)
-        assert mine.keys() == gradients.keys()
+        assert result.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            assert (mine[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+            assert (result[name] - gradient).norm() <= 1e-11 * gradient.norm(), name

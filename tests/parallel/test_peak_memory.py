@@ -1,4 +1,4 @@
-"""The most bytes alive on a rank within a step, counted, against what the planner expects."""
+"""Peak bytes allocated on a rank within a step, against the estimate of the planner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_hpc.planner.workload import LayoutChoice, make_workload
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
 from tests.parallel.layout_run import GPT2, LLAMA
-from tests.parallel.test_state_memory import Made
+from tests.parallel.test_state_memory import AllocationTracker
 from tests.warm_pool import WarmPool, make_small_config
 
 SIZES = ["model.hidden_size=64", "model.num_layers=4", "model.vocab_size=128", "train.seq_len=64"]
@@ -41,41 +41,50 @@ LAYOUTS = {
 }
 
 
-class Peak(Made):
-    """The most that was alive at once: counted where what was made since the last count could have raised it, and every
-    so often, since FSDP2 gives storages another size without a word."""
+class PeakTracker(AllocationTracker):
+    """Tracks the peak of allocated bytes.
 
-    most = 0
-    _bound, _since = 0, 0
+    Bytes are counted when new storages could have raised the peak, and every 16 operations, since FSDP2 resizes
+    storages without an operation.
+    """
+
+    peak = 0
+    _upper_bound, _num_ops = 0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_dispatch__(function, types, args, kwargs)
-        new = [one for one in tree_leaves(made) if isinstance(one, torch.Tensor) and one.device.type != "meta"]
-        self._bound += sum(one.untyped_storage().nbytes() for one in new if type(one) is torch.Tensor)
-        self._since += 1
-        if self._bound > self.most or self._since == 16:
-            self._bound, self._since = self.bytes(), 0
-            self.most = max(self.most, self._bound)
-        return made
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        new_tensors = [
+            tensor
+            for tensor in tree_leaves(result)
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"
+        ]
+        self._upper_bound += sum(
+            tensor.untyped_storage().nbytes() for tensor in new_tensors if type(tensor) is torch.Tensor
+        )
+        self._num_ops += 1
+        if self._upper_bound > self.peak or self._num_ops == 16:
+            self._upper_bound, self._num_ops = self.count_bytes(), 0
+            self.peak = max(self.peak, self._upper_bound)
+        return result
 
 
-def peak_of_rank(rank: int, meeting: Any, spec: Any) -> int:
-    """In the second step: the first one makes the optimizer's moments."""
-    with Peak() as peak:
-        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, ControlChannel())
+def measure_peak(rank: int, rendezvous: Any, spec: Any) -> int:
+    """Return the peak bytes of the second step: the first one creates the optimizer moments."""
+    with PeakTracker() as tracker:
+        trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
         trainer.train_step(0)
-        peak.most = 0
+        tracker.peak = 0
         trainer.train_step(1)
-    return peak.most
+    return tracker.peak
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_peak_is_as_high_as_planned(pool: WarmPool, layout: str, family: str) -> None:
+def test_peak_memory_matches_the_plan(pool: WarmPool, layout: str, family: str) -> None:
     config = make_small_config(None, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
     resolved, batching = prepared.resolve_layout(int(config.cluster.workers))
     choice = LayoutChoice(resolved, batching, config.parallel.recompute)
     planned = MemoryModel(make_workload(config, prepared.model_spec)).estimate_footprint(choice)
-    measured = max(pool.inspect_trainers(peak_of_rank, config, build=False))
+    measured = max(pool.inspect_trainers(measure_peak, config, build=False))
     assert measured == pytest.approx(planned.allocated, rel=0.05)

@@ -1,4 +1,4 @@
-"""The pipeline's executor: times against the simulator, microbatches in flight, bytes sent, what is refused."""
+"""Pipeline executor: times against the simulator, microbatches in flight, elements sent, and refused settings."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def recorded(pool: WarmPool) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_everything_happens_when_the_simulator_says(recorded: dict[str, list], name: str) -> None:
-    """On clocks that messages carry along. `python -m tests.parallel.pipeline_bubble` sleeps instead."""
+def test_actions_run_at_the_simulated_times(recorded: dict[str, list], name: str) -> None:
+    """Virtual clocks travel with the messages. `python -m tests.parallel.pipeline_bubble` measures real time."""
     schedule = make_schedule(name)
     simulated = simulate(schedule.build_orders(MICROBATCHES), lambda action: SECONDS[action.kind], schedule.num_stages)
     ends = {span.action: span.end for span in simulated}
     for rank, (spans, _, _, finished) in enumerate(recorded[name]):
         assert tuple(span.action for span in spans) == schedule.build_orders(MICROBATCHES)[rank]
         assert finished == pytest.approx({action: ends[action] for action in schedule.build_orders(MICROBATCHES)[rank]})
-        assert all(one.begin <= one.end <= two.begin for one, two in itertools.pairwise(spans))
+        assert all(span.begin <= span.end <= next_span.begin for span, next_span in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], name: str) -> None:
-    """FORMULAS.md: a boundary between two ranks passes b s h forward and b s h backward a microbatch."""
+    """FORMULAS.md: a boundary between two ranks sends b s h forward and b s h backward per microbatch."""
     schedule = make_schedule(name)
     orders = schedule.build_orders(MICROBATCHES)
     boundaries = [
-        (s, s + 1)
-        for s in range(schedule.num_stages - 1)
-        if schedule.get_rank_of_stage(s) != schedule.get_rank_of_stage(s + 1)
+        (stage, stage + 1)
+        for stage in range(schedule.num_stages - 1)
+        if schedule.get_rank_of_stage(stage) != schedule.get_rank_of_stage(stage + 1)
     ]
     for rank, (_, in_flight, elements, _) in enumerate(recorded[name]):
         assert in_flight == count_max_in_flight(orders[rank])
@@ -53,7 +53,7 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("words", "key", "message"),
     [
         (["parallel.pp=4", "model.num_layers=3"], "pp=4", "there are 3 layers, and this layout needs at least 4"),
         (["parallel.pp=2", "parallel.schedule=zbv"], "pp=2", "there are 3 layers, and this layout needs at least 4"),
@@ -72,13 +72,15 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
         (["parallel.tp=2", "parallel.pp=4"], "pp=4", "must divide the 2 workers that tp=2 leaves"),
     ],
 )
-def test_a_rank_without_a_stage_is_refused(tmp_path: Path, words: list[str], key: str, said: str) -> None:
+def test_pipelines_that_leave_a_rank_empty_are_refused(
+    tmp_path: Path, words: list[str], key: str, message: str
+) -> None:
     with pytest.raises(LayoutError) as refused:
         prepare_run(make_small_config(tmp_path, "cluster.workers=4", "model.num_layers=3", *words), None, print)
-    assert said in str(refused.value) and f"parallel.{key}" in str(refused.value)
+    assert message in str(refused.value) and f"parallel.{key}" in str(refused.value)
 
 
-def test_a_number_of_microbatches_that_a_schedule_refuses(tmp_path: Path) -> None:
+def test_a_microbatch_count_that_the_schedule_does_not_support_is_refused(tmp_path: Path) -> None:
     words = ["cluster.workers=2", "parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved_1f1b"]
     with pytest.raises(LayoutError) as refused:
         prepare_run(make_small_config(tmp_path, *words, "train.global_batch=5", "train.micro_batch=1"), None, print)
@@ -86,5 +88,5 @@ def test_a_number_of_microbatches_that_a_schedule_refuses(tmp_path: Path) -> Non
     assert "2 equal rounds; 5 microbatches are not a multiple of 2" in str(refused.value)
     prepared = prepare_run(
         make_small_config(tmp_path, *words, "train.global_batch=5"), None, print
-    )  # auto finds one that fits
+    )  # auto finds a value that fits
     assert prepared.resolve_layout(2)[1].count == 1

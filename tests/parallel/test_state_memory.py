@@ -1,4 +1,4 @@
-"""Bytes of training state and activations on a rank, counted, against what is planned."""
+"""Bytes of training state and activations on a rank, against the estimate of the planner."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ WORDS = [
     "train.seq_len=16",
     "train.global_batch=12",
 ]
-CHOSEN = ["model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=96", "model.shared_expert_size=64"]
+MOE = ["model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=96", "model.shared_expert_size=64"]
 QWEN3 = ["model.num_kv_heads=2", "model.head_dim=48", "model.qk_norm=true"]
 FAMILIES = {
     "gpt2": [*GPT2, "model.dropout=0.1"],
     "llama": [*LLAMA, "model.num_kv_heads=2"],
     "qwen3": [*LLAMA, *QWEN3],
-    "experts": [*LLAMA, "model.num_kv_heads=2", *CHOSEN],
+    "experts": [*LLAMA, "model.num_kv_heads=2", *MOE],
 }
 EXPERTS = ["model.num_experts=4", "model.ffn_size=64", "parallel.ep=2"]
 LAYOUTS = {
@@ -52,95 +52,95 @@ LAYOUTS = {
 }
 
 
-class Made(TorchDispatchMode):
-    """Storages made under it, as long as they live."""
+class AllocationTracker(TorchDispatchMode):
+    """Tracks the storages that are allocated under it, while they live."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._allocated: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._excluded: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def leave_out(self, tensors: Any) -> None:
-        self._known.update(tensor.untyped_storage() for tensor in tensors)
+    def exclude(self, tensors: Any) -> None:
+        self._excluded.update(tensor.untyped_storage() for tensor in tensors)
 
-    def bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._made if storage.device.type != "meta")
+    def count_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._allocated if storage.device.type != "meta")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.untyped_storage() not in self._known:
-                self._made.add(tensor.untyped_storage())
-        return made
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.untyped_storage() not in self._excluded:
+                self._allocated.add(tensor.untyped_storage())
+        return result
 
 
-def state_of_rank(rank: int, meeting: Any, spec: Any) -> int:
-    """Most bytes alive where nothing of a forward pass is: weights, gradients and moments.
+def measure_state(rank: int, rendezvous: Any, spec: Any) -> int:
+    """Return the most bytes allocated between passes: weights, gradients and moments.
 
-    That is after the last backward pass of a step, and without a pipeline between microbatches too, where FSDP2 also
-    keeps the outermost gradients that it reduced last: the tables are small here.
+    Counted after the last backward pass of a step and, without a pipeline, between microbatches. FSDP2 then also keeps
+    the root gradients that it reduced last, but the tables are small here.
     """
-    counted = []
-    with Made() as made:
-        trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, ControlChannel())
+    counts = []
+    with AllocationTracker() as tracker:
+        trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
 
-        def counts_before(function: Any, *arguments: Any) -> Any:
-            counted.append(settled(made))
-            return function(*arguments)
+        def count_then_call(function: Any, *args: Any) -> Any:
+            counts.append(wait_for_stable_bytes(tracker))
+            return function(*args)
 
-        trainer.model_step.model.finish_grad_sync = partial(counts_before, trainer.model_step.model.finish_grad_sync)
+        trainer.model_step.model.finish_grad_sync = partial(count_then_call, trainer.model_step.model.finish_grad_sync)
         if spec.layout.pp == 1:
-            trainer.loader.next_batch = partial(counts_before, trainer.loader.next_batch)
+            trainer.loader.next_batch = partial(count_then_call, trainer.loader.next_batch)
         trainer.train_step(0)
-    return max(counted)
+    return max(counts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_state_is_as_large_as_planned(pool: WarmPool, layout: str) -> None:
+def test_state_memory_matches_the_plan(pool: WarmPool, layout: str) -> None:
     config = make_small_config(None, *WORDS, *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
     resolved, _ = prepared.resolve_layout(int(config.cluster.workers))
     planned = compute_state_bytes(
         count_max_rank_parameters(prepared.model_spec, resolved, 16), resolved, "fp32", "adamw"
     )
-    measured = pool.inspect_trainers(state_of_rank, config, build=False)
+    measured = pool.inspect_trainers(measure_state, config, build=False)
     assert max(measured) == pytest.approx(planned, rel=0.02)
 
 
-def settled(made: Made) -> int:
-    """Bytes that stay: a collective's own threads hold what it worked on for a moment after it."""
+def wait_for_stable_bytes(tracker: AllocationTracker) -> int:
+    """Return the bytes that stay allocated: threads of a collective keep its tensors for a moment."""
     gc.collect()
-    counts = [made.bytes()]
+    counts = [tracker.count_bytes()]
     while len(counts) < 5 or counts[-1] < min(counts[-5:-1]):
         time.sleep(0.02)
-        counts.append(made.bytes())
+        counts.append(tracker.count_bytes())
     return counts[-1]
 
 
-def activation_bytes(trainer: Any) -> int:
-    """Bytes that a forward pass of one microbatch leaves."""
-    task, module = trainer.model_step.train_module, trainer.model_step.model.modules[0]
+def measure_activations(trainer: Any) -> int:
+    """Return the bytes that the forward pass of one microbatch leaves allocated."""
+    train_module, module = trainer.model_step.train_module, trainer.model_step.model.modules[0]
     batch: Batch = trainer.loader.next_batch(0, 0)
-    made = Made()
-    made.leave_out([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
-    with made:
-        output = task.forward(module, batch.inputs, 0, batch)
-        counted = settled(made)
-    task.loss(output, batch.targets).backward()  # nothing is left waiting for peers
-    return counted
+    tracker = AllocationTracker()
+    tracker.exclude([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
+    with tracker:
+        output = train_module.forward(module, batch.inputs, 0, batch)
+        num_bytes = wait_for_stable_bytes(tracker)
+    train_module.loss(output, batch.targets).backward()  # so that no rank is left waiting for its peers
+    return num_bytes
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activations_are_as_large_as_planned(pool: WarmPool, family: str, recompute: str, tp: int) -> None:
-    of_layers = []
+def test_activation_memory_matches_the_plan(pool: WarmPool, family: str, recompute: str, tp: int) -> None:
+    measured = []
     for layers in (2, 4):
         words = [f"model.num_layers={layers}", f"cluster.workers={tp}", f"parallel.tp={tp}"]
         config = make_small_config(
             None, *WORDS, *FAMILIES[family], *words, f"parallel.recompute={recompute}", "train.seq_len=64"
         )
-        of_layers.append(pool.inspect_trainers(activation_bytes, config)[0])
-    shape = prepare_run(config, None, print).model_spec
-    planned = compute_layer_bytes_per_token(shape, tp=tp, dtype="fp32", recompute=recompute)
-    assert (of_layers[1] - of_layers[0]) / 2 / 64 == pytest.approx(planned, rel=0.1), (of_layers, planned)
+        measured.append(pool.inspect_trainers(measure_activations, config)[0])
+    spec = prepare_run(config, None, print).model_spec
+    planned = compute_layer_bytes_per_token(spec, tp=tp, dtype="fp32", recompute=recompute)
+    assert (measured[1] - measured[0]) / 2 / 64 == pytest.approx(planned, rel=0.1), (measured, planned)

@@ -1,4 +1,4 @@
-"""Tiled matrices under ZeRO-3: the numbers and the state of one process, and a tile gathered at a time."""
+"""Tiled linear layers under ZeRO-3: results and state equal those of one process; one tile is gathered at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_hpc.errors import LayoutError
 from tests.parallel.layout_run import BASE, MODELS, run_layout
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
-LIMIT = 768 * 8  # bytes: in fp64 every matrix of these models is cut into two to five tiles, mostly unevenly
+LIMIT = 768 * 8  # bytes: in fp64, each weight of these models has two to five tiles, mostly of uneven sizes
 TILED = [f"parallel.tile_mib={LIMIT / 2**20}"]
 ZERO3 = ["cluster.workers=2", "parallel.zero=3"]
 LAYOUTS = {
@@ -38,21 +38,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_all_numbers_are_those_of_one_process(pool: WarmPool, tmp_path: Path, model: str, layout: str) -> None:
+def test_tiling_equals_one_process(pool: WarmPool, tmp_path: Path, model: str, layout: str) -> None:
     words = [*MODELS[model], *(word for word in LAYOUTS[layout] if word.startswith("model."))]
     expected, state = run_layout(pool, tmp_path / "alone", *words, steps=2)
-    steps, mine = run_layout(pool, tmp_path / "tiled", *words, *LAYOUTS[layout], *TILED, steps=2)
-    for here, there in zip(steps, expected, strict=True):
-        assert here["train/loss"] == pytest.approx(there["train/loss"], rel=1e-12)
-        assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-11)
-    assert mine.keys() == state.keys()
+    steps, result_state = run_layout(pool, tmp_path / "tiled", *words, *LAYOUTS[layout], *TILED, steps=2)
+    for result, reference in zip(steps, expected, strict=True):
+        assert result["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-12)
+        assert result["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-11)
+    assert result_state.keys() == state.keys()
     for name, tensor in state.items():
         bound = 1e-11 if name.startswith("1 optimizer.exp_avg.") else 1e-7
         scale = max(tensor.abs().max().item(), 1e-6)
-        assert (mine[name] - tensor).abs().max().item() <= bound * scale, name
+        assert (result_state[name] - tensor).abs().max().item() <= bound * scale, name
 
 
-def test_a_checkpoint_is_the_same_tiled_and_untiled(pool: WarmPool, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_and_without_tiling(pool: WarmPool, tmp_path: Path) -> None:
     words = [*BASE, *MODELS["llama"], *ZERO3, "train.steps=3"]
     expected = [step["train/loss"] for step in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
     losses = []
@@ -65,21 +65,21 @@ def test_a_checkpoint_is_the_same_tiled_and_untiled(pool: WarmPool, tmp_path: Pa
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_one_tile_is_gathered_at_a_time(pool: WarmPool, tmp_path: Path, policy: str) -> None:
     words = [*BASE, *MODELS["llama"], *ZERO3, "train.micro_batch=6", f"parallel.recompute={policy}"]
-    whole, tiled = (
-        pool.call(watched_step, 2, make_small_config(tmp_path, *words, *more, "model.num_layers=1"))[0]
-        for more in ([], TILED)
+    untiled, tiled = (
+        pool.call(observe_step, 2, make_small_config(tmp_path, *words, *tiling, "model.num_layers=1"))[0]
+        for tiling in ([], TILED)
     )
-    assert whole["linear"] >= 65 * 32 * 8  # the head alone
-    # Observed at every operation of a step: weights in place, and FSDP2's buffers of gathers begun or just done. A
-    # block that recomputes has the tile gathered already that its backward pass begins with.
+    assert untiled["linear"] >= 65 * 32 * 8  # the head alone
+    # Observed at each operation of a step: gathered weights, and FSDP2 buffers of current or just completed gathers.
+    # While a block recomputes, the first tile of its backward pass is already gathered.
     assert tiled["tiles"] == 1 and 0 < tiled["linear"] <= LIMIT
-    assert tiled["all"] <= (2 if policy == "none" else 3) * LIMIT < whole["all"]
+    assert tiled["all"] <= (2 if policy == "none" else 3) * LIMIT < untiled["all"]
     assert tiled["left"] == 0
-    assert tiled["gathers"] > 2 * whole["gathers"]
+    assert tiled["gathers"] > 2 * untiled["gathers"]
 
 
-def watched_step(rank: int, meeting: Any, config: Any) -> dict[str, int]:
-    """What a step with one microbatch had gathered at most."""
+def observe_step(rank: int, rendezvous: Any, config: Any) -> dict[str, int]:
+    """Return the most that a step with one microbatch had gathered, by kind."""
     from raytrain_hpc.runtime.control_channel import ControlChannel
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
     from raytrain_hpc.training.builder import build_trainer
@@ -96,49 +96,53 @@ def watched_step(rank: int, meeting: Any, config: Any) -> dict[str, int]:
         resume_step=None,
         end_step=1,
     )
-    trainer = build_trainer(spec, rank, torch.device("cpu"), meeting, ControlChannel())
+    trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
     modules = trainer.model_step.model.modules.values()
-    with Watch([part for module in modules for part in module.modules()]) as watch:
+    with GatherObserver([submodule for module in modules for submodule in module.modules()]) as observer:
         trainer.run(0, 1)
-        watch.look()
-    return watch.peak | {"left": watch.now["tiles"]}
+        observer.observe()
+    return observer.peak | {"left": observer.current["tiles"]}
 
 
-class Watch(TorchDispatchMode):
-    """Looks, at every operation, at which weights of matrices have storage and which gathered buffers live."""
+class GatherObserver(TorchDispatchMode):
+    """Observes, at each operation, which weights have storage and which gather buffers are alive."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         super().__init__()
-        self._linear = [part for part in parts if getattr(part, "weight", None) is not None and part.weight.ndim == 2]
-        self._linear = [part for part in self._linear if "Embedding" not in type(part).__name__]
+        self._linear = [
+            module for module in modules if getattr(module, "weight", None) is not None and module.weight.ndim == 2
+        ]
+        self._linear = [module for module in self._linear if "Embedding" not in type(module).__name__]
         self._root = 0
         self._buffers: list[weakref.ref[torch.Tensor]] = []
-        self.now: dict[str, int] = {}
+        self.current: dict[str, int] = {}
         self.peak = {"tiles": 0, "linear": 0, "buffers": 0, "all": 0, "gathers": 0}
 
-    def look(self) -> None:
-        sizes = [part.weight.untyped_storage().size() for part in self._linear if not hasattr(part.weight, "to_local")]
+    def observe(self) -> None:
+        sizes = [
+            module.weight.untyped_storage().size() for module in self._linear if not hasattr(module.weight, "to_local")
+        ]
         self._buffers = [ref for ref in self._buffers if ref() is not None]
-        alive = sum(ref().untyped_storage().size() for ref in self._buffers)
-        self.now = {
+        buffer_bytes = sum(ref().untyped_storage().size() for ref in self._buffers)
+        self.current = {
             "tiles": sum(size > 0 for size in sizes),
             "linear": sum(sizes),
-            "buffers": alive,
-            "all": sum(sizes) + alive,
+            "buffers": buffer_bytes,
+            "all": sum(sizes) + buffer_bytes,
         }
-        self.peak |= {key: max(self.peak[key], size) for key, size in self.now.items()}
+        self.peak |= {key: max(self.peak[key], size) for key, size in self.current.items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.look()
+        self.observe()
         if "allgather" in str(func):
-            self._root = self._root or args[0].nbytes  # what is never tiled, with the embedding, comes first
+            self._root = self._root or args[0].nbytes  # the first gather is that of the root module, which is not tiled
             if args[0].nbytes != self._root:
                 self.peak["gathers"] += 1
                 self._buffers.append(weakref.ref(args[0]))
         return func(*args, **(kwargs or {}))
 
 
-def test_tiles_without_gathers_are_refused(tmp_path: Path) -> None:
+def test_tiling_without_zero_3_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError) as refused:
         prepare_run(
             make_small_config(tmp_path, "cluster.workers=2", "parallel.zero=2", "parallel.tile_mib=64"), None, print

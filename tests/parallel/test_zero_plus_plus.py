@@ -1,4 +1,4 @@
-"""What ZeRO++ adds to ZeRO: weights kept sharded inside a node, and collectives of few bits."""
+"""ZeRO++: weights resharded within a node, and quantized collectives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.parallel.collective_counter import CollectiveCounter
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 FOUR = ["cluster.workers=4", "parallel.zero=3", "train.micro_batch=1"]
-MICROBATCHES = 3  # a rank, of 12
+MICROBATCHES = 3  # per rank, of 12
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE, 3 * BLOCK_SIZE + 7])
-def test_a_value_is_off_by_half_a_step_at_most(bits: int, length: int) -> None:
+def test_quantization_error_is_at_most_half_a_step(bits: int, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     x = torch.randn((3, length), generator=generator) * torch.tensor([[1e-6], [1.0], [1e4]])
     x[:, 0] = 0.0
@@ -35,65 +35,71 @@ def test_a_value_is_off_by_half_a_step_at_most(bits: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_every_code_survives(bits: int) -> None:
-    most = 2 ** (bits - 1) - 1
-    x = torch.arange(-most, most + 1, dtype=torch.float32).view(1, -1)
+def test_all_codes_are_exact(bits: int) -> None:
+    max_code = 2 ** (bits - 1) - 1
+    x = torch.arange(-max_code, max_code + 1, dtype=torch.float32).view(1, -1)
     assert torch.equal(dequantize(quantize(x, bits), x.shape[1], bits), x)
 
 
-def counted(trainer: Any) -> tuple[float, dict[int, int], dict[int, int], int]:
-    """Loss of a step; elements gathered and reduced, by ranks of the group; bytes in quantised collectives."""
+def count_step(trainer: Any) -> tuple[float, dict[int, int], dict[int, int], int]:
+    """Run one step; return loss, elements gathered and reduced by group size, and quantized bytes."""
     with CollectiveCounter() as collectives:
         loss = trainer.train_step(0).loss
     gathered, reduced = collectives.count_by_size("all_gather"), collectives.count_by_size("reduce_scatter")
     return loss, gathered, reduced, trainer.model_step.model.gradient_sync.quantized_traffic.bytes
 
 
-def test_backward_gathers_from_the_node(pool: WarmPool) -> None:
-    whole = pool.inspect_trainers(counted, make_small_config(None, *FOUR))
-    inside = pool.inspect_trainers(counted, make_small_config(None, *FOUR, "parallel.reshard_over=2"))
-    for (loss, gathered, reduced, _), (same, by_node, also, _) in zip(whole, inside, strict=True):
-        assert same == loss  # bit for bit
-        assert reduced == also
-        forward = gathered[4] // 2  # three quarters of the weights a pass, forward and backward
-        assert by_node == {4: forward, 2: forward * 2 // 3}
+def test_backward_gathers_within_the_node(pool: WarmPool) -> None:
+    full = pool.inspect_trainers(count_step, make_small_config(None, *FOUR))
+    within_node = pool.inspect_trainers(count_step, make_small_config(None, *FOUR, "parallel.reshard_over=2"))
+    for (loss, gathered, reduced, _), (node_loss, node_gathered, node_reduced, _) in zip(
+        full, within_node, strict=True
+    ):
+        assert node_loss == loss  # bit for bit
+        assert reduced == node_reduced
+        forward_elements = gathered[4] // 2  # three quarters of the weights per pass, forward and backward
+        assert node_gathered == {4: forward_elements, 2: forward_elements * 2 // 3}
 
 
 @pytest.mark.parametrize("what", ["weights", "gradients", "both"])
-def test_few_bits_are_sent_and_the_curve_stays_near(pool: WarmPool, what: str) -> None:
-    (_, gathered, reduced, _), *_ = pool.inspect_trainers(counted, make_small_config(None, *FOUR))
-    (_, still_gathered, still_reduced, sent), *_ = pool.inspect_trainers(
-        counted, make_small_config(None, *FOUR, f"parallel.quantize={what}")
+def test_quantized_collectives_send_fewer_bytes(pool: WarmPool, what: str) -> None:
+    (_, gathered, reduced, _), *_ = pool.inspect_trainers(count_step, make_small_config(None, *FOUR))
+    (_, quantized_gathered, quantized_reduced, sent_bytes), *_ = pool.inspect_trainers(
+        count_step, make_small_config(None, *FOUR, f"parallel.quantize={what}")
     )
-    of_weights, of_gradients = gathered[4] * (1 + 4 / BLOCK_SIZE), reduced[4] * (0.5 + 4 / BLOCK_SIZE)
-    expected = {"weights": of_weights, "gradients": of_gradients, "both": of_weights + of_gradients}[what]
-    assert sent == pytest.approx(expected, rel=0.1)  # blocks that are not full
+    weight_bytes, gradient_bytes = gathered[4] * (1 + 4 / BLOCK_SIZE), reduced[4] * (0.5 + 4 / BLOCK_SIZE)
+    expected = {"weights": weight_bytes, "gradients": gradient_bytes, "both": weight_bytes + gradient_bytes}[what]
+    assert sent_bytes == pytest.approx(expected, rel=0.1)  # some blocks are not full
     if what == "weights":
-        assert still_reduced == reduced
-    else:  # reduced by an exchange instead
-        assert not still_reduced and (what == "both" or still_gathered == gathered)
+        assert quantized_reduced == reduced
+    else:  # reduced by all-to-all instead
+        assert not quantized_reduced and (what == "both" or quantized_gathered == gathered)
 
 
-def curve(pool: WarmPool, *words: str) -> list[float]:
+def train_losses(pool: WarmPool, *words: str) -> list[float]:
     words = ("cluster.workers=2", "parallel.zero=3", "train.steps=6", "train.warmup=1", *words)
     return [step["train/loss"] for step in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
 
 
-def test_quantised_training_is_repeatable_and_near(pool: WarmPool) -> None:
-    exact, rounded, again = curve(pool), curve(pool, "parallel.quantize=both"), curve(pool, "parallel.quantize=both")
-    assert rounded == again and rounded != exact
-    assert rounded == pytest.approx(exact, rel=0.01)
+def test_quantized_training_is_repeatable_and_close_to_exact(pool: WarmPool) -> None:
+    exact, quantized, repeated = (
+        train_losses(pool),
+        train_losses(pool, "parallel.quantize=both"),
+        train_losses(pool, "parallel.quantize=both"),
+    )
+    assert quantized == repeated and quantized != exact
+    assert quantized == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["parallel.zero=0", "parallel.quantize=both"], "needs parallel.zero=1, 2 or 3"),
         (["parallel.zero=2", "parallel.reshard_over=2"], "needs parallel.zero=3"),
         (["parallel.zero=3", "parallel.reshard_over=3"], "must divide dp_shard=4"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises(LayoutError) as refused:
         prepare_run(make_small_config(tmp_path, "cluster.workers=4", *words), None, print)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
