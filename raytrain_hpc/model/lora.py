@@ -30,12 +30,14 @@ class LoraSpec:
     target_modules: tuple[str, ...]
 
 
-def apply_lora(decoder: Decoder, lora: LoraSpec) -> dict[str, ShardSpec]:
+def apply_lora(decoder: Decoder, lora: LoraSpec | None) -> dict[str, ShardSpec]:
     """Add uninitialized adapters to the linear layers of a decoder on the meta device, and freeze all other parameters.
 
-    Returns the shard specs of the adapted weights, which keep their canonical names. Raises ModelError if the decoder
-    has none of the target layers.
+    `lora`: None does nothing. Returns the shard specs of the adapted weights, which keep their canonical names. Raises
+    ModelError if the decoder has none of the target layers.
     """
+    if lora is None:
+        return {}
     from peft import LoraConfig, inject_adapter_in_model
 
     names = [name for name, module in decoder.named_modules() if _is_target(name, module, lora.target_modules)]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
+from raytrain_hpc.model.decoder import Decoder
+
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the `nn.ModuleList` or `nn.Sequential` with the most parameters; [] if there is none.
+    """Return the layers of a decoder, or the members of another module's largest list; [] if there is none.
 
-    Members without parameters are left out.
+    The largest is the `nn.ModuleList` or `nn.Sequential` with the most parameters. Members without parameters are left
+    out.
     """
+    if isinstance(module, Decoder):
+        return list(module.blocks().values())
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
     if not lists:
         return []

@@ -280,12 +280,14 @@ class ContextParallelAttention(nn.Module):
 
 
 def apply_context_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> None:
-    """Replace the attention of a decoder by context-parallel attention, in place.
+    """Replace the attention of a decoder by context-parallel attention, in place. Does nothing without a cp axis.
 
     Routers then count the positions per expert over the full sequence. Call after `apply_tensor_parallel`, which shards
     the heads.
     """
     sequence_axes = [axes[name] for name in ("ring", "ulysses") if name in axes]
+    if not sequence_axes:
+        return
     for module in decoder.modules():
         if isinstance(module, Attention):
             module.core_attention = ContextParallelAttention(module.num_heads, module.num_kv_heads, seq_len, axes)

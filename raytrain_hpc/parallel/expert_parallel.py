@@ -101,12 +101,15 @@ def get_expert_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Paramete
     }
 
 
-def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], shard_specs: dict[str, ShardSpec]) -> None:
-    """Shard the experts of a decoder on the meta device, in place, and add them to `shard_specs`.
+def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis]) -> dict[str, ShardSpec]:
+    """Shard the experts of a decoder on the meta device, in place, and return their shard specs by parameter name.
 
-    The "ep" axis shards the experts, the "tp" axis the channels of each expert.
+    The "ep" axis shards the experts, the "tp" axis the channels of each expert. Does nothing without either axis.
     """
     spec, ep, tp = decoder.spec, axes.get("ep"), axes.get("tp")
+    shard_specs: dict[str, ShardSpec] = {}
+    if ep is None and tp is None:
+        return shard_specs
     local_experts = range(spec.num_experts) if ep is None else ep.get_local_range(spec.num_experts)
     channels = range(spec.ffn_size) if tp is None else tp.get_local_range(spec.ffn_size)
     for layer, block in decoder.blocks().items():
@@ -126,3 +129,4 @@ def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], shard_spec
             region = Box((local_experts.start, *offset), tuple(parameter.shape))
             mapping = SliceMapping(region, Box.from_shape(parameter.shape))
             shard_specs[canonical] = ShardSpec(canonical, (spec.num_experts, *size), (mapping,))
+    return shard_specs

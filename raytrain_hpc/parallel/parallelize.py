@@ -1,13 +1,23 @@
-"""The one place that fixes the order in which dimensions wrap a model.
+"""Parallelization of a model: the one place that fixes the order in which parallel dimensions are applied.
 
-Stages of the pipeline are built apart; then each goes through tensor, context, tiles, recompute, deferral, compile,
-data.
+Each pipeline stage of a rank goes through, in this order:
+
+1. expert parallelism
+2. tensor parallelism
+3. context parallelism
+4. LoRA
+5. tiling
+6. activation checkpointing
+7. deferred weight gradients
+8. compile
+
+Then data parallelism is applied to all stages of the rank together.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,32 +30,40 @@ from raytrain_hpc.model.lora import LoraSpec, apply_lora
 from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
 from raytrain_hpc.parallel.block_discovery import find_blocks
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
-from raytrain_hpc.parallel.ddp import DDPSync
+from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
-from raytrain_hpc.parallel.deterministic_reduce import DeterministicDDPSync, ReductionOrder
-from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel, get_expert_parameters
-from raytrain_hpc.parallel.gradient_sync import CompositeSync, GradientSync, NoSync
+from raytrain_hpc.parallel.deterministic_reduce import ReductionOrder
+from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
+from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
-from raytrain_hpc.parallel.tensor_parallel import TensorParallelSpec, apply_tensor_parallel, get_head_weight_name
+from raytrain_hpc.parallel.precision import get_compute_itemsize
+from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads, name_head_weight
 from raytrain_hpc.parallel.tied_gradients import all_reduce_gradients, sum_tied_gradients
 from raytrain_hpc.parallel.tiled_linear import apply_tiling
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_spec import ShardSpec
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass
 class ParallelModel:
-    """The parts of a model that a rank has, made ready for a layout. Without a pipeline stage 0 is all of it."""
+    """The stages of a model that a rank holds, parallelized for a layout. Without a pipeline, stage 0 is the model.
 
-    modules: dict[int, nn.Module]  # by stage
+    `shard_specs`: the sharded parameters by local name. `partial_grads`: parameters whose gradients must be summed over
+    the "tp" axis after the backward passes. `parameters`: all parameters by local name; DTensors if FSDP2 shards them.
+    """
+
+    modules: dict[int, nn.Module]
     gradient_sync: GradientSync
-    tensor_parallel: TensorParallelSpec = field(default_factory=TensorParallelSpec)
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
+    partial_grads: list[str] = field(default_factory=list)
     weight_grad_store: WeightGradStore = field(default_factory=WeightGradStore)
 
     def __post_init__(self) -> None:
         named = [pair for module in self.modules.values() for pair in module.named_parameters()]
-        self.parameters: dict[str, nn.Parameter] = dict(named)  # by this rank's own names; DTensors where sharded
+        self.parameters: dict[str, nn.Parameter] = dict(named)
         if len(named) != len(self.parameters):
             raise ValueError("two stages of a rank have a parameter of the same name")
 
@@ -55,166 +73,114 @@ class ParallelModel:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def get_shard_spec(self, name: str) -> ShardSpec:
-        """What of the global tensor the parameter `name` is, before data parallelism shards it."""
-        return self.tensor_parallel.shard_specs.get(name) or ShardSpec.from_shape(name, self.parameters[name].shape)
+        """Return the part of the global tensor that a parameter is, before data parallelism shards it further."""
+        return self.shard_specs.get(name) or ShardSpec.from_shape(name, self.parameters[name].shape)
 
     def finish_grad_sync(self) -> None:
-        """After the last backward pass of a step: make all gradients complete."""
+        """Complete all gradients. Call after the last backward pass of a step. Collective."""
         self.gradient_sync.finish_grad_sync()
         if "tp" in self.axes:
-            all_reduce_gradients(
-                [self.parameters[name] for name in self.tensor_parallel.partial_grads], self.axes["tp"]
-            )
-        # The table of the embedding, which the last stage of a pipeline can have a copy of.
-        copies = [p for name, p in self.parameters.items() if self.get_shard_spec(name).name == "embedding.weight"]
-        if len(copies) == 2:
-            sum_tied_gradients(*copies)
+            all_reduce_gradients([self.parameters[name] for name in self.partial_grads], self.axes["tp"])
+        # With tied embeddings the last pipeline stage has a copy of the embedding table, on this rank or another one.
+        tables = [p for name, p in self.parameters.items() if self.get_shard_spec(name).name == "embedding.weight"]
+        if len(tables) == 2:
+            sum_tied_gradients(*tables)
         elif "tied" in self.axes:
-            all_reduce_gradients(copies, self.axes["tied"])
-
-
-def get_local_positions(seq_len: int, axes: Mapping[str, Axis]) -> list[int]:
-    """The positions of a sequence that this rank reads."""
-    ring, ulysses = axes.get("ring"), axes.get("ulysses")
-    ring_at = (1, 0) if ring is None else (ring.size, ring.rank)
-    ulysses_at = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
-    return get_rank_positions(seq_len, ring_at[0], ulysses_at[0], ring_at[1], ulysses_at[1])
+            all_reduce_gradients(tables, self.axes["tied"])
 
 
 def parallelize(
-    modules: dict[int, nn.Module],
+    stages: dict[int, nn.Module],
+    *,
     config: Config,
     layout: Layout,
     mesh: DeviceMesh | None,
-    device: torch.device,
     axes: Mapping[str, Axis],
     expert_mesh: ExpertMesh | None,
+    device: torch.device,
     reduction_order: ReductionOrder | None,
-    *,
     keyed_randomness: bool,
 ) -> ParallelModel:
-    """Wrap the modules of this rank's stages for this layout and allocate them on `device`.
+    """Parallelize the stages of this rank in place, and allocate their parameters on `device`. Collective.
 
-    Parameters on the meta device are left uninitialised: their values come afterwards, each rank filling what it
-    holds, so that a model larger than a device is never whole anywhere. Axes that cut a model take Decoders there.
+    Every function called is a no-op for an axis of size 1 and a feature that is off. Axes that split a model accept
+    Decoders only; the planner refuses them for other modules. Parameters on the meta device stay uninitialized: each
+    rank fills its own slices afterwards, so that a model larger than a device is never whole in memory.
+
+    `mesh`, `axes`, `expert_mesh`: from the ParallelContext. `reduction_order`: order of gradient additions for
+    train.deterministic=elastic, else None. `keyed_randomness`: random bits come from keys, not from generator state.
     """
-    tensor, deferral = TensorParallelSpec(), WeightGradStore()
+    train, settings = config.train, config.parallel
+    weight_grad_store = WeightGradStore()
     blocks: dict[int, list[nn.Module]] = {}
-    for stage, module in modules.items():
+    shard_specs: dict[str, ShardSpec] = {}
+    partial_grads: list[str] = []
+    for stage, module in stages.items():
         if isinstance(module, Decoder):
-            _apply_model_parallel(module, axes, config.train.seq_len, tensor)
-            if config.train.lora_rank:
-                train = config.train
-                adapters = LoraSpec(train.lora_rank, train.lora_alpha, tuple(train.lora_targets))
-                tensor.shard_specs |= apply_lora(module, adapters)
-            if config.parallel.tile_mib and layout.dp_shard > 1:
-                apply_tiling(module, _get_tile_elements(config), layout.dp_shard, tensor.shard_specs)
-        blocks[stage] = list(module.blocks().values()) if isinstance(module, Decoder) else find_blocks(module)
-        apply_activation_checkpointing(
-            blocks[stage] or [module], config.parallel.recompute, keyed_randomness=keyed_randomness
-        )
+            shard_specs |= name_head_weight(module)
+            shard_specs |= apply_expert_parallel(module, axes)
+            shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(train.seq_len, axes)))
+            partial_grads += list_partial_grads(module, axes, shard_specs)
+            apply_context_parallel(module, axes, train.seq_len)
+            shard_specs |= apply_lora(module, _get_lora_spec(config))
+            shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
+        blocks[stage] = find_blocks(module)
+        units = blocks[stage] or [module]
+        apply_activation_checkpointing(units, settings.recompute, keyed_randomness=keyed_randomness)
         if layout.pp > 1 and layout.pipeline.splits_backward:
-            deferral.attach(module)
-        if config.train.compile:
-            for block in blocks[stage] or [module]:
-                block.compile()
-    data = _apply_data_parallel(modules, blocks, config, layout, mesh, device, expert_mesh, reduction_order)
-    return ParallelModel(modules, data, tensor, axes, deferral)
+            weight_grad_store.attach(module)
+        if train.compile:
+            for unit in units:
+                unit.compile()
+    gradient_sync = apply_data_parallel(
+        stages,
+        blocks,
+        config=config,
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        expert_mesh=expert_mesh,
+        reduction_order=reduction_order,
+    )
+    for line in describe_parallelism(config, layout):
+        _log.info(line)
+    return ParallelModel(stages, gradient_sync, axes, shard_specs, partial_grads, weight_grad_store)
 
 
-def _apply_model_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int, tensor: TensorParallelSpec) -> None:
-    if "ep" in axes or "tp" in axes:
-        apply_expert_parallel(decoder, axes, tensor.shard_specs)
-    if "tp" in axes:
-        with torch.device("meta"):
-            apply_tensor_parallel(decoder, axes["tp"], len(get_local_positions(seq_len, axes)), tensor)
-    elif decoder.head is not None and decoder.head.weight is not None:
-        tensor.shard_specs["head.weight"] = ShardSpec.from_shape(
-            get_head_weight_name(decoder.spec), decoder.head.weight.shape
-        )
-    if "ring" in axes or "ulysses" in axes:
-        apply_context_parallel(decoder, axes, seq_len)
+def describe_parallelism(config: Config, layout: Layout) -> list[str]:
+    """Return one line per dimension and feature that `parallelize` applies, in the order in which it does."""
+    settings, train = config.parallel, config.train
+    tile_elements = _get_max_tile_elements(config, layout)
+    applied = {
+        f"expert parallelism over {layout.ep} ranks": layout.ep > 1,
+        f"tensor parallelism over {layout.tp} ranks": layout.tp > 1,
+        f"context parallelism over {layout.cp} ranks, {layout.ulysses} of them by Ulysses": layout.cp > 1,
+        f"LoRA of rank {train.lora_rank}": train.lora_rank > 0,
+        f"tiles of at most {tile_elements} elements": tile_elements > 0,
+        f"activation checkpointing: {settings.recompute}": settings.recompute != "none",
+        "deferred weight gradients": layout.pp > 1 and layout.pipeline.splits_backward,
+        "compile": train.compile,
+        f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,
+        f"replication over {layout.num_state_replicas} ranks": layout.num_state_replicas > 1,
+    }
+    return [line for line, is_applied in applied.items() if is_applied]
 
 
-def _apply_data_parallel(
-    modules: dict[int, nn.Module],
-    blocks: dict[int, list[nn.Module]],
-    config: Config,
-    layout: Layout,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    expert_mesh: ExpertMesh | None,
-    reduction_order: ReductionOrder | None,
-) -> GradientSync:
-    apart = {} if expert_mesh is None else get_expert_parameters(modules.values())
-    parts: list[GradientSync] = []
-    if mesh is not None and layout.dp_shard > 1:
-        from raytrain_hpc.parallel.fsdp import FSDPSync  # 40 MiB of FSDP2 that other layouts do not pay
-
-        axes = ("copies", "dp_shard") if layout.num_state_replicas > 1 else ("dp_shard",)
-        of_experts = None if expert_mesh is None else expert_mesh.mesh
-        settings, dtype = config.parallel, config.train.dtype
-        parts.append(FSDPSync(modules, blocks, mesh[axes], settings, dtype, apart, of_experts, reduction_order))
-        if of_experts is not None:
-            apart = {}
-        for module in modules.values():
-            module.to_empty(device=device) if _is_meta(module) else module.to(device)
-    else:
-        for module in modules.values():
-            _allocate_parameters(module, device) if _is_meta(module) else module.to(device)
-    named = dict(pair for module in modules.values() for pair in module.named_parameters())
-    if reduction_order is not None and layout.dp_shard == 1:
-        group = mesh["copies"].get_group() if mesh is not None and layout.num_state_replicas > 1 else None
-        by_stage = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
-        parts.append(DeterministicDDPSync(by_stage, group, reduction_order.replicas, config.parallel.bucket_mib))
-    elif mesh is not None and layout.num_state_replicas > 1 and layout.dp_shard == 1:
-        dense = {name: parameter for name, parameter in named.items() if name not in apart}
-        parts.append(DDPSync(dense, mesh["copies"].get_group(), config.parallel.bucket_mib))
-    if apart and expert_mesh is not None and expert_mesh.replica_group is not None:
-        copied = {name: named[name] for name in apart}
-        parts.append(DDPSync(copied, expert_mesh.replica_group, config.parallel.bucket_mib))
-    if len(parts) > 1:
-        return CompositeSync(parts)
-    return parts[0] if parts else NoSync()
+def get_local_positions(seq_len: int, axes: Mapping[str, Axis]) -> list[int]:
+    """Return the positions of a sequence that this rank reads: all of them without context parallelism."""
+    ring, ulysses = axes.get("ring"), axes.get("ulysses")
+    ring_size, ring_rank = (1, 0) if ring is None else (ring.size, ring.rank)
+    ulysses_size, ulysses_rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
+    return get_rank_positions(seq_len, ring_size, ulysses_size, ring_rank, ulysses_rank)
 
 
-def _get_tile_elements(config: Config) -> int:
-    width = 2 if config.train.dtype == "bf16" else get_param_dtype(config.train.dtype).itemsize
-    return int(config.parallel.tile_mib * 2**20) // width
+def _get_lora_spec(config: Config) -> LoraSpec | None:
+    train = config.train
+    return LoraSpec(train.lora_rank, train.lora_alpha, tuple(train.lora_targets)) if train.lora_rank else None
 
 
-def _is_meta(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
-    """Storage for plain parameters on the meta device. `Module.to_empty` would import SymPy: 0.3 s a worker."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, meta in part.named_parameters(recurse=False):
-            if meta not in made:
-                storage = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                made[meta] = nn.Parameter(storage, requires_grad=meta.requires_grad)
-            part.register_parameter(name, made[meta])
-        for name, buffer in part.named_buffers(recurse=False):
-            part.register_buffer(
-                name, torch.empty_like(buffer, device=device), name not in part._non_persistent_buffers_set
-            )
-
-
-def get_param_dtype(dtype: str) -> torch.dtype:
-    """The dtype in which parameters are kept: bf16 runs keep fp32."""
-    return torch.float64 if dtype == "fp64" else torch.float32
-
-
-def get_residual_dtype(dtype: str, layout: Layout) -> torch.dtype:
-    """The dtype of the residual stream between stages: autocast leaves it in fp32, FSDP2 does not."""
-    return torch.bfloat16 if dtype == "bf16" and layout.dp_shard > 1 else get_param_dtype(dtype)
-
-
-def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:
-    """bf16 compute over fp32 weights; nothing for the other types."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bf16")
-
-
-__all__ = ["ParallelModel", "autocast", "get_param_dtype", "get_local_positions", "parallelize", "get_residual_dtype"]
+def _get_max_tile_elements(config: Config, layout: Layout) -> int:
+    """Return the elements of the largest tile; 0 for no tiling, which needs sharded parameters to be of use."""
+    if layout.dp_shard == 1:
+        return 0
+    return int(config.parallel.tile_mib * 2**20) // get_compute_itemsize(config.train.dtype)

@@ -8,8 +8,7 @@ reduce-scattered after a row-parallel one. Sizes need not divide evenly: ranges 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,55 +26,64 @@ from raytrain_hpc.state.shard_spec import ShardSpec
 _SEQ_DIM = 1  # the dimension of positions in [b, t, ...]
 
 
-@dataclass
-class TensorParallelSpec:
-    """The sharding of a decoder on one rank."""
+def apply_tensor_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> dict[str, ShardSpec]:
+    """Shard a decoder on the meta device over the "tp" axis, in place. Does nothing without that axis.
 
-    shard_specs: dict[str, ShardSpec] = field(default_factory=dict)  # of sharded parameters, by local name
-    partial_grads: list[str] = field(default_factory=list)  # parameters whose gradients must be summed over the axis
-
-
-def apply_tensor_parallel(decoder: Decoder, axis: Axis, seq_len: int, tp_spec: TensorParallelSpec) -> None:
-    """Shard a decoder on the meta device, in place, and add the sharding to `tp_spec`.
-
-    `seq_len`: positions per sample on this rank. Call after `apply_expert_parallel`, which shards the experts.
+    `seq_len`: positions per sample on this rank. Call after `apply_expert_parallel`, which shards the experts. Returns
+    the shard specs of the sharded parameters by local name.
     """
+    axis = axes.get("tp")
+    if axis is None:
+        return {}
+    with torch.device("meta"):
+        return _shard_decoder(decoder, axis, seq_len)
+
+
+def _shard_decoder(decoder: Decoder, axis: Axis, seq_len: int) -> dict[str, ShardSpec]:
     spec, dtype = decoder.spec, next(decoder.parameters()).dtype
     gather_input = partial(_all_gather_input, axis, seq_len)
     rows = [axis.get_local_range(spec.vocab_size)]
     table_shape = (spec.vocab_size, spec.hidden_size)
+    shard_specs: dict[str, ShardSpec] = {}
     if decoder.embedding is not None:
         decoder.embedding = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, axis)  # type: ignore[assignment]
-        tp_spec.shard_specs["embedding.weight"] = ShardSpec.from_ranges("embedding.weight", table_shape, 0, rows)
+        shard_specs["embedding.weight"] = ShardSpec.from_ranges("embedding.weight", table_shape, 0, rows)
     if decoder.positions is not None:
         decoder.positions = _LocalPositionEmbedding(decoder.positions, axis)  # type: ignore[assignment]
     for layer, block in decoder.blocks().items():
         prefix = f"layers.{layer}."
-        tp_spec.shard_specs |= dict(_shard_attention(block.attention, prefix + "attention.", axis))
+        shard_specs |= dict(_shard_attention(block.attention, prefix + "attention.", axis))
         if isinstance(block.mlp, MixtureOfExperts):
-            tp_spec.shard_specs |= dict(_shard_moe(block.mlp, prefix + "mlp.", axis))
+            shard_specs |= dict(_shard_moe(block.mlp, prefix + "mlp.", axis))
         else:
-            tp_spec.shard_specs |= dict(_shard_feed_forward(block.mlp, prefix + "mlp.", axis))
+            shard_specs |= dict(_shard_feed_forward(block.mlp, prefix + "mlp.", axis))
         block.attention.register_forward_pre_hook(gather_input)
         block.mlp.register_forward_pre_hook(gather_input)
     if decoder.head is not None:
         decoder.head.register_forward_pre_hook(gather_input)
         if decoder.head.weight is not None:
             decoder.head.weight = nn.Parameter(torch.empty(len(rows[0]), spec.hidden_size))
-            tp_spec.shard_specs["head.weight"] = ShardSpec.from_ranges(get_head_weight_name(spec), table_shape, 0, rows)
+            shard_specs["head.weight"] = ShardSpec.from_ranges(_get_head_weight_name(spec), table_shape, 0, rows)
     decoder.to(dtype)
-    tp_spec.partial_grads += [
-        name for name, _ in decoder.named_parameters() if _has_partial_grad(name, tp_spec.shard_specs)
-    ]
+    return shard_specs
 
 
-def _has_partial_grad(name: str, shard_specs: dict[str, ShardSpec]) -> bool:
-    """Return whether a parameter is replicated over the axis but gets only part of its gradient on each rank.
+def list_partial_grads(decoder: Decoder, axes: Mapping[str, Axis], shard_specs: Mapping[str, ShardSpec]) -> list[str]:
+    """Return the parameters that are replicated over the "tp" axis but get only part of their gradient on each rank.
 
     Norms, position embeddings and biases of row-parallel layers see the local positions; replicated key-value
-    projections see the local heads.
+    projections see the local heads. Call after `apply_tensor_parallel`. `shard_specs`: all sharded parameters so far.
     """
-    return name not in shard_specs or ".qkv.kv." in name
+    if "tp" not in axes:
+        return []
+    return [name for name, _ in decoder.named_parameters() if name not in shard_specs or ".qkv.kv." in name]
+
+
+def name_head_weight(decoder: Decoder) -> dict[str, ShardSpec]:
+    """Return the shard spec of an unsharded head: its own weight, or a copy of the embedding table if it is tied."""
+    if decoder.head is None or decoder.head.weight is None:
+        return {}
+    return {"head.weight": ShardSpec.from_shape(_get_head_weight_name(decoder.spec), decoder.head.weight.shape)}
 
 
 def _all_gather_input(axis: Axis, seq_len: int, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -229,6 +237,6 @@ def _shift_range(span: range, offset: int) -> range:
     return range(span.start + offset, span.stop + offset)
 
 
-def get_head_weight_name(spec: ModelSpec) -> str:
+def _get_head_weight_name(spec: ModelSpec) -> str:
     """Return the canonical name of the weight of the head: a tied head has a copy of the embedding table."""
     return "embedding.weight" if spec.tie_embeddings else "head.weight"

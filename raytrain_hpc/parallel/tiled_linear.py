@@ -13,6 +13,7 @@ A tile has at least one row per rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -33,12 +34,18 @@ class TiledLinear(nn.ModuleList):
         return torch.cat([tile(rows).unflatten(0, x.shape[:-1]) for tile in self], dim=-1)
 
 
-def apply_tiling(decoder: Decoder, max_elements: int, num_ranks: int, shard_specs: dict[str, ShardSpec]) -> None:
-    """Split each weight of more than `max_elements` elements into tiles of at most as many, and update `shard_specs`.
+def apply_tiling(
+    decoder: Decoder, max_elements: int, num_ranks: int, shard_specs: Mapping[str, ShardSpec]
+) -> dict[str, ShardSpec]:
+    """Split each weight of more than `max_elements` elements into tiles of at most as many; 0 does nothing.
 
-    `num_ranks`: ranks that shard the rows of a tile. Call after `apply_tensor_parallel` and before activation
+    `num_ranks`: ranks that shard the rows of a tile. Returns `shard_specs`, those of tiled weights replaced by those of
+    their tiles. Call after `apply_tensor_parallel` and before activation
     checkpointing and FSDP2 are applied.
     """
+    shard_specs = dict(shard_specs)
+    if not max_elements:
+        return shard_specs
     split_rows = partial(_split_rows, max_elements=max_elements, num_ranks=num_ranks)
     # ReplicatedKVLinear uses the weight of `kv` directly.
     skipped = {module.kv for module in decoder.modules() if isinstance(module, ReplicatedKVLinear)}
@@ -51,12 +58,12 @@ def apply_tiling(decoder: Decoder, max_elements: int, num_ranks: int, shard_spec
             weight = _replace_weight_with_tiles(module, row_ranges)
             module.forward = partial(_row_parallel_forward, module)  # type: ignore[method-assign]
             _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, row_ranges, shard_specs)
-        # A tied head of a later stage has a copy of the table, which must match that of the first stage: do not tile
-        # it.
+        # A tied head of a later stage is a copy of the table of the first stage, and must keep its shape.
         elif isinstance(module, Head) and not decoder.spec.tie_embeddings and (row_ranges := split_rows(module.weight)):
             weight = _replace_weight_with_tiles(module, row_ranges)
             module.forward = partial(_head_forward, module)  # type: ignore[method-assign]
             _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, row_ranges, shard_specs)
+    return shard_specs
 
 
 def _split_rows(weight: Tensor | None, max_elements: int, num_ranks: int) -> list[range]:

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raytrain_hpc.parallel.parallelize import ParallelModel, autocast
+from raytrain_hpc.parallel.parallelize import ParallelModel
+from raytrain_hpc.parallel.precision import autocast
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import Batch, TrainModule
 

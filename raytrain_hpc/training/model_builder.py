@@ -13,14 +13,9 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import LORA_MARKER
 from raytrain_hpc.parallel.deterministic_reduce import make_reduction_order
-from raytrain_hpc.parallel.parallelize import (
-    ParallelModel,
-    get_local_positions,
-    get_param_dtype,
-    get_residual_dtype,
-    parallelize,
-)
+from raytrain_hpc.parallel.parallelize import ParallelModel, get_local_positions, parallelize
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
+from raytrain_hpc.parallel.precision import get_param_dtype, get_residual_dtype
 from raytrain_hpc.parallel.vocab_parallel import vocab_parallel_loss_sum
 from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.runtime.control_channel import Record
@@ -64,13 +59,13 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
     is_elastic = config.train.deterministic == "elastic"
     model = parallelize(
         modules,
-        config,
-        layout,
-        context.mesh,
-        context.device,
-        context.axes,
-        context.expert_mesh,
-        make_reduction_order(layout, spec.batching, context.rank) if is_elastic else None,
+        config=config,
+        layout=layout,
+        mesh=context.mesh,
+        axes=context.axes,
+        expert_mesh=context.expert_mesh,
+        device=context.device,
+        reduction_order=make_reduction_order(layout, spec.batching, context.rank) if is_elastic else None,
         keyed_randomness=train_module.keyed_randomness,
     )
     if spec.is_fresh_start:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradFn
-from raytrain_hpc.parallel.parallelize import ParallelModel, autocast
+from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
+from raytrain_hpc.parallel.precision import autocast
 from raytrain_hpc.planner.pipeline_timeline import Span
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.training.forward_backward import BatchReader, record_loss

@@ -105,6 +105,14 @@ def count_parameters(config: Any, layout: Layout, rank: int) -> int:
         }
     meta = torch.device("meta")
     parallel_model = parallelize(
-        modules, config, layout, place.mesh, meta, place.axes, place.expert_mesh, None, keyed_randomness=True
+        modules,
+        config=config,
+        layout=layout,
+        mesh=place.mesh,
+        axes=place.axes,
+        expert_mesh=place.expert_mesh,
+        device=meta,
+        reduction_order=None,
+        keyed_randomness=True,
     )
     return sum(to_local(parameter).numel() for parameter in parallel_model.parameters.values())

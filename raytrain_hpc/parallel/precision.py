@@ -1,0 +1,29 @@
+"""Dtypes of parameters and of the residual stream for each value of `train.dtype`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from raytrain_hpc.planner.layout import Layout
+
+
+def get_param_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype in which parameters are stored: bf16 runs store fp32."""
+    return torch.float64 if dtype == "fp64" else torch.float32
+
+
+def get_compute_itemsize(dtype: str) -> int:
+    """Return the bytes of one element in a matrix product."""
+    return 2 if dtype == "bf16" else get_param_dtype(dtype).itemsize
+
+
+def get_residual_dtype(dtype: str, layout: Layout) -> torch.dtype:
+    """Return the dtype of the residual stream between pipeline stages: autocast leaves it in fp32, FSDP2 does not."""
+    return torch.bfloat16 if dtype == "bf16" and layout.dp_shard > 1 else get_param_dtype(dtype)
+
+
+def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context for a forward pass: bf16 compute with fp32 weights, or no change for the other dtypes."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bf16")
