@@ -14,15 +14,15 @@ TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
 def tiny() -> Callable[..., ModelSpec]:
-    """A tiny shape of a family ("gpt2", "llama"), with model keys on top."""
+    """A factory of tiny model specs: by family ("gpt2", "llama"), with model settings on top."""
 
     def make(family: str, **keys: object) -> ModelSpec:
         config = ModelConfig(**{**TINY, **(GPT2 if family == "gpt2" else LLAMA), **keys})
@@ -33,11 +33,11 @@ def tiny() -> Callable[..., ModelSpec]:
 
 @pytest.fixture
 def random_decoder() -> Callable[..., Decoder]:
-    """A decoder with every parameter drawn at random, norms and biases too, so that none can be left out unseen."""
+    """A factory of decoders with random parameters, norms and biases included, so that ignoring one is noticed."""
 
-    def make(shape: ModelSpec, dtype: torch.dtype = torch.float64) -> Decoder:
+    def make(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> Decoder:
         torch.manual_seed(0)
-        decoder = Decoder(shape).to(dtype)
+        decoder = Decoder(spec).to(dtype)
         with torch.no_grad():
             for name, parameter in decoder.named_parameters():
                 parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)

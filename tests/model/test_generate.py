@@ -7,8 +7,8 @@ from raytrain_hpc.model.generate import generate
 from raytrain_hpc.model.param_init import init_weights
 
 
-class Fixed:
-    """A model with the same logits everywhere, that notes the windows it was given."""
+class ConstantModel:
+    """A model with constant logits that records its inputs."""
 
     def __init__(self, logits: list[float]):
         self.logits = torch.tensor(logits)
@@ -19,7 +19,7 @@ class Fixed:
         return self.logits.expand(*tokens.shape, -1)
 
 
-def test_the_same_seed_gives_the_same_text(tiny, random_decoder):
+def test_the_same_seed_gives_the_same_tokens(tiny, random_decoder):
     decoder = random_decoder(tiny("llama"), torch.float32)
     first = list(generate(decoder, [1, 2], 30, context_length=8, seed=4))
     torch.manual_seed(0)
@@ -28,49 +28,53 @@ def test_the_same_seed_gives_the_same_text(tiny, random_decoder):
     assert len(first) == 30
 
 
-def test_the_model_sees_the_last_tokens_of_its_context():
-    model = Fixed([0.0, 0.0, 9.0])
+def test_the_model_gets_the_last_tokens_of_the_context():
+    model = ConstantModel([0.0, 0.0, 9.0])
     assert list(generate(model, [0, 1, 0], 3, context_length=4, temperature=0)) == [2, 2, 2]
     assert model.windows == [[0, 1, 0], [0, 1, 0, 2], [1, 0, 2, 2]]
 
 
-def test_learned_positions_are_not_outrun(tiny, random_decoder):
+def test_context_length_limits_learned_positions(tiny, random_decoder):
     decoder = random_decoder(tiny("gpt2"), torch.float32)
     assert len(list(generate(decoder, [1] * 20, 5, context_length=12))) == 5
 
 
-def test_tokens_are_drawn_with_their_probabilities():
-    odds = torch.tensor([0.6, 0.3, 0.1])
-    drawn = torch.tensor(list(generate(Fixed(odds.log().tolist()), [0], 2000, context_length=1, temperature=1.0)))
-    torch.testing.assert_close(torch.bincount(drawn, minlength=3) / 2000, odds, rtol=0, atol=0.05)
-    sharp = odds**2 / (odds**2).sum()
-    drawn = torch.tensor(list(generate(Fixed(odds.log().tolist()), [0], 2000, context_length=1, temperature=0.5)))
-    torch.testing.assert_close(torch.bincount(drawn, minlength=3) / 2000, sharp, rtol=0, atol=0.05)
+def test_tokens_are_sampled_with_their_probabilities():
+    probabilities = torch.tensor([0.6, 0.3, 0.1])
+    tokens = torch.tensor(
+        list(generate(ConstantModel(probabilities.log().tolist()), [0], 2000, context_length=1, temperature=1.0))
+    )
+    torch.testing.assert_close(torch.bincount(tokens, minlength=3) / 2000, probabilities, rtol=0, atol=0.05)
+    sharpened = probabilities**2 / (probabilities**2).sum()
+    tokens = torch.tensor(
+        list(generate(ConstantModel(probabilities.log().tolist()), [0], 2000, context_length=1, temperature=0.5))
+    )
+    torch.testing.assert_close(torch.bincount(tokens, minlength=3) / 2000, sharpened, rtol=0, atol=0.05)
 
 
-def test_top_k_keeps_the_likeliest():
-    drawn = set(generate(Fixed([1.0, 0.0, 2.0, 0.5]), [0], 200, context_length=1, temperature=2.0, top_k=2))
-    assert drawn == {0, 2}
-    drawn = set(generate(Fixed([1.0, 0.0, 2.0, 0.5]), [0], 200, context_length=1, temperature=2.0, top_k=0))
-    assert drawn == {0, 1, 2, 3}
+def test_top_k_keeps_the_most_likely_tokens():
+    tokens = set(generate(ConstantModel([1.0, 0.0, 2.0, 0.5]), [0], 200, context_length=1, temperature=2.0, top_k=2))
+    assert tokens == {0, 2}
+    tokens = set(generate(ConstantModel([1.0, 0.0, 2.0, 0.5]), [0], 200, context_length=1, temperature=2.0, top_k=0))
+    assert tokens == {0, 1, 2, 3}
 
 
-def test_the_caller_keeps_gradients_between_tokens(tiny, random_decoder):
+def test_gradients_stay_enabled_for_the_caller(tiny, random_decoder):
     for _ in generate(random_decoder(tiny("llama"), torch.float32), [1], 2, context_length=4):
         assert torch.is_grad_enabled()
 
 
-def test_dropout_has_no_part_in_it(tiny):
+def test_generation_applies_no_dropout(tiny):
     decoder = Decoder(tiny("llama", dropout=0.5))
     init_weights(decoder, 0)
     training = list(generate(decoder, [1], 10, context_length=4))
     assert list(generate(decoder.eval(), [1], 10, context_length=4)) == training
 
 
-def test_impossible_settings_are_refused_at_the_call():
-    model = Fixed([0.0, 1.0])
+def test_invalid_settings_are_refused_at_the_call():
+    model = ConstantModel([0.0, 1.0])
     with pytest.raises(DataError, match="at least one token"):
         generate(model, [], 1, context_length=4)
-    for wrong in ({"context_length": 0}, {"temperature": -1.0}, {"top_k": -1}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            generate(model, [0], 1, **{"context_length": 4, **wrong})
+    for setting in ({"context_length": 0}, {"temperature": -1.0}, {"top_k": -1}):
+        with pytest.raises(ConfigError, match=next(iter(setting))):
+            generate(model, [0], 1, **{"context_length": 4, **setting})

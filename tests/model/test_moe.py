@@ -1,4 +1,4 @@
-"""Experts: the balancing loss and bias against their formulas, experts without positions, what is counted."""
+"""Mixture of experts: balancing loss and bias against their formulas, experts without positions, load counts."""
 
 import pytest
 import torch
@@ -14,51 +14,53 @@ KEYS = {"num_experts": 5, "experts_per_token": 2, "balance_weight": 0.3}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]])
 
 
-def mixtures(decoder) -> list[MixtureOfExperts]:
+def get_mixtures(decoder) -> list[MixtureOfExperts]:
     return [block.mlp for block in decoder.blocks().values()]
 
 
-def explicit_loss(decoder, weight: float) -> torch.Tensor:
-    """Cross entropy and, as a term of its own, what DeepSeek-V3's equations 17 to 20 say of every sequence."""
-    seen = []
+def compute_explicit_loss(decoder, weight: float) -> torch.Tensor:
+    """Return the cross entropy plus the balancing loss of each sequence, by equations 17 to 20 of DeepSeek-V3."""
+    routings = []
     hooks = [
-        one.router.register_forward_hook(lambda router, args, out: seen.append((router, args[0], out[0])))
-        for one in mixtures(decoder)
+        mixture.router.register_forward_hook(lambda router, args, out: routings.append((router, args[0], out[0])))
+        for mixture in get_mixtures(decoder)
     ]
     loss = loss_sum(decoder(TOKENS), TOKENS)
     for hook in hooks:
         hook.remove()
-    for router, x, experts in seen:
+    for router, x, experts in routings:
         scores = (x @ router.weight.T).softmax(dim=-1)
         for sequence in range(len(TOKENS)):
             for expert in range(5):
-                chosen = (experts[sequence] == expert).sum()
-                frequency = 5 / (2 * 10) * chosen
+                num_positions = (experts[sequence] == expert).sum()
+                frequency = 5 / (2 * 10) * num_positions
                 loss = loss + weight * 10 * frequency * scores[sequence, :, expert].mean()
     return loss
 
 
-def test_the_balancing_loss_has_the_gradient_of_its_formula(tiny, random_decoder):
-    ours = random_decoder(tiny("llama", **KEYS))
-    plain = random_decoder(tiny("llama", **KEYS, balance="none"))
-    loss_sum(ours(TOKENS), TOKENS).backward()
-    explicit_loss(plain, KEYS["balance_weight"]).backward()
-    for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10, msg=name)
-    without = random_decoder(tiny("llama", **KEYS, balance="none"))
-    loss_sum(without(TOKENS), TOKENS).backward()
-    assert (without.layers["0"].mlp.router.weight.grad - plain.layers["0"].mlp.router.weight.grad).abs().max() > 1e-3
+def test_balancing_loss_has_the_gradient_of_its_formula(tiny, random_decoder):
+    decoder = random_decoder(tiny("llama", **KEYS))
+    reference = random_decoder(tiny("llama", **KEYS, balance="none"))
+    loss_sum(decoder(TOKENS), TOKENS).backward()
+    compute_explicit_loss(reference, KEYS["balance_weight"]).backward()
+    for (name, parameter), reference_parameter in zip(decoder.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference_parameter.grad, rtol=1e-10, atol=1e-10, msg=name)
+    unbalanced = random_decoder(tiny("llama", **KEYS, balance="none"))
+    loss_sum(unbalanced(TOKENS), TOKENS).backward()
+    assert (
+        unbalanced.layers["0"].mlp.router.weight.grad - reference.layers["0"].mlp.router.weight.grad
+    ).abs().max() > 1e-3
 
 
-def test_a_spare_microbatch_counts_for_nothing(tiny, random_decoder):
+def test_padding_microbatches_do_not_count(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", **KEYS))
     (0.0 * loss_sum(decoder(TOKENS, loss_weight=0.0), TOKENS)).backward()
     assert all(not parameter.grad.any() for parameter in decoder.parameters())
-    assert all(not one.router.load.any() for one in mixtures(decoder))
+    assert all(not mixture.router.load.any() for mixture in get_mixtures(decoder))
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_every_choice_is_counted_once(tiny, random_decoder, recomputed: bool):
+def test_each_route_is_counted_once(tiny, random_decoder, recomputed: bool):
     decoder = random_decoder(tiny("llama", **KEYS, balance="bias"))
     if recomputed:
         for block in decoder.blocks().values():
@@ -67,27 +69,27 @@ def test_every_choice_is_counted_once(tiny, random_decoder, recomputed: bool):
         loss_sum(decoder(TOKENS), TOKENS).backward()
     decoder.eval()
     loss_sum(decoder(TOKENS), TOKENS).backward()
-    for one in mixtures(decoder):
-        assert one.router.load.sum() == 3 * 20 * 2
-        assert one.router.load.min() < one.router.load.max()
+    for mixture in get_mixtures(decoder):
+        assert mixture.router.load.sum() == 3 * 20 * 2
+        assert mixture.router.load.min() < mixture.router.load.max()
 
 
 def test_the_bias_moves_against_the_load(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", **KEYS, balance="bias"))
     loads = [torch.tensor([10, 0, 4, 4, 2]), torch.tensor([4, 4, 4, 4, 4])]
-    for one, load in zip(mixtures(decoder), loads, strict=True):
-        one.router.load.copy_(load)
-    balance = ExpertBias([decoder], 0.25, None)
-    balance.update()
-    biases = [one.router.bias.tolist() for one in mixtures(decoder)]
+    for mixture, load in zip(get_mixtures(decoder), loads, strict=True):
+        mixture.router.load.copy_(load)
+    expert_bias = ExpertBias([decoder], 0.25, None)
+    expert_bias.update()
+    biases = [mixture.router.bias.tolist() for mixture in get_mixtures(decoder)]
     assert biases == [[-0.25, 0.25, 0.0, 0.0, 0.25], [0.0] * 5]
-    assert all(not one.router.load.any() for one in mixtures(decoder))
-    assert "layers.0.mlp.router.bias" in decoder.state_dict()  # a resumed run goes on choosing as it did
+    assert all(not mixture.router.load.any() for mixture in get_mixtures(decoder))
+    assert "layers.0.mlp.router.bias" in decoder.state_dict()  # so that routing in a resumed run is unchanged
     assert "layers.0.mlp.router.load" not in decoder.state_dict()
 
 
-def test_the_bias_decides_who_is_chosen_and_not_how_much(tiny, random_decoder):
-    router = mixtures(random_decoder(tiny("llama", **KEYS, balance="bias")))[0].router
+def test_the_bias_affects_selection_but_not_weights(tiny, random_decoder):
+    router = get_mixtures(random_decoder(tiny("llama", **KEYS, balance="bias")))[0].router
     x = torch.randn(1, 4, 32, dtype=torch.float64)
     scores = (x @ router.weight.T).softmax(dim=-1)
     router.bias.copy_(torch.tensor([0.0, 0.0, 5.0, 9.0, 0.0]))
@@ -96,28 +98,28 @@ def test_the_bias_decides_who_is_chosen_and_not_how_much(tiny, random_decoder):
     torch.testing.assert_close(weights[..., 0], scores[..., 3] / (scores[..., 3] + scores[..., 2]))
 
 
-@pytest.mark.parametrize("favourite", [0, 4])
-def test_experts_that_get_no_position_have_gradients_of_zero(tiny, random_decoder, favourite: int):
+@pytest.mark.parametrize("favorite", [0, 4])
+def test_experts_without_positions_have_zero_gradients(tiny, random_decoder, favorite: int):
     decoder = random_decoder(tiny("llama", **{**KEYS, "experts_per_token": 1}))
-    for one in mixtures(decoder):
-        one.router.bias[favourite] = 100.0
+    for mixture in get_mixtures(decoder):
+        mixture.router.bias[favorite] = 100.0
     loss_sum(decoder(TOKENS), TOKENS).backward()
-    for one in mixtures(decoder):
-        for parameter in one.experts.parameters():
-            reached = [bool(gradient.any()) for gradient in parameter.grad]
-            assert reached == [expert == favourite for expert in range(5)]
+    for mixture in get_mixtures(decoder):
+        for parameter in mixture.experts.parameters():
+            has_gradient = [bool(gradient.any()) for gradient in parameter.grad]
+            assert has_gradient == [expert == favorite for expert in range(5)]
 
 
-def test_bf16_routes_as_fp32_does(tiny, random_decoder):
+def test_bf16_routes_like_fp32(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", **KEYS), torch.float32)
     block: Block = decoder.layers["0"]
     x = torch.randn(2, 10, 32)
     with torch.autocast("cpu", torch.bfloat16):
         experts, weights = block.mlp.router(x, 1.0)
-    exact, exact_weights = block.mlp.router(x, 1.0)
-    assert torch.equal(experts, exact) and torch.equal(weights, exact_weights)
+    fp32_experts, fp32_weights = block.mlp.router(x, 1.0)
+    assert torch.equal(experts, fp32_experts) and torch.equal(weights, fp32_weights)
 
 
-def test_more_choices_than_experts_are_refused():
+def test_more_experts_per_token_than_experts_are_refused():
     with pytest.raises(ConfigError, match="model.experts_per_token=4 .*must not exceed model.num_experts=3"):
         load_config(None, ["model.num_experts=3", "model.experts_per_token=4"])
