@@ -70,7 +70,7 @@ class DDPSync:
             bucket.pending = set(bucket.parameters)
 
     def on_grad_accumulated(self, bucket: _Bucket, parameter: Tensor) -> None:
-        """Store a gradient in its bucket. Autograd calls this after it has accumulated a gradient.
+        """Store a gradient in its bucket. Called by hooks of autograd after it has accumulated the gradient.
 
         Raises ModelError for a second gradient of a parameter in one backward pass.
         """

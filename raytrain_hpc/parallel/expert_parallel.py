@@ -46,12 +46,12 @@ class ExpertParallelDispatcher:
         received = _all_to_all(rows, self._axis, send_sizes, recv_sizes)
         by_expert = _reorder(received, recv_counts_by_rank)
         sizes = [
-            sum(rank_counts[number] for rank_counts in recv_counts_by_rank) for number in range(len(local_experts))
+            sum(rank_counts[expert] for rank_counts in recv_counts_by_rank) for expert in range(len(local_experts))
         ]
         outputs = experts(by_expert, sizes)
         by_rank = _reorder(
             outputs,
-            [[rank_counts[number] for rank_counts in recv_counts_by_rank] for number in range(len(local_experts))],
+            [[rank_counts[expert] for rank_counts in recv_counts_by_rank] for expert in range(len(local_experts))],
         )
         return _all_to_all(by_rank, self._axis, recv_sizes, send_sizes)
 

@@ -94,8 +94,8 @@ class FSDPSync:
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
         """Reduce the gradients that a split backward pass of a stage has completed.
 
-        FSDP2 reduces at the end of a backward pass, which would miss the deferred weight gradients. Call its
-        post-backward functions here instead, as the pipeline runtime of torch does.
+        FSDP2 reduces during a backward pass, before deferred weight gradients are computed. Call its post-backward
+        functions again here, as the pipeline runtime of torch does.
         """
         module = self._modules[stage]
         root = fully_shard.state(module)  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ class FSDPSync:
         root._root_post_backward_final_callback()
 
     def finish_grad_sync(self) -> None:
-        """Do nothing: FSDP2 reduces gradients at the end of backward passes."""
+        """Do nothing: FSDP2 reduces gradients during backward passes."""
 
     def _configure(self, module: FSDPModule, *, is_last: bool, reduce: bool) -> None:
         module.set_requires_gradient_sync(reduce)

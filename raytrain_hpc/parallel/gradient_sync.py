@@ -20,7 +20,7 @@ class GradientSync(Protocol):
         """
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """Reduce deferred weight gradients. Call once a split backward pass has computed them."""
+        """Reduce weight gradients that a split backward pass has deferred. Call after computing them."""
 
     def finish_grad_sync(self) -> None:
         """Complete all gradients. Call after the last backward pass of a step."""

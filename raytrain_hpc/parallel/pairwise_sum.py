@@ -54,7 +54,7 @@ def sum_pairwise(values: Tensor) -> Tensor:
 
 
 def _promote(node: Node, num_leaves: int) -> Node:
-    """Return the lowest ancestor that has a sibling or is the root: a node without a sibling equals its parent."""
+    """Return the lowest node at or above `node` with a sibling, or the root: an only child equals its parent."""
     level, index = node
     while (width := _get_level_width(level, num_leaves)) > 1 and index ^ 1 >= width:
         level, index = level + 1, index >> 1

@@ -29,8 +29,8 @@ _SEQ_DIM = 1  # the dimension of positions in [b, t, ...]
 def apply_tensor_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> dict[str, ShardSpec]:
     """Shard a decoder on the meta device over the "tp" axis, in place. Does nothing without that axis.
 
-    `seq_len`: positions per sample on this rank. Call after `apply_expert_parallel`, which shards the experts. Returns
-    the shard specs of the sharded parameters by local name.
+    `seq_len`: positions per sample that the ranks of the axis share, after context parallelism. Call after
+    `apply_expert_parallel`, which shards the experts. Returns the shard specs of the sharded parameters by local name.
     """
     axis = axes.get("tp")
     if axis is None:

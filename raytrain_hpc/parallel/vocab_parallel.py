@@ -52,14 +52,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = logits.gather(-1, column).squeeze(-1) * is_local if local_rows else torch.zeros_like(max_logit)
         # One collective for both sums: of exponentials, and of the target logits.
         total, target_logit = axis.all_reduce(torch.stack((exponentials.sum(dim=-1), target_logit))).unbind()
-        is_target = targets != IGNORE_INDEX
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, is_local, is_target)
-        return ((total.log() + max_logit - target_logit) * is_target).sum()
+        is_valid = targets != IGNORE_INDEX
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, is_local, is_valid)
+        return ((total.log() + max_logit - target_logit) * is_valid).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, column, is_local, is_target = ctx.saved_tensors
+        probabilities, column, is_local, is_valid = ctx.saved_tensors
         grad_logits = probabilities
         if probabilities.shape[-1]:
             grad_logits = probabilities.scatter_add(-1, column, -is_local.to(probabilities.dtype).unsqueeze(-1))
-        return grad_logits.mul_((gradients[0] * is_target).unsqueeze(-1)), None, None, None
+        return grad_logits.mul_((gradients[0] * is_valid).unsqueeze(-1)), None, None, None
