@@ -25,7 +25,7 @@ def count_sent_in_step(trainer: Any) -> dict[str, int]:
 
 
 def read_sent(trainer: Any):
-    context = trainer.evaluator.context
+    context = trainer.metrics.context
     yield from ((name, axis.traffic.elements) for name, axis in context.axes.items())
     if isinstance(context.stage_groups, StageGroups):
         yield "pp", context.stage_groups.traffic.elements
@@ -76,7 +76,7 @@ def test_pipeline_and_tensor_parallel_volume(pool: WarmPool) -> None:
 
 def count_step_routes(trainer: Any) -> tuple[int, int, int]:
     """Run one step; return (elements sent, routes to other ranks, routes from other ranks)."""
-    axis = trainer.evaluator.context.axes["ep"]
+    axis = trainer.metrics.context.axes["ep"]
     local_experts, counts = axis.get_local_range(5), Counter()
     modules = trainer.model_step.model.modules.values()
 

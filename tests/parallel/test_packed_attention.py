@@ -51,7 +51,7 @@ def compute_loss_and_gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
         loss.backward()
     model_step.model.finish_grad_sync()
     total = loss.detach().clone()
-    if trainer.evaluator.context.world_group is not None:
+    if trainer.metrics.context.world_group is not None:
         dist.all_reduce(total)
     return total.item(), {name: parameter.grad.clone() for name, parameter in model_step.model.parameters.items()}
 
