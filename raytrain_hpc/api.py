@@ -96,7 +96,7 @@ class Run:
         return not self._finished.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of the committed steps so far in step order, one dict per step with metrics.jsonl's keys."""
+        """Return the metrics of the committed steps so far, one dict per step with the keys of metrics.jsonl."""
         from raytrain_hpc.driver.run_directory import RunDirectory
 
         records = RunDirectory(Path(self._config.run.dir)).read_metrics()

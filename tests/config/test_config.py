@@ -166,7 +166,7 @@ def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> Non
         ("train.lr_scaling=sqrt", "needs the global batch at which lr was tuned"),
         ("model.num_heads=5", "must divide model.hidden_size=128"),
         ("model.dropout=1", "below 1"),
-        ("parallel.zero=4", "ZeRO has the stages 0, 1, 2 and 3"),
+        ("parallel.zero=4", "must be one of the stages 0, 1, 2 and 3"),
         ("run.dir=", "needs a directory"),
         ("observe.profile_steps=[3, 3]", "first < end"),
     ],

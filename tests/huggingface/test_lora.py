@@ -147,10 +147,10 @@ def test_bit_for_bit_at_every_degree_and_resumed(place: Path, pool: Any, tmp_pat
 @pytest.mark.parametrize(
     "word, reason",
     [
-        ("parallel.tp=2", "adapters train data-parallel, replicated or by ZeRO; set it to 1"),
-        ("train.lora_targets=[q_proj]", "choose some of qkv, out, gate, up, down"),
-        ("train.lora_targets=[]", "choose some of"),
-        ("parallel.tile_mib=1", "layers with adapters are not tiled"),
+        ("parallel.tp=2", "LoRA supports data parallelism only, with any ZeRO stage; set it to 1"),
+        ("train.lora_targets=[q_proj]", "choose from qkv, out, gate, up, down"),
+        ("train.lora_targets=[]", "choose from"),
+        ("parallel.tile_mib=1", "layers with LoRA adapters cannot be tiled"),
     ],
 )
 def test_what_adapters_cannot_do(word: str, reason: str) -> None:
