@@ -126,7 +126,7 @@ def test_settings_and_data_that_contradict_the_import_are_refused(workspace: Pat
         prepare_with("data.path=stdlib", "data.packing=stream")
     with pytest.raises(ConfigError, match=r"run.init_from=.*has no checkpoint; give a run directory"):
         prepare_with(f"run.init_from={tmp_path}")
-    assert prepare_with("model.dropout=0.1").shape.dropout == 0.1  # dropout is not part of the architecture
+    assert prepare_with("model.dropout=0.1").model_spec.dropout == 0.1  # dropout is not part of the architecture
 
 
 def test_weights_of_another_dtype_are_refused(workspace: Path, pool: Any, tmp_path: Path) -> None:
