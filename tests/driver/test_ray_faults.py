@@ -164,7 +164,7 @@ def test_the_number_of_workers_changes_as_asked(ray_cluster: None, pool: WarmPoo
 def test_the_handle_stops_a_run(ray_cluster: None, undisturbed, tmp_path: Path) -> None:
     run = rt.start(config(tmp_path))
     until(lambda: len(run.metrics()) >= 3)
-    with pytest.raises(TimeoutError, match=f"{tmp_path} is still running after 0.01 s"):
+    with pytest.raises(TimeoutError, match=f"{tmp_path} goes on after 0.01 s"):
         run.result(timeout=0.01)
     run.stop()
     result = run.result(timeout=240)

@@ -115,18 +115,18 @@ def test_losses_match_a_plain_loop(workspace: Path, pool: Any, tmp_path: Path) -
 
 
 def test_settings_and_data_that_contradict_the_import_are_refused(workspace: Path, tmp_path: Path) -> None:
-    def prepare_with(*more: str) -> Any:
+    def refused(*more: str) -> Any:
         return prepare_run(
             load_config(None, make_overrides(workspace, tmp_path / "run", *more)), None, lambda line: None
         )
 
     with pytest.raises(ConfigError, match=r"model.norm_eps=0.001.*the model in .*ours has 1e-05; leave the key out"):
-        prepare_with("model.norm_eps=0.001")
+        refused("model.norm_eps=0.001")
     with pytest.raises(DataError, match="its tokenizer is not that of the model"):
-        prepare_with("data.path=stdlib", "data.packing=stream")
+        refused("data.path=stdlib", "data.packing=stream")
     with pytest.raises(ConfigError, match=r"run.init_from=.*has no checkpoint; give a run directory"):
-        prepare_with(f"run.init_from={tmp_path}")
-    assert prepare_with("model.dropout=0.1").model_spec.dropout == 0.1  # dropout is not part of the architecture
+        refused(f"run.init_from={tmp_path}")
+    assert refused("model.dropout=0.1").model_spec.dropout == 0.1  # dropout is not part of the architecture
 
 
 def test_weights_of_another_dtype_are_refused(workspace: Path, pool: Any, tmp_path: Path) -> None:
