@@ -174,7 +174,7 @@ def plan(
     restart_s: float = 300.0,
     pause_s: float = 2.0,
 ) -> dict[str, Any]:
-    """Rank all legal layouts on a cluster and estimate memory, step time and goodput of the best one.
+    """Find all legal layouts on a cluster, best first, and estimate memory, step time and goodput of the best one.
 
     Loads neither torch nor, unless `running`, Ray. Settings with a value are kept. The plan chooses settings that are
     `auto` or a list and, on accelerators, parallel axes that are not set. Raises LayoutError if no layout is legal.

@@ -71,9 +71,7 @@ def test_quickstart_equals_the_defaults() -> None:
 def test_overrides_win_over_file_and_file_over_base(tmp_path: Path) -> None:
     write_yaml(tmp_path, "train: {steps: 1, lr: 0.1, seq_len: 7}\nrun: {seed: 1}", "root.yaml")
     write_yaml(tmp_path, "base: root.yaml\ntrain: {steps: 2, lr: 0.2}", "middle.yaml")
-    top = write_yaml(
-        tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml"
-    )  # `base` may come last
+    top = write_yaml(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # `base` may come last
     config = load_config(top, ["run.seed=4", "run.seed=5"])
     assert (config.train.seq_len, config.train.lr, config.train.steps, config.run.seed) == (7, 0.2, 3, 5)
     assert config.run.name == "top"
