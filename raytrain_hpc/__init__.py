@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The module of each public name, imported on first use: `raytrain-hpc plan` loads neither torch nor Ray.
+# Module of each public name. Names are imported on first use, so that `raytrain-hpc plan` loads neither torch nor Ray.
 _MODULES = {
     "CheckpointCorruptedError": "errors",
     "CheckpointError": "errors",

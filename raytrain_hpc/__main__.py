@@ -1,4 +1,4 @@
-"""`python -m raytrain_hpc` is the `raytrain-hpc` command."""
+"""Entry point of `python -m raytrain_hpc`, the `raytrain-hpc` command."""
 
 from raytrain_hpc.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The Python API: load_config, plan, train, start, prepare, generate."""
+"""Python API of a run: load_config, plan, train, run_script, start, and the Run handle that start returns."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ def train(
     loss: LossFunction | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Run a training to its end in this call. Ctrl-C and SIGTERM save and stop after the current step.
+    """Train to completion and return the result. Ctrl-C and SIGTERM save and stop after the current step.
 
-    `model(config)` gives your own `nn.Module` (int64 tokens [b, t] in) and `loss(output, targets)` the *sum* of its
-    losses over the valid targets [b, t] as a scalar; without them the platform's decoder trains. RaytrainErrors are
-    raised with all that a user should know in one line.
+    Args:
+        config: Settings of the run, from `load_config`.
+        model: Factory of a custom model: `model(config)` returns an `nn.Module` that takes int64 tokens [b, t].
+            Without it, the built-in decoder is trained.
+        loss: `loss(output, targets)` returns a scalar: the *sum* of the losses over the valid targets [b, t].
+            Required with `model`.
+        quiet: Print nothing.
+
+    Raises a subclass of RaytrainError with a one-line message.
     """
     stop = threading.Event()
     supervisor = _build_supervisor(config, model, loss, quiet, stop)
@@ -41,9 +47,9 @@ def train(
 
 
 def run_script(config: Config, script: str | Path, arguments: Sequence[str] = (), *, quiet: bool = False) -> Result:
-    """Run a script with a loop of its own, which asks for it with `attach`, on the workers of this config, to its end.
+    """Run a training script that calls `attach` on the workers of this config, to completion.
 
-    Every worker runs the script from its beginning, and again after a fault; see `attach`. Raises as `train`.
+    Every worker runs the script from its beginning, and again after a failure; see `attach`. Raises as `train`.
     """
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observability.console import Console
@@ -65,14 +71,14 @@ def start(
     loss: LossFunction | None = None,
     quiet: bool = True,
 ) -> Run:
-    """Run a training behind this call and give a handle on it: `metrics()`, `resize()`, `stop()`, `result()`."""
+    """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
     stop = threading.Event()
     supervisor = _build_supervisor(config, model, loss, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
 
 class Run:
-    """A training that goes on in the background."""
+    """Handle to a training run in the background, returned by `start`."""
 
     def __init__(
         self, config: Config, target: Callable[[], Result], stop: threading.Event, resize: Callable[[int], None]
@@ -80,38 +86,42 @@ class Run:
         self._config, self._stop, self._resize = config, stop, resize
         self._result: Result | None = None
         self._error: BaseException | None = None
-        # Waited for instead of the thread: a Thread.join that Ctrl-C interrupts takes a running thread for ended.
+        # An event instead of Thread.join: a join interrupted by Ctrl-C marks a running thread as ended.
         self._finished = threading.Event()
         threading.Thread(target=self._run, args=(target,), name="raytrain-run", daemon=True).start()
 
     @property
     def running(self) -> bool:
-        """Whether the training still goes on."""
+        """Whether the run has not ended yet."""
         return not self._finished.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The committed steps so far, one dict each with the keys of metrics.jsonl, in step order."""
+        """Return the metrics of the committed steps so far, one dict per step with the keys of metrics.jsonl."""
         from raytrain_hpc.driver.run_directory import RunDirectory
 
-        lines = RunDirectory(Path(self._config.run.dir)).read_metrics()
-        last = {line["step"]: line for line in lines}
-        return [last[step] for step in sorted(last)]
+        records = RunDirectory(Path(self._config.run.dir)).read_metrics()
+        latest = {record["step"]: record for record in records}
+        return [latest[step] for step in sorted(latest)]
 
     def resize(self, workers: int) -> None:
-        """Go on with this many workers from a step boundary on, as soon as they are up; returns at once.
+        """Continue with another number of workers, from the first step boundary after they are up. Does not block.
 
-        The batch stays cut as it is, so the curve is the same. Raises ConfigError for fewer than cluster.min_workers.
+        The split of the batch into microbatches does not change, so neither does the loss curve. Raises ConfigError if
+        `workers` is below cluster.min_workers.
         """
         self._resize(workers)
 
     def stop(self) -> None:
-        """Save and stop after the current step; returns at once."""
+        """Request to save and stop after the current step. Does not block."""
         self._stop.set()
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end and return the result, or raise what ended the run. TimeoutError after `timeout` seconds."""
+        """Wait for the run to end and return its result, or raise the error that ended it.
+
+        Raises TimeoutError if the run has not ended after `timeout` seconds.
+        """
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"the run in {self._config.run.dir} goes on after {timeout} s")
+            raise TimeoutError(f"the run in {self._config.run.dir} is still running after {timeout} s")
         if self._error is not None:
             raise self._error
         if self._result is None:
@@ -119,29 +129,31 @@ class Run:
         return self._result
 
     def watch(self, every_s: float = 1.0) -> None:
-        """In a notebook: show figures and curve, live, until the run ends. Interrupting the kernel ends the showing
-        alone: the run goes on, and `stop` or `resize` still reach it."""
+        """Show live metrics and the loss curve in a notebook until the run ends, updated every `every_s` seconds.
+
+        Interrupting the kernel stops the live display; the run continues, and `stop` and `resize` still work.
+        """
         from IPython.display import display
 
-        shown: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
+        handle: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
         try:
             while self.running:
                 self._finished.wait(every_s)
-                shown.update(self)
+                handle.update(self)
         except KeyboardInterrupt:
             return
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """Return the HTML that a notebook displays for this run."""
         from raytrain_hpc.run_report.notebook import render_live_html
 
-        outcome = "failed" if self._error is not None else "stopping" if self._stop.is_set() else "under way"
-        return render_live_html(self._config.run.dir, outcome if self._result is None else self._result.outcome)
+        state = "failed" if self._error is not None else "stopping" if self._stop.is_set() else "running"
+        return render_live_html(self._config.run.dir, state if self._result is None else self._result.outcome)
 
     def _run(self, target: Callable[[], Result]) -> None:
         try:
             self._result = target()
-        except BaseException as error:  # handed to whoever asks for the result
+        except BaseException as error:  # raised again by `result`
             self._error = error
         finally:
             self._finished.set()
@@ -162,43 +174,51 @@ def plan(
     restart_s: float = 300.0,
     pause_s: float = 2.0,
 ) -> dict[str, Any]:
-    """All legal layouts on a cluster, best first, and what to expect of the best. Loads neither torch nor Ray.
+    """Find all legal layouts on a cluster, best first, and estimate memory, step time and goodput of the best one.
 
-    The cluster is `nodes` of `gpus_per_node` devices with the names that plan.hardware knows (and numbers that differ:
-    "h100,memory_gib=64"), or `workers` devices,
-    eight a node where that divides them. Without a `device` they are H100 where nodes, GPUs or train.dtype=bf16 are
-    given, else CPUs. What the settings fix is kept; what they leave to `auto`, to a list or, on accelerators, say
-    nothing of is chosen. `running`: for the cluster that is running, which is asked. Links that are not named are those
-    that `bench comm` has measured between such devices, else those they most often have. `tokens`: the budget; without
-    it that of train.steps. What failures cost follows from `device_hours` (one device fails once in so many),
-    `restart_s` (of everything, from a checkpoint) and `pause_s`
-    (where those that are left go on in memory); see plan.goodput. Raises LayoutError where no layout is legal.
+    Loads neither torch nor, unless `running`, Ray. Settings with a value are kept. The plan chooses settings that are
+    `auto` or a list and, on accelerators, parallel axes that are not set. Raises LayoutError if no layout is legal.
+
+    Args:
+        workers: Number of devices, instead of `nodes` and `gpus_per_node`. Accelerators are 8 per node if divisible.
+            The default is the minimum that the settings allow.
+        nodes: Number of nodes.
+        gpus_per_node: Devices per node.
+        device: Name of a preset in planner.hardware, with overrides ("h100,memory_gib=64"). The default is h100 if
+            nodes, GPUs or train.dtype=bf16 are given, else cpu.
+        inside: Links inside a node. The default is the measurement of `bench comm` for the device, else its usual link.
+        across: Links between nodes; default as for `inside`.
+        running: Plan for the running Ray cluster, which is inspected.
+        tokens: Token budget. The default is that of train.steps.
+        device_hours: Mean device hours between failures of one device; see planner.goodput.
+        restart_s: Seconds to restart all workers from a checkpoint.
+        pause_s: Seconds until the surviving ranks continue from memory.
     """
     from raytrain_hpc.planner.hardware import get_preset_name, make_machine
     from raytrain_hpc.planner.layout import get_min_world_size
     from raytrain_hpc.planner.measured_links import load_calibration, load_links
     from raytrain_hpc.planner.plan import make_plan
 
-    calibrated = partial(
+    plan_cluster = partial(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
     )
     if running:
         from raytrain_hpc.driver.cluster_probe import inspect_running_cluster
 
-        there = inspect_running_cluster(config)
-        return calibrated(there, load_calibration(there.device.name))
+        running_cluster = inspect_running_cluster(config)
+        return plan_cluster(running_cluster, load_calibration(running_cluster.device.name))
     wants_gpus = nodes or gpus_per_node or config.cluster.device == "cuda" or config.train.dtype == "bf16"
-    named = device or ("h100" if wants_gpus and config.cluster.device != "cpu" else "cpu")
+    device_name = device or ("h100" if wants_gpus and config.cluster.device != "cpu" else "cpu")
     if nodes is None and gpus_per_node is None:
-        world = workers or get_min_world_size(config)
-        gpus_per_node = 8 if named != "cpu" and world % 8 == 0 else world
-        nodes = world // gpus_per_node
+        world_size = workers or get_min_world_size(config)
+        gpus_per_node = 8 if device_name != "cpu" and world_size % 8 == 0 else world_size
+        nodes = world_size // gpus_per_node
     nodes, gpus_per_node = nodes or 1, gpus_per_node or 8
     if workers not in (None, nodes * gpus_per_node):
         remedy = f"{nodes} nodes of {gpus_per_node} devices are {nodes * gpus_per_node}; leave one of them out"
         raise ConfigError("workers", workers, "plan", remedy)
-    cluster = make_machine(named, nodes, gpus_per_node, inside, across, load_links(get_preset_name(named)))
-    return calibrated(cluster, load_calibration(get_preset_name(named)))
+    cluster = make_machine(device_name, nodes, gpus_per_node, inside, across, load_links(get_preset_name(device_name)))
+    return plan_cluster(cluster, load_calibration(get_preset_name(device_name)))
 
 
 def _build_supervisor(
@@ -209,28 +229,28 @@ def _build_supervisor(
     from raytrain_hpc.runtime.worker_spec import CustomModel
 
     if (model is None) != (loss is None):
-        raise ModelError("model and loss go together: give both, or neither for the platform's decoder")
+        raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
     custom = None if model is None or loss is None else CustomModel(model, loss)
     return Supervisor(config, custom, Console(quiet=quiet), stop)
 
 
 @contextmanager
 def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks for an orderly stop, the second ends at once."""
+    """Set `stop` at the first Ctrl-C or SIGTERM; raise KeyboardInterrupt at the second."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

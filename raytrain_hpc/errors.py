@@ -1,16 +1,38 @@
-"""Every error that a user can meet, as one tree. Each message is one line: the key, the value, the remedy."""
+"""Exceptions that the public API and the command line raise. Every message is one line.
+
+RaytrainError
+  + ConfigError
+      + LayoutError
+      + OffloadError
+  + DataError
+  + ModelError
+  + CheckpointError
+      + CheckpointCorruptedError
+  + StateLostError              exit code 4
+  + RunDirectoryError
+      + LeaseLostError          exit code 4
+  + ClusterError
+  + WorkerFailedError           exit code 4
+  + RunFailedError              exit code 4
+  + MissingDependencyError
+
+The exit code of all others is 2.
+"""
 
 from __future__ import annotations
 
 
 class RaytrainError(Exception):
-    """Base of all errors raised on purpose. `exit_code` is what the command line returns for it."""
+    """Base class of all errors that the package raises deliberately.
+
+    `exit_code` is the exit code of the command line for this error.
+    """
 
     exit_code = 2
 
 
 class ConfigError(RaytrainError):
-    """A setting is wrong. Nothing was started and nothing was written."""
+    """Invalid setting. Raised before anything is started or written."""
 
     def __init__(self, key: str, value: object, origin: str, remedy: str):
         self.key, self.value, self.origin, self.remedy = key, value, origin, remedy
@@ -22,51 +44,51 @@ class ConfigError(RaytrainError):
 
 
 class LayoutError(ConfigError):
-    """The parallel axes, the batch and the number of workers do not fit together."""
+    """Incompatible combination of parallel axes, batch sizes and number of workers."""
 
 
 class OffloadError(ConfigError):
-    """parallel.offload_dir cannot hold a rank's optimizer state. A worker finds that, before its first step."""
+    """parallel.offload_dir cannot hold a rank's optimizer state. Raised by a worker before its first step."""
 
 
 class DataError(RaytrainError):
-    """An input, a dataset or a tokenizer cannot be used."""
+    """Unusable input file, dataset or tokenizer."""
 
 
 class ModelError(RaytrainError):
-    """A model or a loss given by the user does not keep the interface."""
+    """Model, loss or script that does not meet the interface, or a model file that cannot be converted."""
 
 
 class CheckpointError(RaytrainError):
-    """A checkpoint cannot be loaded into this run."""
+    """Checkpoint that is missing, or that cannot be loaded or written."""
 
 
 class CheckpointCorruptedError(CheckpointError):
-    """A checkpoint directory does not hold what its manifest says."""
+    """Checkpoint directory whose files do not match its manifest."""
 
 
 class StateLostError(RaytrainError):
-    """No rank that is left holds some part of the state. The run goes on from its newest checkpoint."""
+    """No surviving rank holds part of the training state. The run resumes from its newest checkpoint."""
 
     exit_code = 4
 
 
 class RunDirectoryError(RaytrainError):
-    """The run directory cannot be used: not writable, or it belongs to another run."""
+    """Unusable run directory: missing, not writable, or owned by another run."""
 
 
 class LeaseLostError(RunDirectoryError):
-    """Another driver has taken over the run directory; this one must not publish any more."""
+    """The run directory was taken over by another driver. This driver must stop publishing to it."""
 
     exit_code = 4
 
 
 class ClusterError(RaytrainError):
-    """No Ray at the address given, or it has fewer slots than the run needs."""
+    """No Ray cluster at the given address, or a cluster with fewer slots than the run needs."""
 
 
 class WorkerFailedError(RaytrainError):
-    """A rank died or raised; the generation it belonged to is over."""
+    """A rank failed, which ends its generation."""
 
     exit_code = 4
 
@@ -83,16 +105,20 @@ class WorkerFailedError(RaytrainError):
         operation: str = "",
         stacks: dict[int, str] | None = None,
     ):
-        """`kind` is died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt,
-        replicas differ, or deadlocked: then nobody could be told from the others.
+        """Initialize the error.
 
-        `detected` and `last_seen` (its last sign of life) are unix times; `operation` is the collective in which the
-        others stood, where that is known, and `stacks` what the threads of each rank were at.
+        Args:
+            kind: died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt,
+                replicas differ, or deadlocked (no single rank could be identified as the cause).
+            detected_at: Unix time of the detection.
+            last_seen: Unix time of the rank's last heartbeat, if known.
+            operation: Collective in which the other ranks were waiting, if known.
+            stacks: Thread stacks per rank.
         """
         self.rank, self.node, self.pid, self.kind, self.reason = rank, node, pid, kind, reason
         self.detected_at, self.last_seen = detected_at, last_seen
         self.operation, self.stacks = operation, stacks or {}
-        self.ranks: tuple[int, ...] = (rank,)  # all that were lost with it
+        self.ranks: tuple[int, ...] = (rank,)  # all ranks that failed together
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -100,10 +126,10 @@ class WorkerFailedError(RaytrainError):
 
 
 class RunFailedError(RaytrainError):
-    """The run gave up after faults."""
+    """The run ended because it could not recover from a failure."""
 
     exit_code = 4
 
 
 class MissingDependencyError(RaytrainError):
-    """An optional package that a setting asks for is not installed."""
+    """Optional package that a setting requires but that is not installed."""

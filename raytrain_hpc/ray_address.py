@@ -1,4 +1,4 @@
-"""The address of a cluster that was named: refused, where nothing answers, before Ray is even imported."""
+"""Address of the Ray cluster, checked before Ray is imported: an unreachable address is refused within seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 def get_cluster_address(config: Config) -> str:
-    """The cluster that cluster.address or RAY_ADDRESS names; "auto" where neither does, "local" to start one."""
+    """Return cluster.address if set, else RAY_ADDRESS, else "auto". "local" means to start a cluster."""
     if config.cluster.address != AUTO:
         return config.cluster.address
     return os.environ.get("RAY_ADDRESS") or AUTO
 
 
 def check_address(config: Config) -> None:
-    """Raise ClusterError where a cluster was named and nothing answers there: Ray itself tries for much longer."""
+    """Raise ClusterError if an explicit cluster address is unreachable. Ray itself would retry for much longer."""
     address = get_cluster_address(config)
     if address in (AUTO, LOCAL) or is_reachable(address.removeprefix("ray://")):
         return
@@ -36,7 +36,7 @@ def check_address(config: Config) -> None:
 
 
 def is_reachable(address: str) -> bool:
-    """Whether something listens at host:port."""
+    """Check whether a TCP connection to host:port succeeds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return False
@@ -49,11 +49,11 @@ def is_reachable(address: str) -> bool:
 
 @contextmanager
 def hide_auth_notice() -> Iterator[None]:
-    """Ray uses a token where it starts or finds a cluster by itself, as it should, and says so with a warning."""
+    """Suppress Ray's warning that it uses an authentication token for a cluster that it started or found itself."""
     logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""A plain PyTorch script becomes one that any number of workers run: five lines, and `raytrain-hpc run SCRIPT`.
+"""Elastic training of an existing PyTorch script: five added lines, started with `raytrain-hpc run SCRIPT`.
 
     import raytrain_hpc as rt
     run = rt.attach(model, optimizer)
@@ -6,7 +6,7 @@
         inputs, targets = run.local_batch(batch(step))
         loss = run.backward(loss)
 
-Run by python alone, the same script trains by itself as it did before.
+Started with plain `python`, the same script trains in one process as before.
 """
 
 from __future__ import annotations
@@ -28,50 +28,55 @@ Batch = TypeVar("Batch")
 
 
 class ScriptRun:
-    """What a script asks of the run that it is a rank of."""
+    """Handle of a training script to its run, returned by `attach`. Without a run, it stands for a single process."""
 
     def __init__(self, rank: ScriptRank | None):
         self._rank = rank
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, in a run; the CPU alone."""
+        """The rank's device; without a run, the CPU."""
         import torch
 
         return torch.device("cpu") if self._rank is None else self._rank.device
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0, which may print and write what all would print and write."""
+        """Whether this is rank 0, the one that should print and write files."""
         return self._rank is None or self._rank.is_main_process
 
     def steps(self, count: int | None = None) -> Iterator[int]:
-        """The numbers of the steps that are left, from 0 on in a new run; `count` has to be train.steps.
+        """Yield the numbers of the remaining steps, starting at 0 in a new run. `count` must equal train.steps.
 
-        A step is committed when the next one is asked for: model, optimizer and scheduler are as they were then when
-        another one goes on. Between two calls of `backward` a rank may take minutes: the others wait for it. In a run,
-        torch's random numbers begin anew in every step, alike on all ranks.
+        A step is committed when the next one is requested: recovery restores model, optimizer and scheduler as of that
+        moment. A rank may take minutes between two calls of `backward`, in which the others wait for it. In a run,
+        torch's random generator is reseeded at every step, identically on all ranks.
         """
         if self._rank is not None:
             yield from self._rank.steps(count)
             return
         if count is None:
-            raise ModelError("steps: how many? alone there is no train.steps to take them from")
+            raise ModelError("steps: count is missing; without a run there is no train.steps to take it from")
         yield from range(count)
 
     def local_batch(self, batch: Batch) -> Batch:
-        """This rank's rows, on its device, of a batch that all ranks have alike: of a tensor, or of all tensors in a
-        tuple, a list or a mapping, which becomes a dict. Once a step, before `backward`."""
+        """Return this rank's rows of a global batch, on its device. Call once per step, before `backward`.
+
+        All ranks must pass the same batch: a tensor with one sample per row, or a tuple, list or mapping of such
+        tensors. A mapping is returned as a dict.
+        """
         if self._rank is None:
             return batch
-        mine = self._rank.get_local_rows(_count_rows(batch))
-        rows: Batch = _slice_rows(batch, slice(mine.start, mine.stop), self._rank.device)
-        return rows
+        local_rows = self._rank.get_local_rows(_count_rows(batch))
+        local_batch: Batch = _slice_rows(batch, slice(local_rows.start, local_rows.stop), self._rank.device)
+        return local_batch
 
     def backward(self, loss: Tensor) -> Tensor:
-        """For loss.backward(): `loss` is the mean over this rank's rows; gradients become those of the mean over all
-        rows of the batch, on every rank, and that mean is returned. Once a step. Gradients that the optimizer is given
-        only after several steps add up as ever, and are no state: whoever goes on in between begins without them."""
+        """Compute gradients and return the mean loss over the global batch. Call once per step, for `loss.backward()`.
+
+        `loss` is the mean over this rank's rows. The gradients are those of the mean over all rows, on every rank.
+        Gradients accumulated over several steps are not part of the saved state: recovery starts without them.
+        """
         if self._rank is not None:
             return self._rank.backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -79,9 +84,9 @@ class ScriptRun:
 
 
 def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> ScriptRun:
-    """Hand the state of these over to the run that this script is a rank of, if it is one.
+    """Register model, optimizer and learning-rate scheduler with the run of this script, if there is one.
 
-    In a run that goes on they are given its state. `scheduler`: of the learning rate; its state is plain numbers.
+    In a resumed or recovered run, their state is restored. The state of `scheduler` must consist of plain numbers.
     """
     rank = CURRENT_RANK.get()
     if rank is not None:
@@ -94,10 +99,10 @@ def _count_rows(batch: Any) -> int:
     if isinstance(parts, list | tuple):
         sizes = {_count_rows(part) for part in parts}
         if len(sizes) != 1:
-            raise ModelError(f"share: parts of one batch have {sorted(sizes)} rows; all need the same number")
+            raise ModelError(f"local_batch: tensors have {sorted(sizes)} rows; all need the same number")
         return sizes.pop()
     if not hasattr(parts, "to") or not getattr(parts, "shape", None):
-        raise ModelError(f"share: a batch holds {type(parts).__name__}; tensors are needed, with a row a sample")
+        raise ModelError(f"local_batch: a batch holds {type(parts).__name__}; pass tensors with one row per sample")
     return int(parts.shape[0])
 
 

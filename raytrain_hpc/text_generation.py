@@ -1,4 +1,4 @@
-"""Text from the newest checkpoint of a run, in this process, with no Ray."""
+"""Text generation from a run's checkpoint, in this process and without Ray."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ def generate(
     seed: int = 0,
     step: int | None = None,
 ) -> Iterator[str]:
-    """Continue `prompt` with up to `max_tokens` tokens sampled from the newest valid checkpoint, or that of `step`, in
-    pieces of text.
+    """Continue `prompt` with at most `max_tokens` sampled tokens, yielded as pieces of text.
 
-    Raises CheckpointError where the run has no checkpoint of the platform's decoder, DataError where it has no
-    tokenizer or the prompt has a character that the tokenizer does not know.
+    Uses the checkpoint of `step`, by default the newest valid one. Raises CheckpointError if the run has no such
+    checkpoint of the built-in decoder, and DataError if it has no tokenizer or the tokenizer cannot encode the prompt.
     """
     directory = RunDirectory(Path(run_dir))
     tokenizer = _load_tokenizer(directory)
-    model, context = load_model(directory, step)
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
-    made: list[int] = []
-    shown = ""
+    model, seq_len = load_model(directory, step)
+    prompt_ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
+    sampled_ids: list[int] = []
+    yielded = ""
     for token in sample_tokens(
-        model, ids, max_tokens, context_length=context, temperature=temperature, top_k=top_k, seed=seed
+        model, prompt_ids, max_tokens, context_length=seq_len, temperature=temperature, top_k=top_k, seed=seed
     ):
-        made.append(token)
-        text = tokenizer.decode(made)
-        if text.endswith("\ufffd"):  # a character of several bytes is not complete yet
+        sampled_ids.append(token)
+        text = tokenizer.decode(sampled_ids)
+        if text.endswith("\ufffd"):  # a multi-byte character is not complete yet
             continue
-        yield text[len(shown) :]
-        shown = text
+        yield text[len(yielded) :]
+        yielded = text
 
 
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
@@ -61,30 +60,34 @@ def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
     try:
         plain = json.loads(directory.tokenizer.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{directory.tokenizer}: cannot be read ({error}); train on to write it again") from error
+        raise DataError(f"{directory.tokenizer}: cannot be read ({error}); resume the run to write it again") from error
     return tokenizer_from_json(plain)
 
 
 def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decoder, int]:
-    """The decoder of a run's newest valid checkpoint, or that of `step`, and its seq_len. Raises CheckpointError where
-    there is none."""
+    """Load the decoder of the checkpoint of `step` (default: the newest valid one); return it and its train.seq_len.
+
+    Raises CheckpointError if there is no such checkpoint, or if it holds a custom model.
+    """
     store = CheckpointStore(directory.checkpoints)
-    newest = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
-    if newest is None:
+    checkpoint = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
+    if checkpoint is None:
         raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
-    if newest.meta["model"] is None:
-        raise CheckpointError(f"{newest.path}: a module of the caller's own; load it with that module")
-    shape = ModelSpec(**newest.meta["model"])
-    dtype = torch.float64 if newest.meta["dtype"] == "fp64" else torch.float32
+    if checkpoint.meta["model"] is None:
+        raise CheckpointError(f"{checkpoint.path}: holds a custom model; load it with the model's own class")
+    spec = ModelSpec(**checkpoint.meta["model"])
+    dtype = torch.float64 if checkpoint.meta["dtype"] == "fp64" else torch.float32
     with torch.device("meta"):
-        model = Decoder(shape).to(dtype)
+        model = Decoder(spec).to(dtype)
     model.to_empty(device="cpu")
     for buffer in model.buffers():
         buffer.zero_()
-    # A second name of a tied weight is no entry of its own; a router's bias is.
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    held = [
-        StateShard.from_tensor(f"model.{name}", named[name].detach()) for name in model.state_dict() if name in named
+    # The second name of a tied weight has no entry in a checkpoint; a router's bias (a buffer) has one.
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shards = [
+        StateShard.from_tensor(f"model.{name}", tensors[name].detach())
+        for name in model.state_dict()
+        if name in tensors
     ]
-    read_merged_state(newest, ShardedState(held))
-    return model.eval(), int(newest.meta["seq_len"])
+    read_merged_state(checkpoint, ShardedState(shards))
+    return model.eval(), int(checkpoint.meta["seq_len"])

@@ -1,1 +1,1 @@
-"""Settings: their schema with documentation, loading and layering, rules between keys, and model presets."""
+"""Settings: documented schema, loading and merging, validation, model presets and the resolved model spec."""

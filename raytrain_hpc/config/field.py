@@ -1,4 +1,4 @@
-"""How a setting is declared: its default, what it means, and the least that it may be."""
+"""Declaration of a setting: default, description and lower bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ AUTO = "auto"
 
 
 def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
-    """A documented setting. `minimum` is inclusive, `above` exclusive; both are checked when the config is loaded."""
+    """Declare a documented dataclass field. The lower bounds are `minimum` (inclusive) and `above` (exclusive).
+
+    `load_config` checks the bounds.
+    """
     metadata = {"doc": doc, "minimum": minimum, "above": above}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

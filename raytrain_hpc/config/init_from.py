@@ -1,4 +1,4 @@
-"""The shape of a model that a run starts from, read from its newest checkpoint. No torch, and nothing is verified."""
+"""Model settings of run.init_from, read from its newest manifest without torch. Checksums are not verified."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ INIT_FROM_KEY = "run.init_from"
 
 
 def read_model_settings(directory: str, origin: str) -> dict[str, Any]:
-    """Keys of section `model` that make the decoder in this run directory.
+    """Return the `model.*` settings of the decoder in this run directory; empty for a custom model.
 
-    Raises ConfigError where it holds no checkpoint of a decoder.
+    Raises ConfigError if the directory holds no readable checkpoint.
     """
     manifests = sorted(Path(directory).expanduser().glob("checkpoints/step-*/manifest.json"))
     if not manifests:
-        remedy = "has no checkpoint; give a run directory, or what `raytrain-hpc import-hf` wrote"
+        remedy = "has no checkpoint; give a run directory, or one written by `raytrain-hpc import-hf`"
         raise ConfigError(INIT_FROM_KEY, directory, origin, remedy)
     try:
         meta = json.loads(manifests[-1].read_text())["meta"]
-        if meta["model"] is None:  # a module of the caller's own
+        if meta["model"] is None:  # custom model
             return {}
         return {"max_positions": meta.get("positions", meta["seq_len"]), **spec_to_settings(ModelSpec(**meta["model"]))}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,7 @@
-"""Config <- YAML files (with `base:`) <- `key=value` words. Each wrong setting is one line that names its origin."""
+"""Loading of a config: defaults, overridden by YAML files (with `base:`), overridden by `key=value` words.
+
+Every invalid setting is a one-line ConfigError with the setting's origin.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _TYPE_DESCRIPTIONS = {
 
 
 class Setting(NamedTuple):
-    """One key as a user wrote it."""
+    """A key with its value, and where it was set."""
 
     key: str
     value: Any
@@ -45,11 +48,14 @@ class Setting(NamedTuple):
 def load_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, defaults: Sequence[str] = ()
 ) -> Config:
-    """The resolved config: defaults, then the YAML file and its bases, then `key=value` words, in that order.
+    """Load a config. Later layers win: built-in defaults, `defaults`, base files, the YAML file, `overrides`.
 
-    `beneath`: words that a file wins over.
+    Args:
+        path: YAML file. Its `base:` key names a file to load first.
+        overrides: `key=value` words.
+        defaults: `key=value` words with a lower priority than the file.
 
-    Raises ConfigError naming key, value, origin and remedy for an unknown key, a wrong type or an impossible value.
+    Raises ConfigError with key, value, origin and remedy for an unknown key, a wrong type or an invalid value.
     """
     settings = list(_load_file(Path(path), ())) if path is not None else []
     if path is not None and not any(s.key == "run.name" for s in settings):
@@ -59,26 +65,26 @@ def load_config(
 
 
 def build_config(settings: list[Setting]) -> Config:
-    """Apply settings in order on top of the defaults, then check the rules that hold between keys."""
+    """Apply settings in order on top of the defaults, resolve references, and validate the result."""
     tree = OmegaConf.structured(Config)
-    among: dict[str, list[Any] | None] = {}
+    auto_choices: dict[str, list[Any] | None] = {}
     for setting in _prepend_model_settings(settings):
         if setting.key in PLANNABLE_KEYS:
-            among.pop(setting.key, None)
+            auto_choices.pop(setting.key, None)
             if isinstance(setting.value, list) or (setting.value == AUTO and _get_default(setting.key) != AUTO):
-                among[setting.key] = _collect_choices(tree, setting)
+                auto_choices[setting.key] = _collect_choices(tree, setting)
                 continue
         _apply_setting(tree, setting)
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        # Only references between keys are resolved this late: name the text that holds the one that leads nowhere.
-        last = {s.key: s for s in settings}.get(str(error.full_key), Setting(str(error.full_key), "", ""))
-        raise ConfigError(last.key, last.value, last.origin, _get_first_line(error)) from error
+        # Only ${...} references are resolved this late: report the setting that holds the broken reference.
+        source = {s.key: s for s in settings}.get(str(error.full_key), Setting(str(error.full_key), "", ""))
+        raise ConfigError(source.key, source.value, source.origin, _get_first_line(error)) from error
     if not isinstance(config, Config):
-        raise TypeError("OmegaConf did not give back a Config")
+        raise TypeError("OmegaConf did not return a Config")
     config.__dict__["_origins"] = {s.key: s.origin for s in settings}
-    config.__dict__["_auto_choices"] = among
+    config.__dict__["_auto_choices"] = auto_choices
     validate_config(config)
     config.run.dir = str(Path(config.run.dir).expanduser())
     if config.run.init_from:
@@ -87,12 +93,15 @@ def build_config(settings: list[Setting]) -> Config:
 
 
 def _collect_choices(tree: Any, setting: Setting) -> list[Any] | None:
-    """What the planner may choose from: each value as good as if it stood alone. Leaves the first one in the tree."""
+    """Return the values that the planner may choose from, or None for auto. Sets the first one in the tree.
+
+    Every value is checked like a single value.
+    """
     OmegaConf.update(tree, setting.key, _get_default(setting.key))
     if setting.value == AUTO:
         return None
     if not setting.value:
-        raise ConfigError(setting.key, "[]", setting.origin, "a list to choose from needs a value")
+        raise ConfigError(setting.key, "[]", setting.origin, "needs at least one value to choose from")
     for value in [*setting.value, setting.value[0]]:
         _apply_setting(tree, setting._replace(value=value))
         if isinstance(value, int) and value < (low := _find_field(setting.key).metadata["minimum"] or 0):
@@ -109,14 +118,14 @@ def _get_default(key: str) -> Any:
 
 
 def config_to_yaml(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back to the same values."""
-    plain = to_dict(config)
-    plain["model"]["preset"] = ""
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    """Return the resolved config as YAML. `load_config` reads the same values from it."""
+    settings = to_dict(config)
+    settings["model"]["preset"] = ""
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def get_key_docs() -> dict[str, str]:
-    """Every dotted key and its documentation."""
+    """Return the description of every dotted key."""
     return {
         f"{section.name}.{f.name.rstrip('_')}": f.metadata["doc"]
         for section in fields(Config)
@@ -127,7 +136,7 @@ def get_key_docs() -> dict[str, str]:
 def _parse_override(override: str) -> Setting:
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise ConfigError(override, "", "command line", "a setting is written key=value")
+        raise ConfigError(override, "", "command line", "is not a setting; write key=value")
     name = name.strip()
     try:
         value = yaml.safe_load(text) if text else ""
@@ -136,13 +145,13 @@ def _parse_override(override: str) -> Setting:
             raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
         value = text
     if _is_text_key(name) and not isinstance(value, str):
-        value = text  # 2026_11_21 is a name, not a number
+        value = text  # YAML reads 2026_11_21 as a number
     return Setting(name, value, "command line")
 
 
 def _load_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     if path.resolve() in chain:
-        raise ConfigError("base", str(path), str(chain[-1]), "the files name each other; break the circle")
+        raise ConfigError("base", str(path), str(chain[-1]), "base files refer to each other; break the circle")
     try:
         root = yaml.compose(path.read_text())
     except OSError as error:
@@ -152,18 +161,18 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> Iterator[Setting]:
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError("config", str(path), "", "a config is a YAML mapping of sections")
-    own = list(_flatten(root, "", path))
-    for setting in own:
+        raise ConfigError("config", str(path), "", "must be a YAML mapping of sections")
+    settings = list(_flatten(root, "", path))
+    for setting in settings:
         if setting.key == "base":
             yield from _load_file(path.parent / str(setting.value), (*chain, path.resolve()))
-    yield from (setting for setting in own if setting.key != "base")
+    yield from (setting for setting in settings if setting.key != "base")
 
 
 def _describe_yaml_error(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
-    where = "" if mark is None else f"line {mark.line + 1}: "
-    return where + " ".join(str(getattr(error, "problem", None) or error).split())
+    location = "" if mark is None else f"line {mark.line + 1}: "
+    return location + " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
@@ -186,18 +195,20 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
 
 
 def _prepend_model_settings(settings: list[Setting]) -> list[Setting]:
-    """Keys of the preset, then of the model that the run starts from, go before all others, so that a key given beside
-    them wins wherever it was given."""
-    start = [s for s in settings if s.key == "run.init_from"][-1:]
-    for _, directory, origin in (s for s in start if s.value):
-        there = read_model_settings(str(directory), origin)
-        settings = [Setting(f"model.{k}", v, f"{directory}") for k, v in there.items()] + settings
-    chosen = [s for s in settings if s.key == "model.preset" and s.value]
-    if not chosen:
+    """Put the settings of model.preset, then those of run.init_from, before all others.
+
+    Any explicit model key therefore overrides them, whichever file or word sets it.
+    """
+    init_from = [s for s in settings if s.key == "run.init_from"][-1:]
+    for _, directory, origin in (s for s in init_from if s.value):
+        model_settings = read_model_settings(str(directory), origin)
+        settings = [Setting(f"model.{k}", v, f"{directory}") for k, v in model_settings.items()] + settings
+    presets = [s for s in settings if s.key == "model.preset" and s.value]
+    if not presets:
         return settings
-    name = str(chosen[-1].value)
+    name = str(presets[-1].value)
     if name not in PRESETS:
-        raise ConfigError("model.preset", name, chosen[-1].origin, _suggest(name, list(PRESETS)))
+        raise ConfigError("model.preset", name, presets[-1].origin, _suggest(name, list(PRESETS)))
     return [Setting(f"model.{k}", v, f"preset {name}") for k, v in PRESETS[name].items()] + settings
 
 
@@ -216,37 +227,39 @@ def _apply_setting(tree: Any, setting: Setting) -> None:
     try:
         OmegaConf.update(tree, f"{section}.{field_name}", _check_type(setting))
     except OmegaConfBaseException as error:
-        unknown = _get_first_line(error) if "Did you mean" in str(error) else ""
-        remedy = f"needs {_describe_type(_get_type_name(setting))}" + (f"; {unknown}" if unknown else "")
+        hint = _get_first_line(error) if "Did you mean" in str(error) else ""
+        remedy = f"needs {_describe_type(_get_type_name(setting))}" + (f"; {hint}" if hint else "")
         raise ConfigError(setting.key, setting.value, setting.origin, remedy) from error
 
 
 def _get_type_name(setting: Setting) -> str:
-    """The declared type of a key, as written in config.py."""
+    """Return the declared type of a key, as written in schema.py."""
     return str(_find_field(setting.key).type)
 
 
 def _check_type(setting: Setting) -> Any:
-    """Refuse the silent conversions: true is no number; a list of sources has known keys."""
-    kind = _get_type_name(setting)
-    if kind == "bool | str":
+    """Return the value with numbers converted, and refuse conversions that OmegaConf would do silently (true to 1)."""
+    type_name = _get_type_name(setting)
+    if type_name == "bool | str":
         return setting.value
-    if isinstance(setting.value, bool) != (kind == "bool"):
-        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_describe_type(kind)}")
-    if kind.endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
+    if isinstance(setting.value, bool) != (type_name == "bool"):
+        raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_describe_type(type_name)}")
+    if type_name.endswith("| str") and isinstance(setting.value, str) and setting.value != "auto":
         try:
-            return int(setting.value) if "int" in kind else float(setting.value)
+            return int(setting.value) if "int" in type_name else float(setting.value)
         except ValueError:
-            raise ConfigError(setting.key, setting.value, setting.origin, f"needs {_describe_type(kind)}") from None
-    if kind == "float | str" and isinstance(setting.value, int):
+            raise ConfigError(
+                setting.key, setting.value, setting.origin, f"needs {_describe_type(type_name)}"
+            ) from None
+    if type_name == "float | str" and isinstance(setting.value, int):
         return float(setting.value)
     return setting.value
 
 
 def _is_text_key(key: str) -> bool:
     section, _, name = key.partition(".")
-    of_section = fields(_get_section_class(section)) if section in {f.name for f in fields(Config)} else ()
-    return any(f.type == "str" and f.name.rstrip("_") == name for f in of_section)
+    section_fields = fields(_get_section_class(section)) if section in {f.name for f in fields(Config)} else ()
+    return any(f.type == "str" and f.name.rstrip("_") == name for f in section_fields)
 
 
 def _is_field_of_key(field_name: str, key: str) -> bool:
@@ -260,10 +273,10 @@ def _describe_type(type_name: str) -> str:
 
 
 def _get_section_class(section: str) -> Any:
-    made = next(f for f in fields(Config) if f.name == section).default_factory
-    if not is_dataclass(made):
+    section_class = next(f for f in fields(Config) if f.name == section).default_factory
+    if not is_dataclass(section_class):
         raise TypeError(section)
-    return made
+    return section_class
 
 
 def _get_first_line(error: Exception) -> str:
@@ -271,11 +284,11 @@ def _get_first_line(error: Exception) -> str:
 
 
 def _suggest(word: str, options: list[str]) -> str:
-    # A wrong section with the right last part ("optim.lr") is the commonest slip after a typing error.
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    near = near or [o for o in options if o.split(".")[-1] == word.split(".")[-1]]
-    if near:
-        return f"did you mean {near[0]}?"
+    # After typing errors, the most frequent mistake is the right key in a wrong section ("optim.lr").
+    matches = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    matches = matches or [o for o in options if o.split(".")[-1] == word.split(".")[-1]]
+    if matches:
+        return f"did you mean {matches[0]}?"
     sections = sorted({o.split(".")[0] for o in options})
     return f"known: {', '.join(sections)}"
 

@@ -1,4 +1,4 @@
-"""The resolved shape of a model: plain data that the planner and the model both read. No torch."""
+"""Resolved model architecture, read by the planner and the model. Plain data without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from raytrain_hpc.config.schema import AUTO, ModelConfig
 from raytrain_hpc.errors import ConfigError
 
-VOCAB_SIZE_MULTIPLE = 64  # rows of the head's table, of which a GPU multiplies whole tiles
+VOCAB_SIZE_MULTIPLE = 64  # the head is padded to whole matrix-multiplication tiles
 
 _FFN_MULTIPLE = 64
 _BALANCE_KEYS = ("balance", "balance_weight", "balance_rate")
@@ -16,7 +16,7 @@ _BALANCE_KEYS = ("balance", "balance_weight", "balance_rate")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A ModelConfig with nothing left to choose. `dataclasses.asdict` gives it as JSON, `ModelShape(**...)` back."""
+    """ModelConfig with every `auto` resolved. Stored as JSON by `dataclasses.asdict`, read by `ModelSpec(**...)`."""
 
     vocab_size: int
     hidden_size: int
@@ -24,7 +24,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     ffn_size: int
-    max_positions: int  # rows of the learned position table; 0 with rotary positions
+    max_positions: int  # rows of the learned position embedding; 0 with rotary positions
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float
     activation: Literal["gelu", "swiglu"]
@@ -34,18 +34,18 @@ class ModelSpec:
     bias: bool
     dropout: float
     init_std: float
-    num_experts: int = 0  # 0: dense feed-forwards
+    num_experts: int = 0  # 0: dense feed-forward
     experts_per_token: int = 0
-    shared_expert_size: int = 0  # channels of the expert that sees every position; 0: there is none
+    shared_expert_size: int = 0  # width of the expert that every token passes through; 0: none
     balance: Literal["loss", "bias", "none"] = "none"
-    balance_weight: float = 0.0  # of the balancing loss
-    balance_rate: float = 0.0  # by which the bias changes a step
-    head_dim: int = 0  # channels a head; 0 becomes hidden_size / num_heads
-    qk_norm: bool = False  # every head's queries and keys are normalised
-    rope_factor: float = 1.0  # by which long wavelengths are stretched; 1: none are
-    rope_low_factor: float = 1.0  # wavelengths above rope_original / this one are long
-    rope_high_factor: float = 4.0  # those below rope_original / this one are left alone
-    rope_original: int = 8192  # positions that the model knew before it was stretched
+    balance_weight: float = 0.0  # weight of the load-balancing loss
+    balance_rate: float = 0.0  # change of the expert bias per step
+    head_dim: int = 0  # channels per head; 0 becomes hidden_size / num_heads
+    qk_norm: bool = False  # normalize queries and keys per head
+    rope_factor: float = 1.0  # scaling of long rotary wavelengths (Llama 3); 1: none
+    rope_low_factor: float = 1.0  # wavelengths above rope_original / rope_low_factor are scaled in full
+    rope_high_factor: float = 4.0  # wavelengths below rope_original / rope_high_factor are not scaled
+    rope_original: int = 8192  # context length before scaling
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -53,50 +53,51 @@ class ModelSpec:
 
     @property
     def attention_size(self) -> int:
-        """Channels of all queries, and of what attention gives."""
+        """Channels of the queries of all heads, and of the attention output."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Channels of all keys, or of all values."""
+        """Channels of the keys, or of the values, of all key-value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def num_norm_parameters(self) -> int:
-        """Parameters of one norm."""
+        """Parameters of one norm over hidden_size channels."""
         return self.hidden_size * (2 if self.norm == "layernorm" and self.bias else 1)
 
     @property
     def num_qk_norm_parameters(self) -> int:
-        """Parameters of the norms of queries and of keys in one block."""
+        """Parameters of the query norm and the key norm of one block."""
         return 2 * self.head_dim * self.num_norm_parameters // self.hidden_size if self.qk_norm else 0
 
     @property
     def num_ffn_matrices(self) -> int:
-        """Matrices of one feed-forward."""
+        """Weight matrices of one feed-forward: 3 if gated (swiglu), else 2."""
         return 3 if self.activation == "swiglu" else 2
 
     @property
     def active_ffn_size(self) -> int:
-        """Feed-forward channels that a position goes through, of all experts that it goes to."""
+        """Feed-forward channels that a token passes through, summed over its experts."""
         if not self.num_experts:
             return self.ffn_size
         return self.experts_per_token * self.ffn_size + self.shared_expert_size
 
     def num_active_matmul_parameters(self) -> int:
-        """Weights of one block's matrix products that a position meets; no biases, no norms.
+        """Count the weights of one block that are multiplied per token; biases and norms excluded.
 
-        Queries, keys, values, output and feed-forward, or router, shared expert and as many experts as it goes to.
+        These are queries, keys, values, output projection and feed-forward. In a mixture of experts, the feed-forward
+        is the router, the shared expert and the token's own experts.
         """
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         return attention + self.hidden_size * (self.num_ffn_matrices * self.active_ffn_size + self.num_experts)
 
     def num_expert_parameters(self) -> int:
-        """Parameters of all experts of one block that are chosen among; 0 where feed-forwards are dense."""
+        """Count the parameters of all routed experts of one block; 0 for a dense feed-forward."""
         return self.num_experts * self.num_ffn_matrices * self.hidden_size * self.ffn_size
 
     def num_layer_parameters(self) -> int:
-        """Parameters of one block, all of them."""
+        """Count all parameters of one block."""
         biases, dense = 0, self.shared_expert_size if self.num_experts else self.ffn_size
         if self.bias:
             biases = self.attention_size + 2 * self.kv_size + self.hidden_size
@@ -108,21 +109,21 @@ class ModelSpec:
         return attention + feed_forward + self.num_expert_parameters() + biases + norms
 
     def num_parameters(self) -> int:
-        """Parameters of the whole model, exactly; a tied head is counted once."""
+        """Count all parameters of the model. A tied head is counted once."""
         tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_positions
         return tables * self.hidden_size + self.num_layers * self.num_layer_parameters() + self.num_norm_parameters
 
 
 def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -> ModelSpec:
-    """Fill in what the config leaves "auto". vocab_size is the dataset's, None where there is no dataset.
+    """Resolve every `auto` of the model config. `vocab_size` is that of the dataset, or None without a dataset.
 
-    Raises ConfigError where the vocabulary is known from neither side, or is smaller than the dataset's.
+    Raises ConfigError if neither the config nor a dataset gives the vocabulary size, or if it is below the dataset's.
     """
     if model.vocab_size == AUTO and vocab_size is None:
-        raise ConfigError("model.vocab_size", AUTO, "", "needs a number where there is no dataset to take it from")
+        raise ConfigError("model.vocab_size", AUTO, "", "needs a number, as there is no dataset to take it from")
     vocabulary = int(vocab_size or 0) if model.vocab_size == AUTO else int(model.vocab_size)
     if vocab_size is not None and vocabulary < vocab_size:
-        remedy = f"the dataset has {vocab_size} tokens; give at least that, or auto"
+        remedy = f"the dataset has {vocab_size} tokens; use at least that, or auto"
         raise ConfigError("model.vocab_size", model.vocab_size, "", remedy)
     return ModelSpec(
         vocab_size=vocabulary,
@@ -152,12 +153,12 @@ def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: i
 
 
 def spec_to_settings(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of section `model` that resolve to this shape, whatever the dataset and train.seq_len."""
+    """Return the `model.*` settings that resolve to this spec, independent of the dataset and train.seq_len."""
     settings = asdict(spec)
-    left_out = [] if spec.positions == "learned" else ["max_positions"]
+    excluded = [] if spec.positions == "learned" else ["max_positions"]
     if not spec.num_experts:
-        left_out += ["num_experts", "experts_per_token", "shared_expert_size", *_BALANCE_KEYS]
-    return {key: value for key, value in settings.items() if key not in left_out}
+        excluded += ["num_experts", "experts_per_token", "shared_expert_size", *_BALANCE_KEYS]
+    return {key: value for key, value in settings.items() if key not in excluded}
 
 
 def _resolve_max_positions(model: ModelConfig, seq_len: int) -> int:
@@ -166,7 +167,7 @@ def _resolve_max_positions(model: ModelConfig, seq_len: int) -> int:
     if model.max_positions == AUTO:
         return seq_len
     if int(model.max_positions) < seq_len:
-        remedy = f"train.seq_len={seq_len} needs as many learned positions; give at least that, or a shorter seq_len"
+        remedy = f"train.seq_len={seq_len} needs as many learned positions; increase it, or shorten seq_len"
         raise ConfigError("model.max_positions", model.max_positions, "", remedy)
     return int(model.max_positions)
 
@@ -189,6 +190,6 @@ def _resolve_ffn_size(model: ModelConfig) -> int:
         return int(model.ffn_size)
     if model.activation == "gelu":
         return 4 * model.hidden_size
-    # Three matrices of 8/3 h weigh as much as two of 4 h (Shazeer 2020, arXiv 2002.05202).
+    # Three matrices of width 8/3 h have as many weights as two of width 4 h (Shazeer 2020, arXiv 2002.05202).
     blocks = -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE))
     return blocks * _FFN_MULTIPLE

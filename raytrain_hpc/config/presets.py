@@ -1,4 +1,4 @@
-"""Known model shapes as plain data: what `model.preset=NAME` fills in before the user's own keys."""
+"""Settings of known models for `model.preset=NAME`, applied before the user's own model keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LLAMA = {
     "num_kv_heads": 8,
 }
 
-# Shapes as published: GPT-2 (Radford et al. 2019), Llama 3 (arXiv 2407.21783) and its 3.2 1B model card.
+# Published architectures: GPT-2 (Radford et al. 2019), Llama 3 (arXiv 2407.21783) and its 3.2 1B model card.
 PRESETS: dict[str, dict[str, object]] = {
     "gpt2_124m": {**_GPT2, "hidden_size": 768, "num_layers": 12, "num_heads": 12},
     "gpt2_350m": {**_GPT2, "hidden_size": 1024, "num_layers": 24, "num_heads": 16},

@@ -1,4 +1,4 @@
-"""The rules that hold between settings: ranges, divisibility, combinations. Checked before anything is started."""
+"""Validation of a config: ranges, divisibility and combinations of settings, before anything is started."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from raytrain_hpc.errors import ConfigError
 
 
 def validate_config(config: Config) -> None:
-    """Raise ConfigError for the first rule that a config breaks."""
+    """Raise ConfigError for the first rule that the config violates."""
     _check_ranges(config)
     for rule in (_check_run, _check_model, _check_data, _check_train, _check_parallel, _check_fault, _check_observe):
         rule(config)
 
 
 def _make_error(config: Config, key: str, remedy: str) -> ConfigError:
-    section, name = key.split(".")
-    part = getattr(config, section)
-    value = getattr(part, name if hasattr(part, name) else f"{name}_")
+    section_name, name = key.split(".")
+    section = getattr(config, section_name)
+    value = getattr(section, name if hasattr(section, name) else f"{name}_")
     return ConfigError(key, value, config.origin(key), remedy)
 
 
 def _check_ranges(config: Config) -> None:
-    for section in fields(config):
-        part = getattr(config, section.name)
-        for f in fields(part):
-            value = getattr(part, f.name)
-            key = f"{section.name}.{f.name.rstrip('_')}"
+    for section_field in fields(config):
+        section = getattr(config, section_field.name)
+        for f in fields(section):
+            value = getattr(section, f.name)
+            key = f"{section_field.name}.{f.name.rstrip('_')}"
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            low, above = f.metadata["minimum"], f.metadata["above"]
+            minimum, above = f.metadata["minimum"], f.metadata["above"]
             if value != value or value in (float("inf"), float("-inf")):
                 raise _make_error(config, key, "needs a finite number")
-            if low is not None and value < low:
-                raise _make_error(config, key, f"needs at least {low:g}")
+            if minimum is not None and value < minimum:
+                raise _make_error(config, key, f"needs at least {minimum:g}")
             if above is not None and value <= above:
                 raise _make_error(config, key, f"needs more than {above:g}")
 
@@ -50,11 +50,11 @@ def _check_run(config: Config) -> None:
 def _check_model(config: Config) -> None:
     m = config.model
     if m.head_dim == AUTO and m.hidden_size % m.num_heads:
-        remedy = f"must divide model.hidden_size={m.hidden_size}, or model.head_dim be given"
+        remedy = f"must divide model.hidden_size={m.hidden_size}; or set model.head_dim"
         raise _make_error(config, "model.num_heads", remedy)
     head_dim = m.hidden_size // m.num_heads if m.head_dim == AUTO else int(m.head_dim)
     if m.positions == "rotary" and head_dim % 2:
-        raise _make_error(config, "model.num_heads", "rotary positions need an even number of channels a head")
+        raise _make_error(config, "model.num_heads", "rotary positions need an even number of channels per head")
     if m.rope_factor > 1 and m.rope_high_factor <= m.rope_low_factor:
         raise _make_error(config, "model.rope_high_factor", f"must exceed model.rope_low_factor={m.rope_low_factor:g}")
     if m.num_kv_heads != AUTO and m.num_heads % int(m.num_kv_heads):
@@ -62,23 +62,23 @@ def _check_model(config: Config) -> None:
     if m.num_experts and m.experts_per_token > m.num_experts:
         raise _make_error(config, "model.experts_per_token", f"must not exceed model.num_experts={m.num_experts}")
     if m.num_experts and config.train.compile:
-        raise _make_error(config, "model.num_experts", "not proven under train.compile yet; set train.compile=false")
+        raise _make_error(config, "model.num_experts", "is not supported with train.compile; set train.compile=false")
     if not m.dropout < 1:
         raise _make_error(config, "model.dropout", "needs a probability below 1")
 
 
 def _check_data(config: Config) -> None:
     d = config.data
-    # A default written out, as in a resolved config.yaml, contradicts nothing; here and for the warmup.
+    # A default value is accepted, since a resolved config.yaml spells out all defaults; likewise for train.warmup.
     if d.sources and d.path != DataConfig().path:
         raise _make_error(config, "data.path", "give data.path or data.sources, not both")
     for source in d.sources:
         if not source.path:
             raise _make_error(config, "data.sources", "every source needs a path")
         if not 0 <= source.weight < float("inf"):
-            raise _make_error(config, "data.sources", "weights are numbers of at least 0")
+            raise _make_error(config, "data.sources", "weights must be finite and at least 0")
     if d.sources and not sum(source.weight for source in d.sources):
-        raise _make_error(config, "data.sources", "one weight at least must be above 0")
+        raise _make_error(config, "data.sources", "at least one weight must be above 0")
     _check_stages(config)
     if d.engine == "ray" and config.cluster.workers == 0:
         raise _make_error(config, "data.engine", "cluster.workers=0 trains without Ray; use engine=local")
@@ -88,23 +88,25 @@ def _check_data(config: Config) -> None:
 
 def _check_stages(config: Config) -> None:
     if config.data.stages and not config.data.sources:
-        raise _make_error(config, "data.stages", "change the weights of a mixture: they need data.sources")
-    before = 0
+        raise _make_error(config, "data.stages", "stages change the weights of a mixture; they need data.sources")
+    previous_start = 0
     for stage in config.data.stages:
         if len(stage.weights) != len(config.data.sources):
-            raise _make_error(config, "data.stages", f"a stage needs {len(config.data.sources)} weights, one a source")
+            raise _make_error(config, "data.stages", f"each needs {len(config.data.sources)} weights, one per source")
         if not all(0 <= weight < float("inf") for weight in stage.weights) or not sum(stage.weights):
-            raise _make_error(config, "data.stages", "weights are numbers of at least 0, and one of a stage above it")
-        if stage.from_tokens <= before:
-            raise _make_error(config, "data.stages", "from_tokens must be above 0 and ascend")
-        before = stage.from_tokens
+            raise _make_error(config, "data.stages", "weights must be at least 0, and one per stage above 0")
+        if stage.from_tokens <= previous_start:
+            raise _make_error(config, "data.stages", "from_tokens must be above 0 and increase")
+        previous_start = stage.from_tokens
 
 
 def _check_train(config: Config) -> None:
     t = config.train
     if t.micro_batch != AUTO and t.global_batch % int(t.micro_batch):
-        near = _find_nearest_divisor(t.global_batch, int(t.micro_batch))
-        raise _make_error(config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {near} would")
+        divisor = _find_nearest_divisor(t.global_batch, int(t.micro_batch))
+        raise _make_error(
+            config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {divisor} would"
+        )
     if isinstance(t.deterministic, str) and t.deterministic != "elastic":
         raise _make_error(config, "train.deterministic", "needs false, true or elastic")
     if t.min_lr != AUTO and float(t.min_lr) > t.lr:
@@ -117,10 +119,10 @@ def _check_train(config: Config) -> None:
     checks: list[tuple[str, float, Callable[[float], bool], str]] = [
         ("train.beta1", t.beta1, lambda v: v < 1, "needs a number below 1"),
         ("train.beta2", t.beta2, lambda v: v < 1, "needs a number below 1"),
-        ("train.decay_fraction", t.decay_fraction, lambda v: v <= 1, "needs a share of at most 1"),
+        ("train.decay_fraction", t.decay_fraction, lambda v: v <= 1, "needs a fraction of at most 1"),
     ]
-    for key, value, holds, remedy in checks:
-        if not holds(value):
+    for key, value, is_valid, remedy in checks:
+        if not is_valid(value):
             raise _make_error(config, key, remedy)
 
 
@@ -130,32 +132,32 @@ def _check_lora(config: Config) -> None:
         return
     known = TrainConfig().lora_targets
     if not t.lora_targets or not set(t.lora_targets) <= set(known):
-        raise _make_error(config, "train.lora_targets", f"choose some of {', '.join(known)}")
+        raise _make_error(config, "train.lora_targets", f"choose from {', '.join(known)}")
     for axis in ("tp", "cp", "pp", "ep"):
         if getattr(p, axis) > 1:
             raise _make_error(
-                config, f"parallel.{axis}", "adapters train data-parallel, replicated or by ZeRO; set it to 1"
+                config, f"parallel.{axis}", "LoRA supports data parallelism only, with any ZeRO stage; set it to 1"
             )
     if p.tile_mib:
-        raise _make_error(config, "parallel.tile_mib", "layers with adapters are not tiled; set it to 0")
+        raise _make_error(config, "parallel.tile_mib", "layers with LoRA adapters cannot be tiled; set it to 0")
 
 
 def _check_parallel(config: Config) -> None:
     p = config.parallel
     if max([p.zero, *(config.auto_choices.get("parallel.zero") or ())]) > 3:
-        raise _make_error(config, "parallel.zero", "ZeRO has the stages 0, 1, 2 and 3")
+        raise _make_error(config, "parallel.zero", "must be one of the stages 0, 1, 2 and 3")
     if p.offload != "none" and config.train.optimizer == "sgd":
-        raise _make_error(config, "parallel.offload", "train.optimizer=sgd keeps no state; use none")
+        raise _make_error(config, "parallel.offload", "train.optimizer=sgd keeps no state to offload; use none")
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
         raise _make_error(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 
 
 def _check_fault(config: Config) -> None:
-    workers, least = config.cluster.workers, config.cluster.min_workers
-    if AUTO not in (workers, least) and int(least) > max(1, int(workers)):
+    workers, min_workers = config.cluster.workers, config.cluster.min_workers
+    if AUTO not in (workers, min_workers) and int(min_workers) > max(1, int(workers)):
         raise _make_error(config, "cluster.min_workers", f"must not exceed cluster.workers={workers}")
     if workers == 0 and any(fault.kind not in ("nan", "exception") for fault in config.fault.inject):
-        raise _make_error(config, "fault.inject", "cluster.workers=0 has one process, which would be gone; use workers")
+        raise _make_error(config, "fault.inject", "cluster.workers=0 runs in one process, which would die; use workers")
 
 
 def _check_observe(config: Config) -> None:

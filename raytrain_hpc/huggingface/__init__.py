@@ -1,1 +1,1 @@
-"""Models from and to Hugging Face's files: config.json, safetensors in shards, tokenizer files."""
+"""Import and export of Hugging Face models: config.json, safetensors shards and tokenizer files."""

@@ -1,4 +1,4 @@
-"""Directories that are there as a whole or not at all, and the small files in them."""
+"""Atomic creation of directories, and the small files of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_hpc.errors import CheckpointError, ModelError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a model's directory has beside its weights, and what uses it needs as it is.
+# Files of a model directory, besides config and weights, that are copied unchanged.
 PASSTHROUGH_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,32 +29,32 @@ PASSTHROUGH_FILES = (
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
-    """A new directory to fill, which becomes `out` at the end; nothing of it stays where that is not reached.
+    """Yield a staging directory that is renamed to `out` on success and removed on failure.
 
-    Raises CheckpointError where `out` holds something already, or the disk refuses.
+    Raises CheckpointError if `out` is a file or a non-empty directory, or if it cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists already; give another directory, or remove it")
-    making = out.absolute().with_name(f".{out.name}.{os.getpid()}")
+        raise CheckpointError(f"{out}: exists already; choose another directory, or remove it")
+    staging = out.absolute().with_name(f".{out.name}.{os.getpid()}")
     try:
-        making.mkdir(parents=True)
-        yield making
+        staging.mkdir(parents=True)
+        yield staging
         if out.exists():
             out.rmdir()
-        making.rename(out)
+        staging.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelError where there is none."""
+    """Return the object in a JSON file. Raises ModelError if it cannot be read or is not an object."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{path}: cannot be read: {reason}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{path}: is not a JSON object")
-    return found
+    return content

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint, of whatever layout, as a directory that Hugging Face's libraries load."""
+"""Export of a run's checkpoint, saved on any layout, as a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written."""
+    """Summary of an exported model directory."""
 
     step: int
     family: Family
-    weight_files: tuple[str, ...]  # of weights
+    weight_files: tuple[str, ...]
     has_tokenizer: bool
 
 
@@ -54,56 +54,68 @@ def export_model(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> ExportResult:
-    """Write the checkpoint of `step` (the newest valid one) as directory `out`, weights as `dtype` (as they are).
+    """Write a checkpoint of a run as Hugging Face model directory `out`.
 
-    One tensor at a time is in memory. Raises CheckpointError where the run has no such checkpoint or `out` exists, and
-    ModelError where no family of models there has this shape.
+    LoRA adapters are merged into the weights. Only one tensor is held in memory at a time.
+
+    Args:
+        run_dir: Run directory.
+        out: Directory to create; must not exist, or be empty.
+        step: Step of the checkpoint. The default is the newest valid one.
+        dtype: float32, bfloat16, float16 or float64. The default is the dtype of the checkpoint.
+        shard_bytes: Maximum size of a weight file.
+
+    Raises CheckpointError if there is no such checkpoint or `out` exists, and ModelError if the model belongs to no
+    supported family or a weight overflows `dtype`.
     """
     run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
     checkpoint = _find_checkpoint(run_dir, step)
-    shape = ModelSpec(**checkpoint.meta["model"])
-    twins = build_weight_mappings(shape)
-    stored = checkpoint.index[f"model.{twins[0].name}"].dtype
+    spec = ModelSpec(**checkpoint.meta["model"])
+    mappings = build_weight_mappings(spec)
+    stored = checkpoint.index[f"model.{mappings[0].name}"].dtype
     dtype = stored if dtype is None else dtype
     if dtype not in EXPORT_DTYPES:
         raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
-    positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
+    max_positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
     with atomic_directory(out) as directory:
-        ends = _write_tokenizer(run_dir, directory, positions)
-        config = build_hf_config(shape, positions, dtype, ends)
+        special_token_ids = _write_tokenizer(run_dir, directory, max_positions)
+        config = build_hf_config(spec, max_positions, dtype, special_token_ids)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if not (directory / GENERATION_CONFIG_FILE).exists():
-            said = {"_from_model_config": True, **{key: end for key, end in ends.items() if end is not None}}
-            (directory / GENERATION_CONFIG_FILE).write_text(json.dumps(said, indent=2) + "\n")
-        files = _write_weights(directory, checkpoint, twins, dtype, shard_bytes)
-        tokenizer = (directory / "tokenizer.json").exists()
-    return ExportResult(checkpoint.step, get_family(shape), files, tokenizer)
+            generation_config = {
+                "_from_model_config": True,
+                **{key: token_id for key, token_id in special_token_ids.items() if token_id is not None},
+            }
+            (directory / GENERATION_CONFIG_FILE).write_text(json.dumps(generation_config, indent=2) + "\n")
+        weight_files = _write_weights(directory, checkpoint, mappings, dtype, shard_bytes)
+        has_tokenizer = (directory / "tokenizer.json").exists()
+    return ExportResult(checkpoint.step, get_family(spec), weight_files, has_tokenizer)
 
 
 def _find_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
     store = CheckpointStore(run_dir / "checkpoints")
-    found = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
-    if found is None:
+    checkpoint = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
+    if checkpoint is None:
         raise CheckpointError(f"{run_dir}: no valid checkpoint; train first")
-    if found.meta["model"] is None:
-        raise CheckpointError(f"{found.path}: a module of the caller's own; no family of models there is known to fit")
-    return found
+    if checkpoint.meta["model"] is None:
+        raise CheckpointError(f"{checkpoint.path}: holds a custom model; only the built-in decoder can be exported")
+    return checkpoint
 
 
 def _write_weights(
     directory: Path, checkpoint: Checkpoint, mappings: Sequence[WeightMapping], dtype: str, shard_bytes: int
 ) -> tuple[str, ...]:
-    """The files of weights, and an index where there are several."""
+    """Write the weight files, and an index if there are several; return their names."""
     groups = _group_into_shards(mappings, ITEM_BYTES[dtype], shard_bytes)
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
     for name, group in zip(names, groups, strict=True):
-        entries = [TensorEntry(twin.hf_name, dtype, twin.hf_shape) for twin in group]
+        entries = [TensorEntry(mapping.hf_name, dtype, mapping.hf_shape) for mapping in group]
         write_tensors(directory / name, entries, _read_tensors(checkpoint, group, dtype), {"format": "pt"})
     if len(groups) > 1:
-        size = sum(twin.numel for twin in mappings) * ITEM_BYTES[dtype]
-        where = {twin.hf_name: name for name, group in zip(names, groups, strict=True) for twin in group}
-        index = {"metadata": {"total_size": size}, "weight_map": where}
+        size = sum(mapping.numel for mapping in mappings) * ITEM_BYTES[dtype]
+        weight_map = {mapping.hf_name: name for name, group in zip(names, groups, strict=True) for mapping in group}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return tuple(names)
 
@@ -113,58 +125,64 @@ def _group_into_shards(
 ) -> list[list[WeightMapping]]:
     groups: list[list[WeightMapping]] = []
     size = shard_bytes
-    for twin in mappings:
-        if size + twin.numel * item_bytes > shard_bytes:
+    for mapping in mappings:
+        if size + mapping.numel * item_bytes > shard_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(twin)
-        size += twin.numel * item_bytes
+        groups[-1].append(mapping)
+        size += mapping.numel * item_bytes
     return groups
 
 
 def _read_tensors(checkpoint: Checkpoint, group: Sequence[WeightMapping], dtype: str) -> Iterator[torch.Tensor]:
-    for twin in group:
-        name = f"model.{twin.name}"
+    for mapping in group:
+        name = f"model.{mapping.name}"
         stored = checkpoint.index[name].dtype
-        theirs = torch.empty(twin.hf_shape, dtype=TORCH_DTYPES[stored])
+        hf_tensor = torch.empty(mapping.hf_shape, dtype=TORCH_DTYPES[stored])
         read_merged_state(
-            checkpoint, ShardedState([StateShard(name, twin.shape, stored, twin.box, twin.to_native(theirs))])
+            checkpoint,
+            ShardedState([StateShard(name, mapping.shape, stored, mapping.box, mapping.to_native(hf_tensor))]),
         )
-        given = theirs.to(TORCH_DTYPES[dtype])
-        if dtype == "float16" and not bool(given.isfinite().all()):
-            raise ModelError(f"export: {twin.hf_name} has values that float16 cannot hold; use bfloat16 or float32")
-        yield given
+        tensor = hf_tensor.to(TORCH_DTYPES[dtype])
+        if dtype == "float16" and not bool(tensor.isfinite().all()):
+            raise ModelError(f"export: {mapping.hf_name} has values that float16 cannot hold; use bfloat16 or float32")
+        yield tensor
 
 
 def _read_settings(run_dir: Path) -> dict[str, dict[str, object]]:
-    """The run's settings as they were written; without them an export says less."""
+    """Return the content of config.yaml; empty if it cannot be read, as an export does not depend on it."""
     try:
-        found = yaml.safe_load((run_dir / "config.yaml").read_text())
+        settings = yaml.safe_load((run_dir / "config.yaml").read_text())
     except (OSError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
-def _write_tokenizer(run_dir: Path, directory: Path, positions: int) -> dict[str, Any]:
-    """Write the run's tokenizer; the ids of its special tokens.
+def _write_tokenizer(run_dir: Path, directory: Path, max_positions: int) -> dict[str, Any]:
+    """Write the run's tokenizer files and return its special token ids.
 
-    Where it is the one of the model that the run started from, or none is known, that model's own files are passed on.
+    The files of an imported model are copied if the run has the same tokenizer, or none.
     """
-    stored, kept = run_dir / "tokenizer.json", _find_imported_files(run_dir)
-    made: dict[str, str] = {}
-    ends: dict[str, Any] = {}
+    stored, imported = run_dir / "tokenizer.json", _find_imported_files(run_dir)
+    tokenizer_files: dict[str, str] = {}
+    special_token_ids: dict[str, Any] = {}
     if stored.exists():
         tokenizer = tokenizer_from_json(read_json(stored))
-        made, ends = build_tokenizer_files(tokenizer, positions), {"eos_token_id": tokenizer.end_of_text}
-        for name, text in made.items():
+        tokenizer_files, special_token_ids = (
+            build_tokenizer_files(tokenizer, max_positions),
+            {"eos_token_id": tokenizer.end_of_text},
+        )
+        for name, text in tokenizer_files.items():
             (directory / name).write_text(text)
-    if kept is None or (stored.exists() and made.get("tokenizer.json") != _read_text(kept / "tokenizer.json")):
-        return ends
+    if imported is None or (
+        stored.exists() and tokenizer_files.get("tokenizer.json") != _read_text(imported / "tokenizer.json")
+    ):
+        return special_token_ids
     for name in PASSTHROUGH_FILES:
-        if (kept / name).exists():
-            shutil.copyfile(kept / name, directory / name)
-    said = read_json(kept / GENERATION_CONFIG_FILE)
-    return ends | {key: said[key] for key in SPECIAL_TOKEN_KEYS if key in said}
+        if (imported / name).exists():
+            shutil.copyfile(imported / name, directory / name)
+    generation_config = read_json(imported / GENERATION_CONFIG_FILE)
+    return special_token_ids | {key: generation_config[key] for key in SPECIAL_TOKEN_KEYS if key in generation_config}
 
 
 def _read_text(path: Path) -> str | None:
@@ -172,14 +190,14 @@ def _read_text(path: Path) -> str | None:
 
 
 def _find_imported_files(run_dir: Path) -> Path | None:
-    """What was imported with the model that this run started from, directly or through other runs."""
-    seen: set[Path] = set()
-    while run_dir not in seen:
-        seen.add(run_dir)
+    """Return the directory of imported files of the model that run.init_from, followed through other runs, names."""
+    visited: set[Path] = set()
+    while run_dir not in visited:
+        visited.add(run_dir)
         if (run_dir / "huggingface" / GENERATION_CONFIG_FILE).exists():
             return run_dir / "huggingface"
-        before = _read_settings(run_dir).get("run", {}).get("init_from")
-        if not before:
+        init_from = _read_settings(run_dir).get("run", {}).get("init_from")
+        if not init_from:
             return None
-        run_dir = Path(str(before))
+        run_dir = Path(str(init_from))
     return None

@@ -1,7 +1,7 @@
-"""A Hugging Face model as a run of zero steps: its weights as a checkpoint, its tokenizer, its shape as settings.
+"""Import of a Hugging Face model as a run directory with a checkpoint at step 0.
 
 OUT/config.yaml  OUT/tokenizer.json  OUT/checkpoints/step-00000000/   as in any run directory
-OUT/huggingface/                                                      files that export passes on
+OUT/huggingface/                                                      files that export copies unchanged
 """
 
 from __future__ import annotations
@@ -41,68 +41,77 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What was written."""
+    """Summary of an imported model."""
 
     model_spec: ModelSpec
-    tokenizer_kind: str | None  # its kind; None where the directory has no tokenizer.json
+    tokenizer_kind: str | None  # None if the source has no tokenizer.json
 
 
 def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHARD_BYTES) -> ImportResult:
-    """Write the model in directory `source` as a run directory `out`, with weights in fp32.
+    """Write the Hugging Face model in directory `source` as run directory `out`, with fp32 weights.
 
-    One tensor at a time is in memory. Raises ModelError for a model that no Decoder can be, or whose files do not hold
-    what its config.json says; CheckpointError where `out` exists or cannot be written.
+    Only one tensor is held in memory at a time. Raises ModelError if the decoder does not support the model or its
+    files do not match its config.json, and CheckpointError if `out` exists or cannot be written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     config = read_json(source / "config.json")
-    shape = parse_hf_config(config)
-    positions, twins = get_max_positions(config), build_weight_mappings(shape)
-    where = _locate_tensors(source, shape, twins)
+    spec = parse_hf_config(config)
+    max_positions, mappings = get_max_positions(config), build_weight_mappings(spec)
+    locations = _locate_tensors(source, spec, mappings)
     with atomic_directory(out) as directory:
-        tokenizer = _import_tokenizer(source, directory, config)
-        settings = spec_to_settings(shape) | {"max_positions": positions}
-        made = [Setting(f"model.{key}", value, "config.json") for key, value in settings.items()]
-        made += [Setting("run.name", out.name, ""), Setting("run.dir", str(out), "")]
-        (directory / "config.yaml").write_text(config_to_yaml(build_config(made)))
+        tokenizer_kind = _import_tokenizer(source, directory, config)
+        settings = spec_to_settings(spec) | {"max_positions": max_positions}
+        config_settings = [Setting(f"model.{key}", value, "config.json") for key, value in settings.items()]
+        config_settings += [Setting("run.name", out.name, ""), Setting("run.dir", str(out), "")]
+        (directory / "config.yaml").write_text(config_to_yaml(build_config(config_settings)))
         store = CheckpointStore(directory / "checkpoints")
         staging, reports = store.create_staging(0, 0), []
-        for number, group in enumerate(_group_into_shards(twins, shard_bytes)):
-            slices = [TensorSlices(f"model.{twin.name}", twin.shape, "float32", (twin.box,)) for twin in group]
-            reports.append(write_slices(staging / get_shard_name(number), slices, _read_tensors(group, where)))
-        meta: dict[str, Any] = {"model": asdict(shape), "dtype": "fp32", "seq_len": positions, "positions": positions}
+        for number, group in enumerate(_group_into_shards(mappings, shard_bytes)):
+            slices = [
+                TensorSlices(f"model.{mapping.name}", mapping.shape, "float32", (mapping.box,)) for mapping in group
+            ]
+            reports.append(write_slices(staging / get_shard_name(number), slices, _read_tensors(group, locations)))
+        meta: dict[str, Any] = {
+            "model": asdict(spec),
+            "dtype": "fp32",
+            "seq_len": max_positions,
+            "positions": max_positions,
+        }
         store.publish(0, 0, reports, meta | {"imported_from": str(source)}, lambda: None)
-    return ImportResult(shape, tokenizer)
+    return ImportResult(spec, tokenizer_kind)
 
 
 def _locate_tensors(source: Path, spec: ModelSpec, mappings: Sequence[WeightMapping]) -> dict[str, tuple[Path, str]]:
-    """The file of every tensor, and its name in it, by the names of the twins."""
-    where = {name: (path, name) for path in _list_weight_files(source) for name in _list_tensor_names(path)}
-    if spec.positions == "learned" and not any(name.startswith("transformer.") for name in where):
-        where = {f"transformer.{name}": place for name, place in where.items()}  # saved without its head
-    wanted = {twin.hf_name for twin in mappings}
-    if missing := sorted(wanted - where.keys()):
-        raise ModelError(f"{source}: its files lack {missing[0]} and {len(missing) - 1} more of {len(wanted)} tensors")
+    """Return the file of every tensor and its name there, by `WeightMapping.hf_name`."""
+    locations = {name: (path, name) for path in _list_weight_files(source) for name in _list_tensor_names(path)}
+    if spec.positions == "learned" and not any(name.startswith("transformer.") for name in locations):
+        locations = {f"transformer.{name}": location for name, location in locations.items()}  # saved without head
+    expected = {mapping.hf_name for mapping in mappings}
+    if missing := sorted(expected - locations.keys()):
+        raise ModelError(
+            f"{source}: the files lack {missing[0]} and {len(missing) - 1} more of {len(expected)} tensors"
+        )
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    unknown = sorted(name for name in where.keys() - wanted - tied if not name.endswith(IGNORED_SUFFIXES))
+    unknown = sorted(name for name in locations.keys() - expected - tied if not name.endswith(IGNORED_SUFFIXES))
     if unknown:
-        raise ModelError(f"{source}: {unknown[0]} has no place in a decoder of this config.json")
-    return where
+        raise ModelError(f"{source}: {unknown[0]} does not belong to the model of its config.json")
+    return locations
 
 
 def _list_weight_files(source: Path) -> list[Path]:
     index = source / "model.safetensors.index.json"
     if index.exists():
-        named = read_json(index).get("weight_map")
-        if not isinstance(named, Mapping):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, Mapping):
             raise ModelError(f"{index}: has no weight_map")
-        return [source / Path(name).name for name in sorted(set(named.values()))]
-    found = sorted(source.glob("*.safetensors"))
-    if not found:
+        return [source / Path(name).name for name in sorted(set(weight_map.values()))]
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
         raise ModelError(
-            f"{source}: holds no .safetensors file; others are pickles, which can run code and are never loaded: "
-            "save the model again with save_pretrained(DIR, safe_serialization=True)"
+            f"{source}: holds no .safetensors file, and pickles are never loaded because they can run code; save the "
+            "model again with save_pretrained(DIR, safe_serialization=True)"
         )
-    return found
+    return files
 
 
 def _list_tensor_names(path: Path) -> list[str]:
@@ -114,39 +123,39 @@ def _list_tensor_names(path: Path) -> list[str]:
 
 
 def _group_into_shards(mappings: Sequence[WeightMapping], shard_bytes: int) -> Iterator[list[WeightMapping]]:
-    """Runs of tensors of at most so many bytes in fp32, but at least one."""
+    """Yield groups of consecutive tensors of at most `shard_bytes` in fp32, each with at least one tensor."""
     group: list[WeightMapping] = []
     size = 0
-    for twin in mappings:
-        if group and size + 4 * twin.numel > shard_bytes:
+    for mapping in mappings:
+        if group and size + 4 * mapping.numel > shard_bytes:
             yield group
             group, size = [], 0
-        group, size = [*group, twin], size + 4 * twin.numel
+        group, size = [*group, mapping], size + 4 * mapping.numel
     yield group
 
 
 def _read_tensors(group: Sequence[WeightMapping], locations: Mapping[str, tuple[Path, str]]) -> Iterator[torch.Tensor]:
-    for twin in group:
-        path, name = locations[twin.hf_name]
+    for mapping in group:
+        path, name = locations[mapping.hf_name]
         with safe_open(path, framework="pt", device="cpu") as file:
-            tensor = file.get_tensor(name)  # a view of the mapped file
-        if tuple(tensor.shape) != twin.hf_shape or tensor.dtype not in _FLOAT_DTYPES:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ModelError(f"{path}: {name} is {found}, and config.json makes it {list(twin.hf_shape)}")
-        yield twin.to_native(tensor.to(torch.float32))
+            tensor = file.get_tensor(name)  # a view of the memory-mapped file
+        if tuple(tensor.shape) != mapping.hf_shape or tensor.dtype not in _FLOAT_DTYPES:
+            actual = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ModelError(f"{path}: {name} is {actual}; config.json implies {list(mapping.hf_shape)}")
+        yield mapping.to_native(tensor.to(torch.float32))
 
 
 def _import_tokenizer(source: Path, directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Keep what the model's directory has of a tokenizer, and which tokens end what it generates."""
-    kept = directory / "huggingface"
-    kept.mkdir()
+    """Copy the tokenizer files and the special token ids; return the tokenizer's kind, or None without one."""
+    imported = directory / "huggingface"
+    imported.mkdir()
     for name in PASSTHROUGH_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, kept / name)
-    if not (kept / GENERATION_CONFIG_FILE).exists():
-        ends = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
-        (kept / GENERATION_CONFIG_FILE).write_text(json.dumps(ends, indent=2) + "\n")
-    if not (kept / "tokenizer.json").exists():
+            shutil.copyfile(source / name, imported / name)
+    if not (imported / GENERATION_CONFIG_FILE).exists():
+        special_token_ids = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
+        (imported / GENERATION_CONFIG_FILE).write_text(json.dumps(special_token_ids, indent=2) + "\n")
+    if not (imported / "tokenizer.json").exists():
         return None
     tokenizer = load_tokenizer(TokenizerSpec("hf", str(source)))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(), indent=2) + "\n")

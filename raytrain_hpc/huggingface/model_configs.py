@@ -1,6 +1,6 @@
-"""config.json of the families that a Decoder can be, both ways: Llama, Qwen3, Mixtral, GPT-2. Plain data, no torch.
+"""Conversion between config.json and ModelSpec for Llama, Qwen3, Mixtral and GPT-2. Plain data without torch.
 
-What a config.json says and a Decoder cannot do is refused by name, never passed over.
+A setting of config.json that the decoder does not support is an error with its name; none is ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ _ARCHITECTURES: dict[Family, str] = {
     "mixtral": "MixtralForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-_BALANCE_RATE = 0.001  # of a bias that no imported model has
+_BALANCE_RATE = 0.001  # a default; imported models have no expert bias
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The Decoder that a config.json describes. ModelError naming what is missing, or what a Decoder cannot do."""
+    """Return the spec of the model that a config.json describes.
+
+    Raises ModelError with the name of a missing key or of a setting that the decoder does not support.
+    """
     readers: dict[Any, Callable[[Mapping[str, Any]], ModelSpec]] = {
         "llama": _parse_llama,
         "qwen3": _parse_qwen3,
@@ -39,24 +42,24 @@ def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def get_max_positions(config: Mapping[str, Any]) -> int:
-    """Positions that the model is made for."""
+    """Return the maximum number of positions of a model; 0 if its config.json has none."""
     return int(config.get("n_positions") or config.get("max_position_embeddings") or 0)
 
 
 def get_family(spec: ModelSpec) -> Family:
-    """The family that a Decoder of this shape is a member of. ModelError saying what keeps it out of all."""
+    """Return the Hugging Face model family that can represent this spec. Raises ModelError if there is none."""
     if spec.positions == "learned":
         _require_spec_values(spec, norm="layernorm", activation="gelu", bias=True, qk_norm=False, num_experts=0)
         if (spec.num_kv_heads, spec.attention_size) != (spec.num_heads, spec.hidden_size):
-            raise ModelError("export: GPT-2 has as many key-value heads as heads, and hidden_size channels in them")
+            raise ModelError("export: GPT-2 needs num_kv_heads equal to num_heads, and hidden_size channels in them")
         return "gpt2"
     _require_spec_values(spec, norm="rmsnorm", activation="swiglu")
     if spec.num_experts:
         _require_spec_values(spec, bias=False, qk_norm=False, shared_expert_size=0, rope_factor=1.0)
         if spec.balance == "bias" or spec.experts_per_token < 2:
             raise ModelError(
-                f"export: Mixtral chooses at least 2 experts, by their scores alone; model.balance={spec.balance} and "
-                f"model.experts_per_token={spec.experts_per_token} cannot be said there"
+                f"export: Mixtral needs at least 2 experts per token and has no routing bias; got "
+                f"model.balance={spec.balance}, model.experts_per_token={spec.experts_per_token}"
             )
         return "mixtral"
     if spec.qk_norm:
@@ -68,9 +71,9 @@ def get_family(spec: ModelSpec) -> Family:
 def build_hf_config(
     spec: ModelSpec, positions: int, dtype: str, special_token_ids: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a Decoder made for so many positions, its weights stored as `dtype` ("float32", "bfloat16").
+    """Return the config.json of a model with `positions` positions and weights stored as `dtype` ("float32").
 
-    `ends`: ids of tokens, by their names there (eos_token_id, ...). ModelError as in `family_of`.
+    Keys of `special_token_ids` are bos_token_id, eos_token_id and pad_token_id. Raises ModelError as `get_family`.
     """
     family = get_family(spec)
     common = {
@@ -136,19 +139,19 @@ def _parse_llama(config: Mapping[str, Any]) -> ModelSpec:
     biases = {bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))}
     if len(biases) == 2:
         raise _unsupported_value_error(
-            "attention_bias", config.get("attention_bias"), "biases are in all products or in none"
+            "attention_bias", config.get("attention_bias"), "biases must be in all linear layers or in none"
         )
     return _parse_rotary_decoder(config, bias=biases.pop())
 
 
 def _parse_qwen3(config: Mapping[str, Any]) -> ModelSpec:
-    _require_config_value(config, "attention_bias", False, "biases are in all products or in none")
-    _require_config_value(config, "use_sliding_window", False, "attention reaches the whole sequence")
+    _require_config_value(config, "attention_bias", False, "biases must be in all linear layers or in none")
+    _require_config_value(config, "use_sliding_window", False, "only full attention is supported")
     return _parse_rotary_decoder(config, qk_norm=True, head_dim=config.get("head_dim", 128))
 
 
 def _parse_mixtral(config: Mapping[str, Any]) -> ModelSpec:
-    _require_config_value(config, "sliding_window", None, "attention reaches the whole sequence")
+    _require_config_value(config, "sliding_window", None, "only full attention is supported")
     weight = float(config.get("router_aux_loss_coef", 0.001))
     return _parse_rotary_decoder(
         config,
@@ -161,7 +164,7 @@ def _parse_mixtral(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _parse_rotary_decoder(config: Mapping[str, Any], **more: Any) -> ModelSpec:
-    _require_config_value(config, "hidden_act", "silu", "feed-forwards are gated by SiLU")
+    _require_config_value(config, "hidden_act", "silu", "only SiLU-gated feed-forward is supported")
     heads = int(config["num_attention_heads"])
     shape = {
         "vocab_size": int(config["vocab_size"]),
@@ -185,30 +188,30 @@ def _parse_rotary_decoder(config: Mapping[str, Any], **more: Any) -> ModelSpec:
 
 
 def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary frequencies: newer files say all of it in rope_parameters, older ones in rope_theta and rope_scaling."""
-    said = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = {"rope_theta": float(said.get("rope_theta") or config.get("rope_theta") or 10000.0)}
-    kind = said.get("rope_type") or said.get("type") or "default"
+    """Return the rotary settings: from rope_parameters in newer files, from rope_theta and rope_scaling in older."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = {"rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta
     if kind != "llama3":
-        raise _unsupported_value_error(
-            "rope_scaling", kind, "rotary positions are stretched as Llama 3's, or not at all"
-        )
+        raise _unsupported_value_error("rope_scaling", kind, "only llama3 scaling is supported")
     return theta | {
-        "rope_factor": float(said["factor"]),
-        "rope_low_factor": float(said["low_freq_factor"]),
-        "rope_high_factor": float(said["high_freq_factor"]),
-        "rope_original": int(said["original_max_position_embeddings"]),
+        "rope_factor": float(rope["factor"]),
+        "rope_low_factor": float(rope["low_freq_factor"]),
+        "rope_high_factor": float(rope["high_freq_factor"]),
+        "rope_original": int(rope["original_max_position_embeddings"]),
     }
 
 
 def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise _unsupported_value_error("activation_function", config["activation_function"], "GELU is in its tanh form")
-    _require_config_value(config, "scale_attn_weights", True, "scores are divided by the root of head_dim")
-    _require_config_value(config, "scale_attn_by_inverse_layer_idx", False, "all layers scale their scores alike")
-    _require_config_value(config, "add_cross_attention", False, "there is no encoder")
+        raise _unsupported_value_error(
+            "activation_function", config["activation_function"], "only tanh GELU is supported"
+        )
+    _require_config_value(config, "scale_attn_weights", True, "scores are always divided by sqrt(head_dim)")
+    _require_config_value(config, "scale_attn_by_inverse_layer_idx", False, "all layers use the same scale")
+    _require_config_value(config, "add_cross_attention", False, "only decoders are supported")
     width, heads = int(config["n_embd"]), int(config["n_head"])
     return ModelSpec(
         vocab_size=int(config["vocab_size"]),
@@ -231,19 +234,19 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _require_config_value(config: Mapping[str, Any], key: str, expected: Any, reason: str) -> None:
-    found = config.get(key, expected)
-    if found != expected:
-        raise _unsupported_value_error(key, found, reason)
+    value = config.get(key, expected)
+    if value != expected:
+        raise _unsupported_value_error(key, value, reason)
 
 
 def _unsupported_value_error(key: str, value: Any, reason: str) -> ModelError:
-    return ModelError(f"config.json: {key}={value!r}: not what a decoder here can be: {reason}")
+    return ModelError(f"config.json: {key}={value!r}: not supported; {reason}")
 
 
 def _require_spec_values(spec: ModelSpec, **expected: Any) -> None:
     for name, value in expected.items():
         if getattr(spec, name) != value:
             raise ModelError(
-                f"export: no family of models there has model.{name}={getattr(spec, name)} together with "
+                f"export: no supported model family has model.{name}={getattr(spec, name)} with "
                 f"model.positions={spec.positions}; it would need {value}"
             )

@@ -1,1 +1,1 @@
-"""What a run says of itself: metric keys and formulas, the console, the files."""
+"""Observability of a run: metric keys, console, metric files, experiment trackers and profiler."""

@@ -1,4 +1,4 @@
-"""What a person sees: a step line, one line an event, and a progress bar where the output is a terminal."""
+"""Console output of a run: log lines and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def format_count(value: float) -> str:
-    """412345 -> "412k"."""
+    """Format a number with 3 significant digits: 412345 -> "412k"."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{suffix}"
@@ -18,15 +18,15 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """4320 -> "1h12m"."""
-    whole = int(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    """Format a duration: 4320 -> "1h12m"."""
+    total = int(seconds)
+    if total >= 3600:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 60}m{total % 60:02d}s" if total >= 60 else f"{total}s"
 
 
 def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | None, seconds_left: float) -> str:
-    """One line of a run: step, loss, learning rate, gradient norm, throughput, MFU, memory, time left."""
+    """Format the log line of a step: loss, learning rate, gradient norm, throughput, MFU, memory and remaining time."""
     parts = [
         f"step {metrics['step']}/{steps}",
         f"loss {metrics['train/loss']:.3f}",
@@ -47,7 +47,7 @@ def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | No
 
 
 class Console:
-    """Prints lines above a progress bar on a terminal, plain lines elsewhere. `quiet` prints nothing."""
+    """Printer of log lines, above a progress bar if the output is a terminal. With `quiet`, it prints nothing."""
 
     def __init__(self, *, quiet: bool = False):
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
@@ -55,12 +55,12 @@ class Console:
         self._task: Any = None
 
     def print_line(self, text: str) -> None:
-        """One line, at once."""
+        """Print a line and flush."""
         self._rich.print(text, markup=False)
         self._rich.file.flush()
 
     def start_progress(self, steps: int, done: int) -> None:
-        """Show the bar, on a terminal."""
+        """Show the progress bar, on a terminal, with `done` of `steps` steps completed."""
         if self._rich.is_terminal and not self._rich.quiet:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self._rich, transient=True)
@@ -68,12 +68,12 @@ class Console:
             self._task = self._progress.add_task("training", total=steps, completed=done)
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step`."""
+        """Move the progress bar to `step`."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
     def stop_progress(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -1,7 +1,6 @@
-"""Experiment trackers beside the run's own files: Weights & Biases, MLflow. Imported only where they are asked for.
+"""Experiment trackers: Weights & Biases and MLflow, each imported only if the config asks for it.
 
-A tracker stands behind a queue with a thread of its own: a server that is slow, gone or wrong never holds up a run, and
-never ends one.
+Every tracker reads from a queue in its own thread, so that a slow or failing server never delays or ends a run.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from raytrain_hpc.errors import MissingDependencyError
 
 WarningCallback = Callable[[str], None]
 Metrics = Mapping[str, Any]
-_CLOSE_TIMEOUT_S = 10.0  # what is on its way to a server is waited for so long at the end
+_CLOSE_TIMEOUT_S = 10.0  # longest wait at the end of a run for metrics still in the queue
 
 
 class Tracker(Protocol):
-    """Where metrics go. Any method may raise anything: it is other people's code and other people's servers."""
+    """Interface of an experiment tracker. The methods may raise any exception of the tracker's library."""
 
     def write(self, metrics: Metrics) -> None:
-        """Add a step; one that is run again comes again."""
+        """Log the metrics of a step. After a failure, repeated steps are logged again."""
 
     def close(self, *, failed: bool) -> None:
-        """No more will come; `failed`: because the run ended with an error."""
+        """Finish the tracker's run. `failed`: the run ended with an error."""
 
 
 def check_trackers(observe: ObserveConfig) -> None:
-    """Raise MissingDependency where a tracker that is asked for is not installed."""
+    """Raise MissingDependencyError if a tracker that the config asks for is not installed."""
     for key, package in (("wandb", "wandb"), ("mlflow", "mlflow")):
         if getattr(observe, key) and find_spec(package) is None:
             raise MissingDependencyError(
@@ -42,17 +41,17 @@ def check_trackers(observe: ObserveConfig) -> None:
 
 
 def create_trackers(config: Config, on_warning: WarningCallback) -> list[BackgroundTracker]:
-    """Those that are asked for, each behind a thread. They come up there, so that nobody waits for a login."""
-    found = []
+    """Create the trackers that the config asks for. They log in from their threads, so the run does not wait for it."""
+    trackers = []
     if config.observe.wandb:
-        found.append(BackgroundTracker("wandb", lambda: WandbTracker(config), on_warning))
+        trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(config), on_warning))
     if config.observe.mlflow:
-        found.append(BackgroundTracker("mlflow", lambda: MlflowTracker(config), on_warning))
-    return found
+        trackers.append(BackgroundTracker("mlflow", lambda: MlflowTracker(config), on_warning))
+    return trackers
 
 
 class BackgroundTracker:
-    """A tracker in a thread of its own. After its first failure it is given up, with one alarm."""
+    """Tracker in its own thread. It is dropped after its first failure, with one warning."""
 
     def __init__(self, name: str, create_tracker: Callable[[], Tracker], on_warning: WarningCallback):
         self._name, self._create_tracker, self._on_warning = name, create_tracker, on_warning
@@ -62,17 +61,17 @@ class BackgroundTracker:
         self._thread.start()
 
     def write(self, metrics: Metrics) -> None:
-        """Pass on a step's numbers; returns at once."""
+        """Queue the metrics of a step. Does not block."""
         if self._thread.is_alive():
             self._queue.put({key: value for key, value in metrics.items() if value is not None})
 
     def close(self, *, failed: bool) -> None:
-        """Wait, for a while, until everything is passed on."""
+        """Wait until all queued metrics are sent, for at most 10 s."""
         self._failed = failed
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            self._on_warning(f"observe.{self._name}: its server has not taken everything within {_CLOSE_TIMEOUT_S:g} s")
+            self._on_warning(f"observe.{self._name}: metrics still unsent after {_CLOSE_TIMEOUT_S:g} s")
 
     def _run(self) -> None:
         try:
@@ -80,13 +79,13 @@ class BackgroundTracker:
             while (metrics := self._queue.get()) is not None:
                 tracker.write(metrics)
             tracker.close(failed=self._failed)
-        except Exception as error:  # whatever their code raises, the run is worth more
+        except Exception as error:  # no error of a tracker may end the run
             reason = " ".join(str(error).split())[:300]
-            self._on_warning(f"observe.{self._name}: given up ({type(error).__name__}: {reason}); the run goes on")
+            self._on_warning(f"observe.{self._name}: stopped ({type(error).__name__}: {reason}); the run continues")
 
 
 class WandbTracker:
-    """Weights & Biases; `observe.wandb` names the project. WANDB_MODE=offline keeps it on this machine."""
+    """Weights & Biases tracker; `observe.wandb` is the project. WANDB_MODE=offline keeps the data on this machine."""
 
     def __init__(self, config: Config):
         import wandb
@@ -100,21 +99,21 @@ class WandbTracker:
             dir=run_dir,
             config=to_dict(config),
         )
-        # Steps can come again after a fault: W&B's own counter would refuse them.
+        # W&B's built-in step counter rejects steps that are repeated after a failure.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, metrics: Metrics) -> None:
-        """As `Tracker.write`."""
+        """Log the metrics of a step."""
         self._run.log(dict(metrics))
 
     def close(self, *, failed: bool) -> None:
-        """As `Tracker.close`."""
+        """Finish the tracker's run."""
         self._run.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
-    """MLflow; `observe.mlflow` is the tracking URI. A run that goes on is found again by its directory."""
+    """MLflow tracker; `observe.mlflow` is the tracking URI. A resumed run continues the MLflow run of its directory."""
 
     def __init__(self, config: Config):
         from mlflow.entities import Metric, Param
@@ -123,37 +122,40 @@ class MlflowTracker:
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=config.observe.mlflow)
         experiment = self._client.get_experiment_by_name("raytrain_hpc")
-        place = experiment.experiment_id if experiment else self._client.create_experiment("raytrain_hpc")
-        key, run_dir = "raytrain_hpc.run", _get_tracking_id(Path(config.run.dir).absolute())
-        before = self._client.search_runs([place], filter_string=f"tags.`{key}` = '{run_dir}'", max_results=1)
-        if before:
-            self._run = before[0].info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("raytrain_hpc")
+        tag, tracking_id = "raytrain_hpc.run", _get_tracking_id(Path(config.run.dir).absolute())
+        runs = self._client.search_runs([experiment_id], filter_string=f"tags.`{tag}` = '{tracking_id}'", max_results=1)
+        if runs:
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
-        made = self._client.create_run(place, run_name=config.run.name, tags={key: run_dir})
-        self._run = made.info.run_id
-        plain = to_dict(config)
+        run = self._client.create_run(experiment_id, run_name=config.run.name, tags={tag: tracking_id})
+        self._run = run.info.run_id
+        settings = to_dict(config)
         params = [
             Param(f"{section}.{name}", str(value)[:500])
-            for section, keys in plain.items()
+            for section, keys in settings.items()
             for name, value in keys.items()
         ]
-        for first in range(0, len(params), 100):  # as many as a call may have
-            self._client.log_batch(self._run, params=params[first : first + 100])
+        for start in range(0, len(params), 100):  # the maximum per call
+            self._client.log_batch(self._run, params=params[start : start + 100])
 
     def write(self, metrics: Metrics) -> None:
-        """As `Tracker.write`."""
-        at = int(metrics["time/unix"] * 1000)
-        batch = [self._metric(key, float(value), at, int(metrics["step"])) for key, value in metrics.items()]
+        """Log the metrics of a step."""
+        timestamp_ms = int(metrics["time/unix"] * 1000)
+        batch = [self._metric(key, float(value), timestamp_ms, int(metrics["step"])) for key, value in metrics.items()]
         self._client.log_batch(self._run, metrics=batch)
 
     def close(self, *, failed: bool) -> None:
-        """As `Tracker.close`."""
+        """Finish the tracker's run."""
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
 
 
 def _get_tracking_id(run_dir: Path) -> str:
-    """The same for all lives of a run, and another one for whatever begins in its directory after it was removed."""
+    """Return the tracking id of a run directory, created once and stored in it.
+
+    A resumed run keeps its id; a new run in a deleted and recreated directory gets another one.
+    """
     path = run_dir / ".tracked"
     if not path.exists():
         path.write_text(secrets.token_hex(8))

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl and TensorBoard. A disk that refuses is an alarm; it never ends a run."""
+"""Writers of metrics.jsonl and TensorBoard files. A write error is reported as a warning and never ends a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 WarningCallback = Callable[[str], None]
-_TAIL_BYTES = 1 << 16  # longer than any line
+_TAIL_BYTES = 1 << 16  # more than the longest line
 
 
 class JsonlWriter:
-    """One JSON line a step, floats in full precision, each line written whole or not at all."""
+    """Writer of one JSON line per step, with full-precision floats. Each line is written completely or not at all."""
 
     def __init__(self, path: Path, on_warning: WarningCallback):
         self._file = _AppendOnlyFile(path, on_warning, terminator=b"\n")
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append one step."""
+        """Append the metrics of a step."""
         self._file.append(json.dumps(metrics).encode() + b"\n")
 
     def sync(self) -> None:
-        """Make every step so far survive a power cut. Raises OSError where the disk refuses."""
+        """Write and fsync all steps so far. Raises OSError if that fails."""
         self._file.sync()
 
     def close(self) -> None:
@@ -36,9 +36,10 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars under the same keys, an event file a life of the run. A resumed run purges the steps it runs again.
+    """Writer of TensorBoard scalars under the metric keys, with one event file per start of the run.
 
-    Written here and not by a SummaryWriter: its thread dies of the first write that fails.
+    A resumed run purges the steps that it repeats. SummaryWriter is not used, as its thread dies at the first failed
+    write.
     """
 
     def __init__(self, directory: Path, first_step: int, on_warning: WarningCallback):
@@ -53,12 +54,12 @@ class TensorBoardWriter:
         self.discard_steps_after(first_step)
 
     def discard_steps_after(self, step: int) -> None:
-        """Have readers drop what was written of the steps after `first_step`: they are run again."""
+        """Make readers discard the steps after `step`, which will be repeated."""
         start = self._session(status=self._session.START)
         self._append(self._event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Add one step."""
+        """Append the metrics of a step."""
         values = [
             self._summary.Value(tag=key, simple_value=value)
             for key, value in metrics.items()
@@ -78,17 +79,17 @@ class TensorBoardWriter:
 
 
 class _AppendOnlyFile:
-    """A file of records, each appended whole or not at all.
+    """File of records, each appended completely or not at all.
 
-    What the disk refuses is kept in memory and written, in order, as soon as it takes it again, perhaps after it was
-    gone and came back; `alarm` is told once when that begins. What a kill left behind the last `after` in the file is
-    cut off when it is opened.
+    Records that cannot be written are kept in memory and written in order once writing works again, even if the file
+    system was unmounted in between. `on_warning` is called once per outage. When the file is opened, an incomplete
+    record after the last `terminator`, left by a kill, is truncated.
     """
 
     def __init__(self, path: Path, on_warning: WarningCallback, *, terminator: bytes = b""):
         self._path, self._on_warning, self._terminator = path, on_warning, terminator
         self._descriptor: int | None = None
-        self._end_offset: int | None = None  # length up to the last whole record, once it is known
+        self._end_offset: int | None = None  # end of the last complete record, once known
         self._pending: list[bytes] = []
         self._is_failing = False
 
@@ -125,12 +126,12 @@ class _AppendOnlyFile:
             self._descriptor, self._end_offset = self._open()
         end = self._end_offset or 0
         block = b"".join(self._pending)
-        done = 0
+        num_written = 0
         try:
-            while done < len(block):
-                done += os.pwrite(self._descriptor, block[done:], end + done)
+            while num_written < len(block):
+                num_written += os.pwrite(self._descriptor, block[num_written:], end + num_written)
         except OSError:
-            with contextlib.suppress(OSError):  # whatever stays is written over by the next attempt
+            with contextlib.suppress(OSError):  # the next attempt overwrites the rest
                 os.truncate(self._descriptor, end)
             self._close_descriptor()
             raise
@@ -138,14 +139,17 @@ class _AppendOnlyFile:
         self._pending.clear()
 
     def _close_descriptor(self) -> None:
-        """Of what is mounted here now: another one may be there when it is opened again."""
+        """Close the descriptor. Another file system may be mounted at the path when the file is opened again."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
 
     def _open(self) -> tuple[int, int]:
-        """The file, cut to its last whole record, and where that ends. It is made once only, where its directory is."""
+        """Open the file, truncated to its last complete record; return the descriptor and that length.
+
+        The file is created only at the first call: if it is missing later, its file system is not mounted.
+        """
         if self._end_offset is None:
             self._path.parent.mkdir(exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end_offset is None else 0), 0o666)
@@ -162,7 +166,7 @@ class _AppendOnlyFile:
         return descriptor, end
 
     def _find_record_end(self, descriptor: int) -> int:
-        """Where the last whole record of what an earlier life has written ends."""
+        """Return the end of the last complete record that an earlier process wrote."""
         start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
         tail = os.pread(descriptor, _TAIL_BYTES, start)
         return start + (tail.rfind(self._terminator) + len(self._terminator) if self._terminator else len(tail))

@@ -1,11 +1,11 @@
-"""Published peaks of known devices, for model FLOPs utilisation."""
+"""Published peak FLOP/s of known devices, for model FLOPs utilization."""
 
 from __future__ import annotations
 
 import re
 
-# Dense bf16 TFLOP/s of a whole device, from the makers' data sheets without sparsity. The PCIe and NVL boards of the
-# H100 and H200 are slower chips than the SXM modules, and a MIG slice is a part of one: they are left unknown.
+# Dense bf16 TFLOP/s of a full device, from the vendors' data sheets, without sparsity. PCIe and NVL boards of the H100
+# and H200 are slower than the SXM modules, and a MIG slice is a fraction of a device: their peak is unknown.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bA100\b(?!.*\bMIG\b)", 312.0),
     (r"\bH[12]00\b(?!.*\b(PCIe|NVL|MIG)\b)", 989.0),
@@ -16,9 +16,9 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def get_peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Dense peak in TFLOP/s of a device, by the name that its driver reports, for a `train.dtype`.
+    """Return the dense peak in TFLOP/s of a device, by the name that its driver reports, for a `train.dtype`.
 
-    None where it is not known: a CPU, another device, or a type other than bf16.
+    Returns None if it is unknown: for CPUs, other devices, and types other than bf16.
     """
     if dtype != "bf16":
         return None

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps on chosen ranks, written under run.dir/profile."""
+"""Profiles of selected steps on selected ranks, written to run.dir/profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain_hpc.errors import MissingDependencyError
 
 
 class StepProfiler:
-    """Starts a profiler at the first chosen step and writes its result after the last."""
+    """Profiler of the steps observe.profile_steps, on the ranks observe.profile_ranks."""
 
     def __init__(self, observe: ObserveConfig, rank: int, run_dir: Path):
         self._profiler_name = observe.profile if rank in observe.profile_ranks else "none"
@@ -23,7 +23,7 @@ class StepProfiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Iterator[None]:
-        """Around step `step` (0-based)."""
+        """Wrap step `step` (0-based): start the profiler before the first step, write the profile after the last."""
         if self._profiler_name != "none" and step == self._first:
             self._output_path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler = _start_profiler(self._profiler_name)
@@ -34,7 +34,7 @@ class StepProfiler:
 
 
 def check_profiler(observe: ObserveConfig) -> None:
-    """Raise MissingDependency where the chosen profiler is not installed."""
+    """Raise MissingDependencyError if the selected profiler is not installed."""
     if observe.profile == "pyinstrument" and find_spec("pyinstrument") is None:
         raise MissingDependencyError("observe.profile=pyinstrument: not installed; run `pip install pyinstrument`")
 

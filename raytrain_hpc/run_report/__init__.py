@@ -1,1 +1,1 @@
-"""What became of a run, or of several, as one page that needs nothing else."""
+"""Reports of runs: a self-contained HTML page, and a live view in notebooks."""

@@ -1,4 +1,4 @@
-"""The page: HTML with its styles and its script in it, and nothing that is fetched from anywhere."""
+"""HTML page of a report, with its styles and script inlined. The page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raytrain_hpc.run_report.figures import COLORS, draw_memory, draw_placement,
 from raytrain_hpc.run_report.run_reader import RunRecord
 
 _CURVE_TITLES = {
-    "train/loss": "training loss, nats a token (dots: validation)",
-    "throughput/tokens_per_sec": "tokens a second",
+    "train/loss": "training loss, nats per token (dots: validation)",
+    "throughput/tokens_per_sec": "tokens per second",
     "train/lr": "learning rate",
     "train/grad_norm": "gradient norm before clipping",
-    "throughput/mfu": "model FLOPs utilisation",
+    "throughput/mfu": "model FLOPs utilization",
     "memory/peak_gib": "peak memory of rank 0, GiB",
 }
 _INCIDENT_COLOR = "#d62728"
@@ -26,15 +26,15 @@ _MAX_STACK_CHARS = 4000
 
 
 def render_page(runs: Sequence[RunRecord]) -> str:
-    """The report of one run, or of several beside each other. Needs no other file and no network."""
+    """Return the self-contained HTML report of one or several runs."""
     title = ", ".join(run.name for run in runs)
     sections = [f"<h1>{escape(title)}</h1>", _render_results(runs), _render_curves(runs)]
     for run in runs:
         if len(runs) > 1:
             sections.append(f"<h1>{escape(run.name)}</h1>")
         sections += _render_run(run)
-    home = files(__package__)
-    style, script = (home.joinpath(name).read_text() for name in ("style.css", "script.js"))
+    package = files(__package__)
+    style, script = (package.joinpath(name).read_text() for name in ("style.css", "script.js"))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
     body = "".join(part for part in sections if part)
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}<script>{script}</script></body></html>'
@@ -42,21 +42,21 @@ def render_page(runs: Sequence[RunRecord]) -> str:
 
 def _render_results(runs: Sequence[RunRecord]) -> str:
     rows = []
-    for run, colour in zip(runs, _assign_colors(runs), strict=True):
-        last, result = run.last_metrics, run.result
+    for run, color in zip(runs, _assign_colors(runs), strict=True):
+        metrics, result = run.last_metrics, run.result
         layout = {axis: size for axis, size in run.plan.get("layout", {}).items() if _is_informative(axis, size)}
         rows.append(
             [
-                f'<i class="dot" style="background:{colour}"></i>{escape(run.name)}',
-                escape(str(result.get("outcome", "under way"))),
-                f"{last.get('step', 0)} of {run.config.get('train', {}).get('steps', '?')}",
-                _format_cell(last.get("train/loss")),
+                f'<i class="dot" style="background:{color}"></i>{escape(run.name)}',
+                escape(str(result.get("outcome", "running"))),
+                f"{metrics.get('step', 0)} of {run.config.get('train', {}).get('steps', '?')}",
+                _format_cell(metrics.get("train/loss")),
                 _format_cell(result.get("val/loss", _get_last_value(run, "val/loss"))),
-                _format_cell(last.get("train/tokens")),
+                _format_cell(metrics.get("train/tokens")),
                 _format_cell(_compute_median_throughput(run)),
                 _format_percent(result.get("goodput")),
                 str(len(run.incidents)),
-                str(last.get("elastic/world_size", run.plan.get("workers", "?"))),
+                str(metrics.get("elastic/world_size", run.plan.get("workers", "?"))),
                 escape(" ".join(f"{axis}={size}" for axis, size in layout.items()) or "one rank"),
             ]
         )
@@ -69,10 +69,10 @@ def _render_curves(runs: Sequence[RunRecord]) -> str:
     charts = []
     for key, title in _CURVE_TITLES.items():
         lines = []
-        for run, colour in zip(runs, _assign_colors(runs), strict=True):
-            lines.append(Line(run.name, run.get_points(key), colour))
+        for run, color in zip(runs, _assign_colors(runs), strict=True):
+            lines.append(Line(run.name, run.get_points(key), color))
             if key == "train/loss":
-                lines.append(Line(f"{run.name}, validation", run.get_points("val/loss"), colour, has_markers=True))
+                lines.append(Line(f"{run.name}, validation", run.get_points("val/loss"), color, has_markers=True))
         charts.append(draw_line_chart(title, lines, marks))
     return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>'
 
@@ -91,8 +91,8 @@ def _describe_incident(incident: dict[str, Any]) -> str:
 
 def _render_run(run: RunRecord) -> list[str]:
     parts = [
-        ("Where the time of a step goes", draw_step_time(run) + _render_rank_statistics(run)),
-        ("Memory of a rank", draw_memory(run)),
+        ("Step time by phase", draw_step_time(run) + _render_rank_statistics(run)),
+        ("Memory per rank", draw_memory(run)),
         ("Layout and placement", draw_placement(run.workers) if run.workers else ""),
         ("Pipeline", _render_pipeline(run)),
         ("Incidents", _render_incidents(run)),
@@ -108,28 +108,30 @@ def _render_run(run: RunRecord) -> list[str]:
 
 
 def _render_rank_statistics(run: RunRecord) -> str:
-    """How ranks differ, in the last step that was looked at."""
+    """Return a table of the statistics over ranks, of the last step that has them."""
     lines = [line for line in run.metrics if any(key.startswith("ranks/") for key in line)]
     if not lines:
         return ""
-    last = lines[-1]
-    names = [key[len("ranks/") : -len("/mean")] for key in last if key.startswith("ranks/") and key.endswith("/mean")]
+    metrics = lines[-1]
+    names = [
+        key[len("ranks/") : -len("/mean")] for key in metrics if key.startswith("ranks/") and key.endswith("/mean")
+    ]
     rows = []
     for name in names:
         scale, unit = (1000.0, "ms") if name.startswith("time/") else (1.0, "GiB")
-        values = [last[f"ranks/{name}/{kind}"] * scale for kind in ("mean", "min", "max", "std")]
+        values = [metrics[f"ranks/{name}/{kind}"] * scale for kind in ("mean", "min", "max", "std")]
         rows.append([escape(name.partition("/")[2].rpartition("_")[0]), *(f"{value:.3f} {unit}" for value in values)])
-    ranks = last.get("elastic/world_size")
-    said = f"<p>Over {ranks} ranks, at step {last['step']}:</p>"
-    return said + _render_table(("", "mean", "least", "most", "deviation"), rows)
+    num_ranks = metrics.get("elastic/world_size")
+    caption = f"<p>Over {num_ranks} ranks, at step {metrics['step']}:</p>"
+    return caption + _render_table(("", "mean", "min", "max", "std"), rows)
 
 
 def _render_pipeline(run: RunRecord) -> str:
     if run.timeline is None:
         return ""
     name, picture = run.timeline
-    shown = re.sub(r"^<svg ([^>]*)>", _make_scalable, picture)
-    return f"<p>{escape(name)}: forwards blue, backwards red, gradients of weights green</p>{shown}"
+    svg = re.sub(r"^<svg ([^>]*)>", _make_scalable, picture)
+    return f"<p>{escape(name)}: forward blue, backward red, weight gradients green</p>{svg}"
 
 
 def _make_scalable(match: re.Match[str]) -> str:
@@ -139,26 +141,30 @@ def _make_scalable(match: re.Match[str]) -> str:
 
 def _render_incidents(run: RunRecord) -> str:
     rows = []
-    for one in run.incidents:
-        at = datetime.fromtimestamp(one["time"], UTC).strftime("%Y-%m-%d %H:%M:%S") if one.get("time") else ""
-        stacks = one.get("stacks") or ""
-        text = stacks if isinstance(stacks, str) else "\n".join(f"rank {rank}\n{of}" for rank, of in stacks.items())
-        more = (
+    for incident in run.incidents:
+        time = (
+            datetime.fromtimestamp(incident["time"], UTC).strftime("%Y-%m-%d %H:%M:%S") if incident.get("time") else ""
+        )
+        stacks = incident.get("stacks") or ""
+        text = (
+            stacks if isinstance(stacks, str) else "\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items())
+        )
+        details = (
             f"<details><summary>stacks</summary><pre>{escape(text[:_MAX_STACK_CHARS])}</pre></details>" if text else ""
         )
-        rank = one.get("rank")
+        rank = incident.get("rank")
         rows.append(
             [
-                at,
-                escape(str(one.get("kind"))),
+                time,
+                escape(str(incident.get("kind"))),
                 "" if rank is None else str(rank),
-                escape(str(one.get("node") or "")[:12]),
-                str(one.get("step")),
-                _format_cell(one.get("detected_s")),
-                _format_cell(one.get("recovered_s")),
-                _format_cell(one.get("steps_lost")),
-                escape(str(one.get("operation") or ""))
-                + f"<br><small>{escape(str(one.get('reason') or ''))}</small>{more}",
+                escape(str(incident.get("node") or "")[:12]),
+                str(incident.get("step")),
+                _format_cell(incident.get("detected_s")),
+                _format_cell(incident.get("recovered_s")),
+                _format_cell(incident.get("steps_lost")),
+                escape(str(incident.get("operation") or ""))
+                + f"<br><small>{escape(str(incident.get('reason') or ''))}</small>{details}",
             ]
         )
     names = ("when (UTC)", "what", "rank", "node", "step", "detected, s", "recovered, s", "steps lost", "where")
@@ -166,7 +172,7 @@ def _render_incidents(run: RunRecord) -> str:
 
 
 def _render_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Of cells that are HTML already."""
+    """Return an HTML table. The cells must be HTML already."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""A run as a notebook shows it: a few figures and its loss curve, again and again while it goes on."""
+"""Live view of a run in a notebook: a few metrics and the loss curve."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _CHART_STYLE = "<style>.rt-live .grid{stroke:#8884}.rt-live text{fill:currentCol
 
 
 def render_live_html(run_dir: str | Path, state: str) -> str:
-    """A table and a curve; `state`: what the run is doing. Before anything is written, that alone."""
+    """Return HTML with current metrics and the loss curve, or only `state` if the run has not written anything yet."""
     if not (Path(run_dir) / "config.yaml").exists():
         return f'<div style="{_STYLE}"><b>{escape(str(run_dir))}</b>: {escape(state)}</div>'
     run = read_run(run_dir)
-    marks = [Mark(float(one.get("step") or 0), str(one.get("kind")), "#d62728") for one in run.incidents]
+    marks = [Mark(float(incident.get("step") or 0), str(incident.get("kind")), "#d62728") for incident in run.incidents]
     lines = [
         Line("training", run.get_points("train/loss"), COLORS[0]),
         Line("validation", run.get_points("val/loss"), COLORS[1], has_markers=True),
     ]
     cells = "".join(f"<td><small>{name}</small><br><b>{value}</b></td>" for name, value in _collect_figures(run, state))
-    chart = draw_line_chart("loss, nats a token", lines, marks)
+    chart = draw_line_chart("loss, nats per token", lines, marks)
     return f'<div class="rt-live" style="{_STYLE}">{_CHART_STYLE}<table><tr>{cells}</tr></table>{chart}</div>'
 
 
 def _collect_figures(run: RunRecord, state: str) -> list[tuple[str, str]]:
-    last = run.last_metrics
+    metrics = run.last_metrics
     figures = [("run", escape(run.name)), ("state", escape(state))]
-    if last:
+    if metrics:
         figures += [
-            ("step", f"{last['step']}/{run.config['train']['steps']}"),
-            ("loss", format_number(last["train/loss"])),
-            ("tokens/s", format_number(last["throughput/tokens_per_sec"])),
-            ("ranks", str(last["elastic/world_size"])),
+            ("step", f"{metrics['step']}/{run.config['train']['steps']}"),
+            ("loss", format_number(metrics["train/loss"])),
+            ("tokens/s", format_number(metrics["throughput/tokens_per_sec"])),
+            ("ranks", str(metrics["elastic/world_size"])),
         ]
     return [*figures, ("incidents", str(len(run.incidents)))]

@@ -1,4 +1,4 @@
-"""A run directory as plain data. What a run has not written, or not yet, is simply not there."""
+"""Content of a run directory as plain data. Files that the run has not written yet give empty values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the files of a run directory say. `metrics`: the line that counts of every step, in order."""
+    """Content of a run directory. `metrics` holds one record per committed step, in step order."""
 
     path: Path
     name: str
@@ -28,24 +28,24 @@ class RunRecord:
     result: Json
     metrics: list[Json]
     incidents: list[Json]
-    timeline: tuple[str, str] | None  # of the last step that has one: its file's name, and the picture
+    timeline: tuple[str, str] | None  # file name and SVG of the newest recorded step
 
     def get_points(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a metric, where it is known, and a number."""
-        found = ((line["step"], line.get(key)) for line in self.metrics)
-        return [(step, value) for step, value in found if value is not None and isfinite(value)]
+        """Return (step, value) of a metric at all steps with a finite value."""
+        values = ((line["step"], line.get(key)) for line in self.metrics)
+        return [(step, value) for step, value in values if value is not None and isfinite(value)]
 
     @property
     def last_metrics(self) -> Json:
-        """The last step's metrics; empty before the first."""
+        """Metrics of the last step; empty before the first."""
         return self.metrics[-1] if self.metrics else {}
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """Read a run directory, also of a run that goes on. Raises RunDirectoryError where it is none."""
+    """Read the directory of a finished or a running run. Raises RunDirectoryError if it is no run directory."""
     directory = RunDirectory(Path(path).expanduser())
     if not directory.config.exists():
-        raise RunDirectoryError(f"{directory.path}: no run directory: it has no config.yaml")
+        raise RunDirectoryError(f"{directory.path}: no run directory, as it has no config.yaml")
     try:
         config = yaml.safe_load(directory.config.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
@@ -65,14 +65,14 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 def _read_json(path: Path) -> Json:
-    """A JSON file that is replaced as a whole: it is there, or it is not."""
+    """Return the object in a JSON file; empty if the file is missing or invalid."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _read_timeline(directory: Path) -> tuple[str, str] | None:
-    pictures = sorted(directory.glob("step-*.svg")) if directory.is_dir() else []
-    return (pictures[-1].stem, pictures[-1].read_text()) if pictures else None
+    svg_files = sorted(directory.glob("step-*.svg")) if directory.is_dir() else []
+    return (svg_files[-1].stem, svg_files[-1].read_text()) if svg_files else None

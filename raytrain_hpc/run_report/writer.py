@@ -1,4 +1,4 @@
-"""Writes the report of runs to a file."""
+"""Writing of a report to a file."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from raytrain_hpc.run_report.run_reader import read_run
 
 
 def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """One HTML file about these runs, by default report.html in the only run's directory; its path.
+    """Write an HTML report of these runs and return its path.
 
-    Raises RunDirectoryError where a directory holds no run or the file cannot be written.
+    With a single run, `out` defaults to report.html in its directory. Raises RunDirectoryError if a directory holds no
+    run or the file cannot be written.
     """
     if not run_dirs:
-        raise ConfigError("RUN_DIR", "", "report", "give the directory of a run, or of several")
+        raise ConfigError("RUN_DIR", "", "report", "pass at least one run directory")
     if out is None and len(run_dirs) > 1:
-        raise ConfigError("out", "", "report", "of several runs: say where the page goes")
+        raise ConfigError("out", "", "report", "is required for several runs; pass the path of the page")
     path = Path(run_dirs[0]).expanduser() / "report.html" if out is None else Path(out).expanduser()
     text = render_page([read_run(run_dir) for run_dir in run_dirs])
-    new = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        new.write_text(text)
-        os.replace(new, path)
+        temporary.write_text(text)
+        os.replace(temporary, path)
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -1,4 +1,4 @@
-"""Fixtures that tests of model specs share with those of the model."""
+"""Fixtures shared with the tests of the model."""
 
 from tests.model.conftest import tiny
 

@@ -1,4 +1,4 @@
-"""Settings: documented, layered in a known order, read back as written, refused with a remedy."""
+"""Loading and validating a config: documentation of keys, order of layers, round trip through YAML, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_hpc.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPES = sorted(CONF.glob("*.yaml"))
-# name -> (workers, parameters): the shapes as published.
+# name -> (workers, published number of parameters)
 PARAMETERS = {
     "gpt2_124m": (8, 124_439_808),
     "llama3_1b": (8, 1_235_814_400),
@@ -25,10 +25,11 @@ PARAMETERS = {
 
 
 def expect_config_error(*words: str, path: Path | None = None) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
+    """Return the ConfigError that loading raises, after checking that it is one line."""
+    with pytest.raises(ConfigError) as error_info:
         load_config(path, words)
-    assert "\n" not in str(caught.value)
-    return caught.value
+    assert "\n" not in str(error_info.value)
+    return error_info.value
 
 
 def write_yaml(directory: Path, text: str, name: str = "a.yaml") -> Path:
@@ -46,31 +47,31 @@ def test_every_key_is_documented() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_loads_plans_and_explains_itself(path: Path) -> None:
+def test_recipe_loads_and_can_be_planned(path: Path) -> None:
     config = load_config(path)
     assert config.run.name == path.stem
     assert config.run.dir == f"runs/{path.stem}"
     assert path.read_text().startswith("# ")
-    made = plan(config)
-    assert made["workers"] == made["layout"]["dp_replicate"] * made["layout"]["dp_shard"]
+    result = plan(config)
+    assert result["workers"] == result["layout"]["dp_replicate"] * result["layout"]["dp_shard"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_recipe_has_the_published_shape_and_fits_its_cluster(name: str) -> None:
+def test_recipe_has_the_published_parameter_count_and_fits_its_cluster(name: str) -> None:
     workers, parameters = PARAMETERS[name]
-    made = plan(load_config(CONF / f"{name}.yaml"), workers=workers)
-    assert made["parameters"] == parameters
-    assert made["state_bytes_per_rank"] < 20 * 2**30
+    result = plan(load_config(CONF / f"{name}.yaml"), workers=workers)
+    assert result["parameters"] == parameters
+    assert result["state_bytes_per_rank"] < 20 * 2**30
 
 
-def test_quickstart_is_the_defaults_written_out() -> None:
+def test_quickstart_equals_the_defaults() -> None:
     assert load_config(CONF / "quickstart.yaml") == load_config(None)
 
 
-def test_later_settings_win_base_then_file_then_words(tmp_path: Path) -> None:
+def test_overrides_win_over_file_and_file_over_base(tmp_path: Path) -> None:
     write_yaml(tmp_path, "train: {steps: 1, lr: 0.1, seq_len: 7}\nrun: {seed: 1}", "root.yaml")
     write_yaml(tmp_path, "base: root.yaml\ntrain: {steps: 2, lr: 0.2}", "middle.yaml")
-    top = write_yaml(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # wherever `base` stands
+    top = write_yaml(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # `base` may come last
     config = load_config(top, ["run.seed=4", "run.seed=5"])
     assert (config.train.seq_len, config.train.lr, config.train.steps, config.run.seed) == (7, 0.2, 3, 5)
     assert config.run.name == "top"
@@ -80,20 +81,20 @@ def test_later_settings_win_base_then_file_then_words(tmp_path: Path) -> None:
     assert config.origin("data.path") == ""
 
 
-def test_files_that_name_each_other_are_refused(tmp_path: Path) -> None:
+def test_circular_base_files_are_refused(tmp_path: Path) -> None:
     write_yaml(tmp_path, "base: b.yaml", "a.yaml")
     error = expect_config_error(path=write_yaml(tmp_path, "base: a.yaml", "b.yaml"))
     assert "circle" in str(error)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_explicit_key_beats_the_preset_wherever_it_stands(first: bool) -> None:
+@pytest.mark.parametrize("key_first", [True, False])
+def test_explicit_key_overrides_the_preset_in_any_order(key_first: bool) -> None:
     words = ["model.num_layers=3", "model.preset=llama3_8b"]
-    model = load_config(None, words if first else words[::-1]).model
+    model = load_config(None, words if key_first else words[::-1]).model
     assert (model.num_layers, model.hidden_size) == (3, PRESETS["llama3_8b"]["hidden_size"])
 
 
-def test_key_of_a_base_beats_the_preset_of_the_file(tmp_path: Path) -> None:
+def test_key_in_a_base_file_overrides_the_preset(tmp_path: Path) -> None:
     write_yaml(tmp_path, "model: {hidden_size: 512}", "base.yaml")
     top = write_yaml(tmp_path, "base: base.yaml\nmodel: {preset: gpt2_124m, num_heads: 8}", "top.yaml")
     model = load_config(top, ["model.num_layers=2"]).model
@@ -120,10 +121,10 @@ def test_preset_sets_all_its_keys(name: str) -> None:
     ],
     ids=lambda words: " ".join(words) or "defaults",
 )
-def test_written_config_reads_back_equal(tmp_path: Path, words: list[str]) -> None:
+def test_config_round_trips_through_yaml(tmp_path: Path, words: list[str]) -> None:
     config = load_config(None, words)
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
-    config.model.preset = ""  # its keys are written out
+    config.model.preset = ""  # the YAML holds the keys of the preset instead
     again = load_config(tmp_path / "config.yaml")
     assert again == config
     (tmp_path / "again.yaml").write_text(config_to_yaml(again))
@@ -131,13 +132,13 @@ def test_written_config_reads_back_equal(tmp_path: Path, words: list[str]) -> No
 
 
 @pytest.mark.parametrize("name", ["007", "2026_11_21", "2026-11-21", "1e3", "yes", "a: b", "[x"])
-def test_text_stays_as_it_was_typed(tmp_path: Path, name: str) -> None:
+def test_text_values_are_not_converted(tmp_path: Path, name: str) -> None:
     assert load_config(None, [f"run.name={name}"]).run.dir == f"runs/{name}"
-    plain = name if name not in ("a: b", "[x") else f"'{name}'"
-    assert load_config(write_yaml(tmp_path, f"run:\n  name: {plain}")).run.name == name
+    yaml_text = name if name not in ("a: b", "[x") else f"'{name}'"
+    assert load_config(write_yaml(tmp_path, f"run:\n  name: {yaml_text}")).run.name == name
 
 
-def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> None:
+def test_python_keyword_key_is_written_without_underscore() -> None:
     assert load_config(None, ["checkpoint.async=false"]).checkpoint.async_ is False
     assert "checkpoint.async" in get_key_docs()
     assert "did you mean checkpoint.async?" in str(expect_config_error("checkpoint.async_=false"))
@@ -166,12 +167,12 @@ def test_key_that_is_a_python_keyword_is_written_without_the_underscore() -> Non
         ("train.lr_scaling=sqrt", "needs the global batch at which lr was tuned"),
         ("model.num_heads=5", "must divide model.hidden_size=128"),
         ("model.dropout=1", "below 1"),
-        ("parallel.zero=4", "ZeRO has the stages 0, 1, 2 and 3"),
+        ("parallel.zero=4", "must be one of the stages 0, 1, 2 and 3"),
         ("run.dir=", "needs a directory"),
         ("observe.profile_steps=[3, 3]", "first < end"),
     ],
 )
-def test_wrong_setting_is_one_line_with_key_origin_and_remedy(word: str, remedy: str) -> None:
+def test_invalid_setting_is_a_one_line_error_with_key_origin_and_remedy(word: str, remedy: str) -> None:
     error = expect_config_error(word)
     assert remedy in str(error)
     assert str(error).startswith(word.split("=")[0].split(".")[0])
@@ -179,16 +180,16 @@ def test_wrong_setting_is_one_line_with_key_origin_and_remedy(word: str, remedy:
     assert error.exit_code == 2
 
 
-def test_two_ways_to_name_the_data_are_refused() -> None:
+def test_path_together_with_sources_is_refused() -> None:
     assert "not both" in str(expect_config_error("data.path=x", "data.sources=[{path: a}]"))
     assert load_config(None, ["data.path=stdlib", "data.sources=[{path: a}]"]).data.sources[0].path == "a"
 
 
 @pytest.mark.parametrize("text", ["- 1", "a: [", "train: {steps: [1]}", "train: {steps: }"])
-def test_bad_file_is_named(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_named_in_the_error(tmp_path: Path, text: str) -> None:
     path = write_yaml(tmp_path, text)
     assert str(path) in str(expect_config_error(path=path))
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named_in_the_error(tmp_path: Path) -> None:
     assert "none.yaml" in str(expect_config_error(path=tmp_path / "none.yaml"))

@@ -1,4 +1,4 @@
-"""Tiny random models of each family, made by transformers."""
+"""Tiny random transformers models of each family."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _build_qwen3(**keys: Any) -> Any:
 def _build_mixtral(**keys: Any) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    # transformers multiplies rows of whole 16 bytes only.
+    # transformers needs rows of a multiple of 16 bytes here.
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 52}
     return MixtralForCausalLM(MixtralConfig(**{**_LLAMA_LIKE, **experts, **keys}))
 
@@ -56,7 +56,7 @@ def _build_gpt2(**keys: Any) -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": _build_llama,
     "llama, tied": lambda: _build_llama(tie_word_embeddings=True, head_dim=8, rms_norm_eps=1e-5),
-    "llama, stretched": lambda: _build_llama(rope_parameters=_LLAMA3_ROPE),
+    "llama, scaled rope": lambda: _build_llama(rope_parameters=_LLAMA3_ROPE),
     "llama, biases": lambda: _build_llama(attention_bias=True, mlp_bias=True),
     "qwen3": _build_qwen3,
     "qwen3, tied": lambda: _build_qwen3(tie_word_embeddings=True, num_key_value_heads=4),
@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def build_random_model(name: str) -> Any:
-    """One of MODELS with every parameter drawn at random, norms and biases too, so that none can be left out unseen."""
+    """Build one of MODELS with all parameters random, norms and biases too, so that none can be lost unnoticed."""
     torch.manual_seed(0)
     model = MODELS[name]()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def build_random_model(name: str) -> Any:
 
 
 def compute_hf_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers makes of int64 [b, t]."""
+    """Return the logits [b, t, vocab] that transformers computes for int64 tokens [b, t]."""
     with torch.no_grad():
         logits: torch.Tensor = model(tokens, attention_mask=torch.ones_like(tokens)).logits
     return logits

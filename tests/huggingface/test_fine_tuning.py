@@ -1,4 +1,4 @@
-"""An imported model trained on prompt and response pairs, beside a plain loop of transformers and torch."""
+"""Fine-tuning an imported model on prompt and response pairs, compared with a plain loop of transformers and torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIRS = [
     for a in range(8)
     for b in range(8)
 ]
-WORDS = [
+OVERRIDES = [
     "data.packing=padded",
     f"train.steps={STEPS}",
     f"train.seq_len={LENGTH}",
@@ -41,8 +41,8 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer in "theirs", imported in "ours", and pairs prepared with that tokenizer in "data"."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a Hugging Face model ("theirs"), its import ("ours"), and tokenized pairs ("data")."""
     directory = tmp_path_factory.mktemp("tune")
     (directory / "theirs").mkdir()
     tokenizer = train_tokenizer([f"{pair['question']}{pair['answer']}" for pair in PAIRS], 320)
@@ -68,26 +68,32 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def make_overrides(place: Path, run: Path, *more: str) -> list[str]:
-    return [f"run.init_from={place / 'ours'}", f"run.dir={run}", f"data.path={place / 'data'}", *WORDS, *more]
+def make_overrides(workspace: Path, run: Path, *more: str) -> list[str]:
+    return [
+        f"run.init_from={workspace / 'ours'}",
+        f"run.dir={run}",
+        f"data.path={workspace / 'data'}",
+        *OVERRIDES,
+        *more,
+    ]
 
 
-def train_reference_loop(place: Path, order: list[list[int]]) -> list[float]:
-    """The same pairs in the same order through transformers' model, tokenizer and loss, and torch's AdamW."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "theirs")
-    model = transformers.AutoModelForCausalLM.from_pretrained(place / "theirs", dtype=torch.float32).train()
+def train_reference_loop(workspace: Path, order: list[list[int]]) -> list[float]:
+    """Return the losses of the same pairs in the same order with transformers' model, tokenizer and loss."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workspace / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(workspace / "theirs", dtype=torch.float32).train()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer, losses = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8), []
     for numbers in order:
         ids, labels = torch.zeros(BATCH, LENGTH + 1, dtype=torch.int64), torch.full((BATCH, LENGTH + 1), -100)
         for row, number in enumerate(numbers):
             prompt = tokenizer(PAIRS[number]["question"])["input_ids"]
             response = [*tokenizer(PAIRS[number]["answer"])["input_ids"], tokenizer.eos_token_id]
-            both = torch.tensor([*prompt, *response])[: LENGTH + 1]
-            ids[row, : len(both)] = both
-            labels[row, len(prompt) : len(both)] = both[len(prompt) :]
+            tokens = torch.tensor([*prompt, *response])[: LENGTH + 1]
+            ids[row, : len(tokens)] = tokens
+            labels[row, len(prompt) : len(tokens)] = tokens[len(prompt) :]
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,20 +103,22 @@ def train_reference_loop(place: Path, order: list[list[int]]) -> list[float]:
     return losses
 
 
-def test_losses_are_those_of_a_plain_loop(place: Path, pool: Any, tmp_path: Path) -> None:
-    config = load_config(None, make_overrides(place, tmp_path / "run"))
+def test_losses_match_a_plain_loop(workspace: Path, pool: Any, tmp_path: Path) -> None:
+    config = load_config(None, make_overrides(workspace, tmp_path / "run"))
     stream = prepare_run(config, None, lambda line: None).stream
     order = [[int(stream.get_positions(step, v)[0]) for v in range(BATCH)] for step in range(STEPS)]
-    assert len({number for numbers in order for number in numbers}) == len(PAIRS)  # more than an epoch
-    ours = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
-    theirs = train_reference_loop(place, order)
-    assert ours == pytest.approx(theirs, abs=1e-5)
-    assert sum(ours[-5:]) < sum(ours[:5]) - 1
+    assert len({number for numbers in order for number in numbers}) == len(PAIRS)  # more than one epoch
+    losses = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
+    reference = train_reference_loop(workspace, order)
+    assert losses == pytest.approx(reference, abs=1e-5)
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1
 
 
-def test_what_does_not_belong_together(place: Path, tmp_path: Path) -> None:
+def test_settings_and_data_that_contradict_the_import_are_refused(workspace: Path, tmp_path: Path) -> None:
     def refused(*more: str) -> Any:
-        return prepare_run(load_config(None, make_overrides(place, tmp_path / "run", *more)), None, lambda line: None)
+        return prepare_run(
+            load_config(None, make_overrides(workspace, tmp_path / "run", *more)), None, lambda line: None
+        )
 
     with pytest.raises(ConfigError, match=r"model.norm_eps=0.001.*the model in .*ours has 1e-05; leave the key out"):
         refused("model.norm_eps=0.001")
@@ -118,20 +126,20 @@ def test_what_does_not_belong_together(place: Path, tmp_path: Path) -> None:
         refused("data.path=stdlib", "data.packing=stream")
     with pytest.raises(ConfigError, match=r"run.init_from=.*has no checkpoint; give a run directory"):
         refused(f"run.init_from={tmp_path}")
-    assert refused("model.dropout=0.1").shape.dropout == 0.1  # that is the user's to choose
+    assert refused("model.dropout=0.1").model_spec.dropout == 0.1  # dropout is not part of the architecture
 
 
-def test_weights_of_another_type(place: Path, pool: Any, tmp_path: Path) -> None:
+def test_weights_of_another_dtype_are_refused(workspace: Path, pool: Any, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"run.init_from: .*float32"):
-        pool.train(load_config(None, make_overrides(place, tmp_path / "run", "train.dtype=fp64")))
+        pool.train(load_config(None, make_overrides(workspace, tmp_path / "run", "train.dtype=fp64")))
 
 
-def test_a_damaged_import_is_refused(place: Path, tmp_path: Path) -> None:
+def test_corrupted_import_is_refused(workspace: Path, tmp_path: Path) -> None:
     import shutil
 
-    shutil.copytree(place / "ours", tmp_path / "ours")
+    shutil.copytree(workspace / "ours", tmp_path / "ours")
     (shard,) = (tmp_path / "ours").glob("checkpoints/*/rank-*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
-    damaged = [f"run.init_from={tmp_path / 'ours'}", f"run.dir={tmp_path / 'run'}", "data.path=synthetic"]
+    overrides = [f"run.init_from={tmp_path / 'ours'}", f"run.dir={tmp_path / 'run'}", "data.path=synthetic"]
     with pytest.raises(CheckpointError, match="none of its checkpoints is valid"):
-        prepare_run(load_config(None, damaged), None, lambda line: None)
+        prepare_run(load_config(None, overrides), None, lambda line: None)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: beside peft on transformers' model, bit for bit at every degree, and merged on the way out."""
+"""LoRA: same losses as peft, same bits at every data-parallel degree, adapters merged on export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ peft = pytest.importorskip("peft")
 
 STEPS, LENGTH, BATCH, RANK, ALPHA = 8, 16, 4, 3, 6.0
 HF_TARGET_NAMES = {"out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-WORDS = [
+OVERRIDES = [
     "data.path=synthetic",
     f"train.steps={STEPS}",
     f"train.seq_len={LENGTH}",
@@ -41,7 +41,7 @@ TOKENS = torch.arange(24).view(2, 12) % 67
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
     model = build_random_model("llama, tied")
     model.save_pretrained(directory / "theirs")
@@ -49,33 +49,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def train_run(place: Path, pool: Any, run: Path, *more: str) -> list[float]:
-    words = [f"run.init_from={place / 'ours'}", f"run.dir={run}", *WORDS, "cluster.workers=2", *more]
+def train_run(workspace: Path, pool: Any, run: Path, *more: str) -> list[float]:
+    words = [f"run.init_from={workspace / 'ours'}", f"run.dir={run}", *OVERRIDES, "cluster.workers=2", *more]
     return [step["train/loss"] for step in get_step_metrics(pool.train(load_config(None, words))[0])]
 
 
-def train_with_peft(place: Path, config: Any) -> tuple[list[float], Any]:
-    """The same windows through peft's own model and a plain loop, from the same adapters; the losses, and the model."""
+def train_with_peft(workspace: Path, config: Any) -> tuple[list[float], Any]:
+    """Train peft's model on the same windows from the same adapters; return the losses and the merged model."""
     prepared = prepare_run(config, None, lambda line: None)
-    base = transformers.AutoModelForCausalLM.from_pretrained(place / "theirs", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(workspace / "theirs", dtype=torch.float32)
     targets = [name.rpartition(".")[2] for name in HF_TARGET_NAMES.values()]
     model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for layer in range(2):
-            for ours, theirs in HF_TARGET_NAMES.items():
-                room = "attention" if ours == "out" else "mlp"
-                a = named[f"base_model.model.model.layers.{layer}.{theirs}.lora_A.default.weight"]
-                name = f"layers.{layer}.{room}.{ours}.lora_A.default.weight"
-                a.copy_(init_tensor(prepared.model_spec, name, a.shape, config.run.seed))
+            for name, hf_name in HF_TARGET_NAMES.items():
+                module = "attention" if name == "out" else "mlp"
+                lora_a = parameters[f"base_model.model.model.layers.{layer}.{hf_name}.lora_A.default.weight"]
+                full_name = f"layers.{layer}.{module}.{name}.lora_A.default.weight"
+                lora_a.copy_(init_tensor(prepared.model_spec, full_name, lora_a.shape, config.run.seed))
     optimizer = torch.optim.AdamW(
-        [one for one in model.parameters() if one.requires_grad], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
     losses = []
     for step in range(STEPS):
         batches = [prepared.stream.read_microbatch(step, v) for v in range(BATCH)]
-        inputs = torch.cat([torch.from_numpy(one.inputs) for one in batches])
-        targets = torch.cat([torch.from_numpy(one.targets) for one in batches])
+        inputs = torch.cat([torch.from_numpy(batch.inputs) for batch in batches])
+        targets = torch.cat([torch.from_numpy(batch.targets) for batch in batches])
         loss = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -85,45 +85,47 @@ def train_with_peft(place: Path, config: Any) -> tuple[list[float], Any]:
     return losses, model.merge_and_unload()
 
 
-def test_losses_and_the_merged_model_are_those_of_peft(place: Path, pool: Any, tmp_path: Path) -> None:
-    only = f"train.lora_targets=[{','.join(HF_TARGET_NAMES)}]"
-    ours = train_run(place, pool, tmp_path / "run", only)
-    config = load_config(None, [f"run.init_from={place / 'ours'}", f"run.dir={tmp_path / 'other'}", *WORDS, only])
-    theirs, merged = train_with_peft(place, config)
-    assert ours == pytest.approx(theirs, abs=1e-5)
+def test_losses_and_the_merged_model_match_peft(workspace: Path, pool: Any, tmp_path: Path) -> None:
+    targets = f"train.lora_targets=[{','.join(HF_TARGET_NAMES)}]"
+    losses = train_run(workspace, pool, tmp_path / "run", targets)
+    config = load_config(
+        None, [f"run.init_from={workspace / 'ours'}", f"run.dir={tmp_path / 'other'}", *OVERRIDES, targets]
+    )
+    peft_losses, merged = train_with_peft(workspace, config)
+    assert losses == pytest.approx(peft_losses, abs=1e-5)
     export_model(tmp_path / "run", tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     torch.testing.assert_close(
-        compute_hf_logits(again, TOKENS), compute_hf_logits(merged.eval(), TOKENS), rtol=0, atol=2e-5
+        compute_hf_logits(exported, TOKENS), compute_hf_logits(merged.eval(), TOKENS), rtol=0, atol=2e-5
     )
 
 
 @pytest.mark.parametrize("layout", [[], ["parallel.zero=1"], ["parallel.zero=3"]], ids=["dp", "zero1", "zero3"])
-def test_nothing_but_adapters_is_trained(place: Path, pool: Any, tmp_path: Path, layout: list[str]) -> None:
-    train_run(place, pool, tmp_path / "run", *layout)
-    before, after = load_full_state(place / "ours", 0), load_full_state(tmp_path / "run", STEPS)
+def test_only_adapters_are_trained(workspace: Path, pool: Any, tmp_path: Path, layout: list[str]) -> None:
+    train_run(workspace, pool, tmp_path / "run", *layout)
+    before, after = load_full_state(workspace / "ours", 0), load_full_state(tmp_path / "run", STEPS)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    others = after.keys() - before.keys()
-    assert all(".lora_" in name for name in others) and all(after[name].any() for name in others if "model." in name)
-    layers = 2 * 5  # of which each has A and B, and both two moments
-    assert len(others) == layers * 2 * 3
-    # With adapters on the fused product of queries, keys and values, what is exported is what is sampled from.
+    added = after.keys() - before.keys()
+    assert all(".lora_" in name for name in added) and all(after[name].any() for name in added if "model." in name)
+    layers = 2 * 5  # each with A and B, and two moments of both
+    assert len(added) == layers * 2 * 3
+    # The exported model equals the one that `generate` samples from, with adapters on the fused qkv layer too.
     export_model(tmp_path / "run", tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     decoder, _ = load_model(RunDirectory(tmp_path / "run"))
-    plain, _ = load_model(RunDirectory(place / "ours"))
+    base, _ = load_model(RunDirectory(workspace / "ours"))
     with torch.no_grad():
-        made = decoder(TOKENS)
-        torch.testing.assert_close(compute_hf_logits(again, TOKENS), made, rtol=0, atol=1e-5)
-        assert (made - plain(TOKENS)).abs().max() > 0.1
+        logits = decoder(TOKENS)
+        torch.testing.assert_close(compute_hf_logits(exported, TOKENS), logits, rtol=0, atol=1e-5)
+        assert (logits - base(TOKENS)).abs().max() > 0.1
 
 
-def test_another_run_starts_from_the_sum_of_weights_and_adapters(place: Path, pool: Any, tmp_path: Path) -> None:
-    train_run(place, pool, tmp_path / "run")
+def test_init_from_starts_with_merged_adapters(workspace: Path, pool: Any, tmp_path: Path) -> None:
+    train_run(workspace, pool, tmp_path / "run")
     words = [
         f"run.init_from={tmp_path / 'run'}",
         f"run.dir={tmp_path / 'next'}",
-        *WORDS,
+        *OVERRIDES,
         "train.lora_rank=0",
         "cluster.workers=2",
     ]
@@ -132,33 +134,41 @@ def test_another_run_starts_from_the_sum_of_weights_and_adapters(place: Path, po
     assert all(torch.equal(after[f"model.{name}"], parameter) for name, parameter in merged.named_parameters())
 
 
-def test_bit_for_bit_at_every_degree_and_resumed(place: Path, pool: Any, tmp_path: Path) -> None:
+def test_losses_are_bitwise_equal_at_every_degree_and_after_resuming(
+    workspace: Path, pool: Any, tmp_path: Path
+) -> None:
     elastic = "train.deterministic=elastic"
-    alone = train_run(place, pool, tmp_path / "one", elastic, "cluster.workers=1")
-    assert train_run(place, pool, tmp_path / "two", elastic) == alone
-    assert train_run(place, pool, tmp_path / "zero", elastic, "parallel.zero=3") == alone
-    words = [f"run.init_from={place / 'ours'}", f"run.dir={tmp_path / 'cut'}", *WORDS, elastic, "cluster.workers=2"]
+    reference = train_run(workspace, pool, tmp_path / "one", elastic, "cluster.workers=1")
+    assert train_run(workspace, pool, tmp_path / "two", elastic) == reference
+    assert train_run(workspace, pool, tmp_path / "zero", elastic, "parallel.zero=3") == reference
+    words = [
+        f"run.init_from={workspace / 'ours'}",
+        f"run.dir={tmp_path / 'interrupted'}",
+        *OVERRIDES,
+        elastic,
+        "cluster.workers=2",
+    ]
     config = load_config(None, words)
     pool.train(config, steps_to=3)
-    later = get_step_metrics(pool.train(config, resume_step=3)[0])
-    assert [step["train/loss"] for step in later] == alone[3:]
+    resumed = get_step_metrics(pool.train(config, resume_step=3)[0])
+    assert [step["train/loss"] for step in resumed] == reference[3:]
 
 
 @pytest.mark.parametrize(
     "word, reason",
     [
-        ("parallel.tp=2", "adapters train data-parallel, replicated or by ZeRO; set it to 1"),
-        ("train.lora_targets=[q_proj]", "choose some of qkv, out, gate, up, down"),
-        ("train.lora_targets=[]", "choose some of"),
-        ("parallel.tile_mib=1", "layers with adapters are not tiled"),
+        ("parallel.tp=2", "LoRA supports data parallelism only, with any ZeRO stage; set it to 1"),
+        ("train.lora_targets=[q_proj]", "choose from qkv, out, gate, up, down"),
+        ("train.lora_targets=[]", "choose from"),
+        ("parallel.tile_mib=1", "layers with LoRA adapters cannot be tiled"),
     ],
 )
-def test_what_adapters_cannot_do(word: str, reason: str) -> None:
+def test_unsupported_lora_settings_are_refused(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_config(None, [*WORDS, word])
+        load_config(None, [*OVERRIDES, word])
 
 
-def test_peft_is_asked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_is_reported_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_hpc.driver.run_setup.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="run `pip install peft`"):
-        prepare_run(load_config(None, [*WORDS, f"run.dir={tmp_path}"]), None, lambda line: None)
+        prepare_run(load_config(None, [*OVERRIDES, f"run.dir={tmp_path}"]), None, lambda line: None)

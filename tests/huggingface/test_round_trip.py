@@ -1,4 +1,4 @@
-"""Models of four families, in and out, beside transformers itself."""
+"""Import and export of four model families, compared with transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.state.shard_index import StateIndex, TensorSlices, find_missing
 from raytrain_hpc.text_generation import load_model
 from tests.huggingface.random_models import MODELS, build_random_model, compute_hf_logits
-from tests.model_specs import make_model_spec as shape_of_words
+from tests.model_specs import make_model_spec
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,7 +42,7 @@ ONE_STEP = [
     "train.steps=1",
     "train.seq_len=16",
     "train.global_batch=4",
-    "train.lr=1e-30",  # too little to change any weight
+    "train.lr=1e-30",  # too small to change any weight
     "train.weight_decay=0",
     "observe.tensorboard=false",
 ]
@@ -54,7 +54,7 @@ def get_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
-    """A family's name, transformers' own model, and where it was imported."""
+    """Return a family's name, the transformers model, and the directory of its import."""
     directory = tmp_path_factory.mktemp("model")
     model = build_random_model(request.param)
     model.save_pretrained(directory / "theirs")
@@ -62,91 +62,90 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, model, directory / "ours"
 
 
-def test_logits_are_those_of_transformers(imported: tuple[str, Any, Path]) -> None:
+def test_logits_match_transformers(imported: tuple[str, Any, Path]) -> None:
     _, model, run = imported
-    decoder, context = load_model(RunDirectory(run))
+    decoder, seq_len = load_model(RunDirectory(run))
     with torch.no_grad():
         torch.testing.assert_close(decoder(TOKENS), compute_hf_logits(model, TOKENS), rtol=0, atol=1e-5)
-    assert context == (40 if model.config.model_type == "gpt2" else 128)
+    assert seq_len == (40 if model.config.model_type == "gpt2" else 128)
 
 
-def test_what_is_exported_is_what_was_imported(imported: tuple[str, Any, Path], tmp_path: Path) -> None:
+def test_exported_model_equals_the_imported_one(imported: tuple[str, Any, Path], tmp_path: Path) -> None:
     _, model, run = imported
-    made = export_model(run, tmp_path / "out", shard_bytes=20_000)
-    assert len(made.weight_files) > 2 and made.family == model.config.model_type
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+    result = export_model(run, tmp_path / "out", shard_bytes=20_000)
+    assert len(result.weight_files) > 2 and result.family == model.config.model_type
+    exported, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, dtype=torch.float32
     )
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    before, after = get_tensors(model), get_tensors(again)
+    before, after = get_tensors(model), get_tensors(exported)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert torch.equal(compute_hf_logits(again, TOKENS), compute_hf_logits(model, TOKENS))
-    # What transformers then saves itself has the same tensors under the same names in it.
-    again.save_pretrained(tmp_path / "theirs")
+    assert torch.equal(compute_hf_logits(exported, TOKENS), compute_hf_logits(model, TOKENS))
+    # Saving with transformers again gives the same tensors under the same names.
+    exported.save_pretrained(tmp_path / "theirs")
     assert read_stored_tensors(tmp_path / "out") == read_stored_tensors(tmp_path / "theirs")
 
 
 def read_stored_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    found = {}
+    tensors = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
+            for name in file.keys():  # noqa: SIM118 (not a dict)
                 view = file.get_slice(name)
-                found[name] = view.get_dtype(), tuple(view.get_shape())
-    return found
+                tensors[name] = view.get_dtype(), tuple(view.get_shape())
+    return tensors
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_any_layout_on_the_way(name: str, pool: Any, tmp_path: Path) -> None:
+def test_weights_are_unchanged_by_a_run_on_any_layout(name: str, pool: Any, tmp_path: Path) -> None:
     model, run = build_random_model(name), tmp_path / "ours"
     model.save_pretrained(tmp_path / "theirs")
     import_model(tmp_path / "theirs", run)
     words = [f"run.init_from={run}", f"run.dir={tmp_path / 'run'}", *ONE_STEP, "cluster.workers=2", *LAYOUTS[name]]
     config = load_config(None, words)
     pool.train(config)
-    made = export_model(tmp_path / "run", tmp_path / "out")
-    assert made.step == 1
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    before, after = get_tensors(model), get_tensors(again)
+    result = export_model(tmp_path / "run", tmp_path / "out")
+    assert result.step == 1
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    before, after = get_tensors(model), get_tensors(exported)
     assert all(torch.equal(before[key], after[key]) for key in before)
-    # It was trained on sequences of 16, and is made for as many positions as before.
-    assert again.config.max_position_embeddings == model.config.max_position_embeddings > 16
+    # Training on sequences of 16 does not change the model's number of positions.
+    assert exported.config.max_position_embeddings == model.config.max_position_embeddings > 16
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_twins_are_the_decoder_once(name: str) -> None:
-    """Every element of every parameter, and none twice."""
-    shape = parse_hf_config(build_random_model(name).config.to_dict())
+def test_weight_mappings_cover_the_decoder_exactly_once(name: str) -> None:
+    spec = parse_hf_config(build_random_model(name).config.to_dict())
     with torch.device("meta"):
-        decoder = Decoder(shape)
+        decoder = Decoder(spec)
     boxes: dict[str, list[Any]] = {}
-    for twin in build_weight_mappings(shape):
-        boxes.setdefault(twin.name, []).append(twin.box)
-    whole = {key: tuple(parameter.shape) for key, parameter in decoder.named_parameters()}
-    assert boxes.keys() == whole.keys()
-    held = StateIndex(TensorSlices(key, whole[key], "float32", tuple(boxes[key])) for key in whole)
-    wanted = StateIndex(
-        TensorSlices(key, size, "float32", (type(boxes[key][0]).whole(size),)) for key, size in whole.items()
+    for mapping in build_weight_mappings(spec):
+        boxes.setdefault(mapping.name, []).append(mapping.box)
+    shapes = {key: tuple(parameter.shape) for key, parameter in decoder.named_parameters()}
+    assert boxes.keys() == shapes.keys()
+    mapped = StateIndex(TensorSlices(key, shapes[key], "float32", tuple(boxes[key])) for key in shapes)
+    expected = StateIndex(
+        TensorSlices(key, size, "float32", (type(boxes[key][0]).from_shape(size),)) for key, size in shapes.items()
     )
-    assert not find_missing([held], wanted)
-    assert sum(box.numel for of_one in boxes.values() for box in of_one) == shape.num_parameters()
+    assert not find_missing([mapped], expected)
+    assert sum(box.numel for parameter_boxes in boxes.values() for box in parameter_boxes) == spec.num_parameters()
 
 
-def test_narrow_weights_come_in_wide_and_go_out_as_asked(tmp_path: Path) -> None:
+def test_bf16_weights_are_imported_as_fp32_and_exported_as_requested(tmp_path: Path) -> None:
     model = build_random_model("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "ours", shard_bytes=10_000)
     assert len(list((tmp_path / "ours" / "checkpoints" / "step-00000000").glob("*.safetensors"))) > 2
-    wide, _ = load_model(RunDirectory(tmp_path / "ours"))
-    assert torch.equal(wide.embedding.weight, model.model.embed_tokens.weight.float())
+    decoder, _ = load_model(RunDirectory(tmp_path / "ours"))
+    assert torch.equal(decoder.embedding.weight, model.model.embed_tokens.weight.float())
     export_model(tmp_path / "ours", tmp_path / "out", dtype="bfloat16")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    before, after = get_tensors(model), get_tensors(again)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before, after = get_tensors(model), get_tensors(exported)
     assert after["lm_head.weight"].dtype == torch.bfloat16
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_ends_that_only_config_json_names_come_along(tmp_path: Path) -> None:
+def test_special_token_ids_of_config_json_are_kept(tmp_path: Path) -> None:
     model = build_random_model("llama")
     model.config.eos_token_id, model.config.bos_token_id, model.config.pad_token_id = [5, 7], 1, 0
     model.config.save_pretrained(tmp_path / "theirs")
@@ -157,11 +156,11 @@ def test_ends_that_only_config_json_names_come_along(tmp_path: Path) -> None:
     import_model(tmp_path / "theirs", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "out")
     for name in ("config.json", "generation_config.json"):
-        said = json.loads((tmp_path / "out" / name).read_text())
-        assert (said["eos_token_id"], said["bos_token_id"], said["pad_token_id"]) == ([5, 7], 1, 0), name
+        content = json.loads((tmp_path / "out" / name).read_text())
+        assert (content["eos_token_id"], content["bos_token_id"], content["pad_token_id"]) == ([5, 7], 1, 0), name
 
 
-def test_values_that_are_too_large_for_float16(tmp_path: Path) -> None:
+def test_export_refuses_values_too_large_for_float16(tmp_path: Path) -> None:
     model = build_random_model("llama")
     with torch.no_grad():
         model.model.norm.weight[0] = 1e5
@@ -172,9 +171,9 @@ def test_values_that_are_too_large_for_float16(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_gpt2_saved_without_its_head_and_with_the_other_name_of_its_activation(tmp_path: Path) -> None:
+def test_import_of_gpt2_without_head_and_with_alternative_activation_name(tmp_path: Path) -> None:
     model = build_random_model("gpt2")
-    model.config.activation_function = "gelu_pytorch_tanh"  # the same function in one operation
+    model.config.activation_function = "gelu_pytorch_tanh"  # the same function, in one operator
     model.transformer.save_pretrained(tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "ours")
     decoder, _ = load_model(RunDirectory(tmp_path / "ours"))
@@ -187,28 +186,28 @@ def test_gpt2_saved_without_its_head_and_with_the_other_name_of_its_activation(t
     [
         ({"model_type": "bloom"}, "model_type='bloom': known are llama, qwen3, mixtral, gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*SiLU"),
-        ({"attention_bias": True}, "biases are in all products or in none"),
+        ({"attention_bias": True}, "biases must be in all linear layers or in none"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
         (
             {"intermediate_size": 51},
-            r"gate_proj.weight is torch.float32 .* makes it",
+            r"gate_proj.weight is torch.float32 .* implies",
         ),
         ({"num_hidden_layers": 3}, "lack model.layers.2.input_layernorm.weight and 8 more of 30 tensors"),
-        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no place"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight does not belong"),
         ({"num_attention_heads": None}, "config.json: num_attention_heads is missing"),
     ],
 )
-def test_a_model_that_no_decoder_can_be(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     build_random_model("llama").save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"
     config = {**json.loads(path.read_text()), **change}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     with pytest.raises(ModelError, match=reason):
         import_model(tmp_path / "theirs", tmp_path / "ours")
-    assert {entry.name for entry in tmp_path.iterdir()} == {"theirs"}  # nothing half made is left
+    assert {entry.name for entry in tmp_path.iterdir()} == {"theirs"}  # no partial directory is left
 
 
-def test_directories_that_are_wrong(tmp_path: Path) -> None:
+def test_invalid_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json: cannot be read: No such file"):
         import_model(tmp_path / "nowhere", tmp_path / "ours")
     build_random_model("llama").save_pretrained(tmp_path / "theirs")
@@ -222,7 +221,7 @@ def test_directories_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model.safetensors: cannot be read"):
         import_model(tmp_path / "theirs", tmp_path / "new")
     weights.unlink()
-    with pytest.raises(ModelError, match="pickles, which can run code and are never loaded"):
+    with pytest.raises(ModelError, match="pickles are never loaded"):
         import_model(tmp_path / "theirs", tmp_path / "new")
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         export_model(tmp_path / "theirs", tmp_path / "new")
@@ -231,19 +230,19 @@ def test_directories_that_are_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["model.norm=layernorm"], "model.norm=layernorm together with model.positions=rotary; it would need rmsnorm"),
+        (["model.norm=layernorm"], "model.norm=layernorm with model.positions=rotary; it would need rmsnorm"),
         (["model.num_experts=4", "model.shared_expert_size=8"], "shared_expert_size"),
         (["model.num_experts=4", "model.balance=bias"], "model.balance=bias"),
         (["model.num_experts=4", "model.experts_per_token=1"], "at least 2 experts"),
         (["model.positions=learned", "model.norm=layernorm", "model.activation=gelu"], "model.bias=False"),
     ],
 )
-def test_a_shape_that_no_family_has(words: list[str], reason: str) -> None:
+def test_export_refuses_specs_of_no_family(words: list[str], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
-        get_family(shape_of_words(*words, seq_len=16))
+        get_family(make_model_spec(*words, seq_len=16))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_shapes_survive_the_way_there_and_back(name: str) -> None:
-    shape = parse_hf_config(build_random_model(name).config.to_dict())
-    assert parse_hf_config(build_hf_config(shape, 64, "float32", {})) == shape
+def test_spec_round_trips_through_hf_config(name: str) -> None:
+    spec = parse_hf_config(build_random_model(name).config.to_dict())
+    assert parse_hf_config(build_hf_config(spec, 64, "float32", {})) == spec

@@ -1,4 +1,4 @@
-"""Tokenizers on the way out and back, beside transformers' own reading of the files."""
+"""Export and import of tokenizers, compared with transformers reading the same files."""
 
 from __future__ import annotations
 
@@ -31,31 +31,36 @@ def load_with_transformers(directory: Path, files: dict[str, str]) -> Any:
     [ByteTokenizer(), CharTokenizer("".join(TEXTS)), train_tokenizer(TEXTS * 3, 300)],
     ids=lambda tokenizer: tokenizer.name,
 )
-def test_ids_are_the_same_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    theirs = load_with_transformers(tmp_path, build_tokenizer_files(tokenizer, 128))
+def test_token_ids_match_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    hf_tokenizer = load_with_transformers(tmp_path, build_tokenizer_files(tokenizer, 128))
     for text in TEXTS:
         ids = tokenizer.encode(text).tolist()
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ids
-        assert theirs.decode(ids) == text
-    assert theirs.eos_token_id == tokenizer.end_of_text and theirs.model_max_length == 128
+        assert hf_tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        assert hf_tokenizer.decode(ids) == text
+    assert hf_tokenizer.eos_token_id == tokenizer.end_of_text and hf_tokenizer.model_max_length == 128
 
 
-def test_a_model_takes_its_tokenizer_along(tmp_path: Path) -> None:
+def test_tokenizer_files_survive_import_and_export(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS * 3, 67 + 256)
-    own = load_with_transformers(tmp_path, build_tokenizer_files(tokenizer, 128))
-    own.chat_template = "{{ messages[0]['content'] }}"
+    original = load_with_transformers(tmp_path, build_tokenizer_files(tokenizer, 128))
+    original.chat_template = "{{ messages[0]['content'] }}"
     model = build_random_model("llama")
-    model.resize_token_embeddings(len(own))
+    model.resize_token_embeddings(len(original))
     model.generation_config.pad_token_id = 5
     model.save_pretrained(tmp_path / "theirs")
-    own.save_pretrained(tmp_path / "theirs")
-    made = import_model(tmp_path / "theirs", tmp_path / "ours")
-    assert made.tokenizer_kind == "hf"
+    original.save_pretrained(tmp_path / "theirs")
+    result = import_model(tmp_path / "theirs", tmp_path / "ours")
+    assert result.tokenizer_kind == "hf"
     assert export_model(tmp_path / "ours", tmp_path / "out").has_tokenizer
     for name in PASSTHROUGH_FILES:
-        there, back = tmp_path / "theirs" / name, tmp_path / "out" / name
-        assert there.exists() == back.exists() and (not there.exists() or there.read_bytes() == back.read_bytes()), name
+        source, exported = tmp_path / "theirs" / name, tmp_path / "out" / name
+        assert source.exists() == exported.exists() and (
+            not source.exists() or source.read_bytes() == exported.read_bytes()
+        ), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["eos_token_id"], config["pad_token_id"]) == (model.config.eos_token_id, 5)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert again.chat_template == own.chat_template and again(TEXTS[0])["input_ids"] == own(TEXTS[0])["input_ids"]
+    reloaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (
+        reloaded.chat_template == original.chat_template
+        and reloaded(TEXTS[0])["input_ids"] == original(TEXTS[0])["input_ids"]
+    )

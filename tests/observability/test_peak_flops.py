@@ -1,3 +1,5 @@
+"""Peak FLOP/s by device name."""
+
 import pytest
 
 from raytrain_hpc.observability.peak_flops import get_peak_tflops
@@ -23,9 +25,9 @@ from raytrain_hpc.observability.peak_flops import get_peak_tflops
         ("", None),
     ],
 )
-def test_peaks_are_those_of_the_data_sheets(name: str, peak: float | None):
+def test_peaks_match_the_data_sheets(name: str, peak: float | None):
     assert get_peak_tflops(name, "bf16") == peak
 
 
-def test_only_bf16_peaks_are_known():
+def test_peaks_of_other_types_are_unknown():
     assert get_peak_tflops("NVIDIA H100 80GB HBM3", "fp32") is None

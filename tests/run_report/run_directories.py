@@ -1,4 +1,4 @@
-"""Run directories written by hand, as a run writes them."""
+"""Run directories with the files that a run writes, for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP_PHASES = {"data": 0.01, "forward": 0.2, "backward": 0.5, "communication": 0
 
 
 def make_metrics(step: int, **more: Any) -> dict[str, Any]:
-    """Metrics of a step: losses fall as 8 / step, a step takes a second, of which 0.14 s is no part's."""
+    """Return metrics of a step with loss 8 / step and a duration of 1 s, of which no phase accounts for 0.14 s."""
     return {
         "step": step,
         "train/loss": 8.0 / step,
@@ -53,7 +53,7 @@ INCIDENT = {
 
 
 def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", done: bool = True) -> Path:
-    """A run of so many steps, the third of them run again, with a validation loss, statistics and an incident."""
+    """Write a run of `steps` steps with step 3 repeated, a validation loss, rank statistics and an incident."""
     directory.mkdir()
     config = load_config(None, [f"run.name={name}", f"run.dir={directory}", "train.steps=6"])
     (directory / "config.yaml").write_text(config_to_yaml(config))
@@ -61,17 +61,26 @@ def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", d
     plan = {"layout": {"dp_replicate": 2, "tp": 1, "pp": 1, "zero": 0}, "workers": 2, "memory": memory}
     (directory / "plan.json").write_text(json.dumps(plan))
     workers = [
-        {"rank": rank, "pid": 40 + rank, "node": f"n{rank}", "host": f"host{rank}", "device": "cpu", "coordinates": at}
-        for rank, at in enumerate(({"pp": 0, "dp_replicate": 0}, {"pp": 1, "dp_replicate": 1}))
+        {
+            "rank": rank,
+            "pid": 40 + rank,
+            "node": f"n{rank}",
+            "host": f"host{rank}",
+            "device": "cpu",
+            "coordinates": coordinates,
+        }
+        for rank, coordinates in enumerate(({"pp": 0, "dp_replicate": 0}, {"pp": 1, "dp_replicate": 1}))
     ]
     (directory / "workers.json").write_text(json.dumps({"generation": 1, "workers": workers}))
-    statistics = {f"ranks/time/step_s/{kind}": x for kind, x in {"mean": 1, "min": 0.9, "max": 1.1, "std": 0.1}.items()}
-    lines = [make_metrics(step) for step in range(1, steps + 1)]
-    lines[2] |= statistics
-    lines.insert(2, make_metrics(3, **{"train/loss": 99.0}))
-    lines[-1]["val/loss"] = 2.5
-    text = "".join(json.dumps(one) + "\n" for one in lines)
-    (directory / "metrics.jsonl").write_text(text + '{"step": 7, "train/lo')  # a kill cut this one short
+    statistics = {
+        f"ranks/time/step_s/{kind}": value for kind, value in {"mean": 1, "min": 0.9, "max": 1.1, "std": 0.1}.items()
+    }
+    records = [make_metrics(step) for step in range(1, steps + 1)]
+    records[2] |= statistics
+    records.insert(2, make_metrics(3, **{"train/loss": 99.0}))
+    records[-1]["val/loss"] = 2.5
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (directory / "metrics.jsonl").write_text(text + '{"step": 7, "train/lo')  # truncated by a kill
     (directory / "incidents.jsonl").write_text(json.dumps(INCIDENT) + "\n")
     if done:
         (directory / "result.json").write_text(json.dumps({"outcome": "done", "goodput": 0.93, "val/loss": 2.5}))

@@ -1,4 +1,4 @@
-"""The page, as a browser would read it: every element closed, every number there, nothing fetched."""
+"""The HTML report: well-formed, complete and self-contained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VOID = {"meta", "br", "link", "img", "input"}
 
 
 class PageParser(HTMLParser):
-    """What is open, what was read, and every address that a browser would fetch."""
+    """Parser that records open elements, text, chart data and every URL that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,68 +51,68 @@ class PageParser(HTMLParser):
 
 
 def parse_page(path: Path) -> tuple[PageParser, str]:
-    reader, text = PageParser(), path.read_text()
-    reader.feed(text)
-    assert not reader.open
-    return reader, " ".join(" ".join(reader.text).split())
+    parser, text = PageParser(), path.read_text()
+    parser.feed(text)
+    assert not parser.open
+    return parser, " ".join(" ".join(parser.text).split())
 
 
-def test_a_page_about_one_run(tmp_path: Path) -> None:
-    reader, text = parse_page(rt.report([write_run_directory(tmp_path / "run")]))
+def test_report_of_one_run(tmp_path: Path) -> None:
+    parser, text = parse_page(rt.report([write_run_directory(tmp_path / "run")]))
     assert (tmp_path / "run" / "report.html").exists()
-    for wanted in ("died", "ALLREDUCE <3>", "killed by signal 9", "0.21", "host1", "93.0 %", "dp_replicate=2", "2.5"):
-        assert wanted in text, wanted
-    loss = next(chart for chart in reader.charts if chart[0]["points"][0] == [1, 8.0])
-    assert loss[0]["points"] == [[step, 8.0 / step] for step in range(1, 7)]  # the line of step 3 that counts
+    for expected in ("died", "ALLREDUCE <3>", "killed by signal 9", "0.21", "host1", "93.0 %", "dp_replicate=2", "2.5"):
+        assert expected in text, expected
+    loss = next(chart for chart in parser.charts if chart[0]["points"][0] == [1, 8.0])
+    assert loss[0]["points"] == [[step, 8.0 / step] for step in range(1, 7)]  # the last record of step 3
     assert loss[1]["points"] == [[6, 2.5]]
-    assert "step 3" in text and "1100.000 ms" in text  # the slowest rank of the step whose ranks were compared
+    assert "step 3" in text and "1100.000 ms" in text  # the slowest rank in the statistics over ranks
 
 
-def test_nothing_is_fetched(tmp_path: Path) -> None:
+def test_report_is_self_contained(tmp_path: Path) -> None:
     path = rt.report([write_run_directory(tmp_path / "run")])
-    reader, _ = parse_page(path)
-    assert reader.fetched == []
-    outside = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text())  # the names of SVG's elements
-    assert "http" not in outside and "//" not in re.sub(r"// .*", "", outside).replace("file://", "")
+    parser, _ = parse_page(path)
+    assert parser.fetched == []
+    source = re.sub(r"http://www\.w3\.org/\S+", "", path.read_text())  # XML namespaces
+    assert "http" not in source and "//" not in re.sub(r"// .*", "", source).replace("file://", "")
 
 
-def test_several_runs_beside_each_other(tmp_path: Path) -> None:
+def test_report_of_several_runs(tmp_path: Path) -> None:
     runs = [write_run_directory(tmp_path / "a", name="one"), write_run_directory(tmp_path / "b", name="<two>", steps=4)]
-    with pytest.raises(ConfigError, match="say where the page goes"):
+    with pytest.raises(ConfigError, match="is required for several runs"):
         rt.report(runs)
-    reader, text = parse_page(rt.report(runs, tmp_path / "both.html"))
+    parser, text = parse_page(rt.report(runs, tmp_path / "both.html"))
     assert "one, <two>" in text
-    names = [one["name"] for one in reader.charts[0]]
+    names = [line["name"] for line in parser.charts[0]]
     assert names == ["one", "one, validation", "<two>", "<two>, validation"]
 
 
-def test_steps_that_were_no_numbers_are_left_out(tmp_path: Path) -> None:
+def test_non_finite_values_are_omitted(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "run")
     with (run / "metrics.jsonl").open("w") as file:
         for step, loss in enumerate((float("nan"), 3.0, float("inf"), 2.0), 1):
             file.write(json.dumps(make_metrics(step, **{"train/loss": loss, "train/grad_norm": loss})) + "\n")
-    reader, _ = parse_page(rt.report([run]))
-    assert reader.charts[0][0]["points"] == [[2, 3.0], [4, 2.0]]
+    parser, _ = parse_page(rt.report([run]))
+    assert parser.charts[0][0]["points"] == [[2, 3.0], [4, 2.0]]
 
 
-def test_a_run_that_has_just_begun_or_left_little(tmp_path: Path) -> None:
+def test_report_of_a_run_with_missing_files(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "run", done=False)
     for name in ("metrics.jsonl", "incidents.jsonl", "plan.json", "workers.json"):
         (run / name).unlink()
     _, text = parse_page(rt.report([run]))
-    assert "under way" in text and "0 of 6" in text
+    assert "running" in text and "0 of 6" in text
     with pytest.raises(RunDirectoryError, match="no run directory"):
         rt.report([tmp_path / "nowhere"])
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         rt.report([run], tmp_path / "no such" / "page.html")
 
 
-def test_parts_of_a_step_add_up() -> None:
-    parts = compute_mean_phases([make_metrics(1), make_metrics(2, **{"time/step_s": 3.0, "time/forward_s": 1.2})])
-    assert parts["forward"] == pytest.approx(0.7) and parts["rest"] == pytest.approx(2.0 - 0.01 - 0.7 - 0.65)
+def test_step_phases_add_up() -> None:
+    phases = compute_mean_phases([make_metrics(1), make_metrics(2, **{"time/step_s": 3.0, "time/forward_s": 1.2})])
+    assert phases["forward"] == pytest.approx(0.7) and phases["rest"] == pytest.approx(2.0 - 0.01 - 0.7 - 0.65)
 
 
-def test_a_pipeline_is_shown(tmp_path: Path) -> None:
+def test_newest_pipeline_timeline_is_shown(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "run")
     (run / "timeline").mkdir()
     for step, idle in ((4, 11), (6, 22)):
@@ -122,7 +122,7 @@ def test_a_pipeline_is_shown(tmp_path: Path) -> None:
     assert "idle 22 %" in text and "idle 11 %" not in text and "step-00000006" in text
 
 
-def test_status_from_another_shell(tmp_path: Path) -> None:
+def test_status_reads_the_run_directory(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "run", done=False)
     lines = list(format_status(run))
     assert lines[0].endswith("not running; repeat the same command to resume")
@@ -133,11 +133,11 @@ def test_status_from_another_shell(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "no run directory" in done.output
 
 
-def test_what_a_notebook_shows(tmp_path: Path) -> None:
+def test_notebook_view_is_well_formed_and_self_contained(tmp_path: Path) -> None:
     assert "getting ready" in render_live_html(tmp_path / "run", "getting ready")
-    shown = render_live_html(write_run_directory(tmp_path / "run"), "under way")
-    reader = PageParser()
-    reader.feed(shown)
-    assert not reader.open and not reader.fetched
-    text = " ".join(reader.text)
-    assert "6/6" in text and "under way" in text and "1.333" in text
+    html = render_live_html(write_run_directory(tmp_path / "run"), "running")
+    parser = PageParser()
+    parser.feed(html)
+    assert not parser.open and not parser.fetched
+    text = " ".join(parser.text)
+    assert "6/6" in text and "running" in text and "1.333" in text
