@@ -46,7 +46,7 @@ def fits(words: Sequence[str]) -> list[Row]:
     for ranks, tp, zero in CANDIDATES:
         config = rt.load_config(None, [*LARGE, *words, f"parallel.tp={tp}", f"parallel.zero={zero}"])
         state = plan(config, workers=ranks)["state_bytes_per_rank"] / 2**30
-        row: Row = {"ranks": ranks, "dp": ranks // tp, "tp": tp, "ZeRO": zero, "state GiB a rank": state}
+        row: Row = {"ranks": ranks, "dp": ranks // tp, "tp": tp, "ZeRO": zero, "state GiB / rank": state}
         row[f"left of {DEVICE_GIB} GiB"] = DEVICE_GIB - state
         rows.append(row | {"state fits": "yes" if state <= DEVICE_GIB else "no"})
     return rows
@@ -80,10 +80,10 @@ def a_layer(rows: Iterable[Row], cores: int) -> list[Row]:
     for tp, of_layers in times.items():
         few, many = min(of_layers), max(of_layers)
         slope = (of_layers[many] - of_layers[few]) / (many - few)
-        whole = float(result[0]["ms a layer"]) if result else slope
+        whole = float(result[0]["ms / layer"]) if result else slope
         # More ranks than cores share the cores and do not reduce the time further.
-        row = {"tp": tp, "ms a layer": slope, "arithmetic alone": whole / min(tp, cores)}
-        result.append(row | {"ms beside the layers": of_layers[few] - few * slope})
+        row = {"tp": tp, "ms / layer": slope, "arithmetic alone": whole / min(tp, cores)}
+        result.append(row | {"ms outside of layers": of_layers[few] - few * slope})
     return result
 
 

@@ -1,28 +1,31 @@
-"""Published peak FLOP/s of known devices, for model FLOPs utilization."""
+"""Peak FLOP/s of known devices, for model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
 import re
 
-# Dense bf16 TFLOP/s of a full device, from the vendors' data sheets, without sparsity. PCIe and NVL boards of the H100
-# and H200 are slower than the SXM modules, and a MIG slice is a fraction of a device: their peak is unknown.
-_BF16_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"\bA100\b(?!.*\bMIG\b)", 312.0),
-    (r"\bH[12]00\b(?!.*\b(PCIe|NVL|MIG)\b)", 989.0),
-    (r"\bB200\b(?!.*\bMIG\b)", 2250.0),
-    (r"\bMI300X\b", 1307.0),
-    (r"\bMax 1550\b|\bPVC\b", 420.0),
+from raytrain_hpc.planner.hardware import DEVICES
+
+# Device names as drivers report them, with the planner's preset. Only whole devices of the preset's form factor: PCIe
+# and NVL boards of the H100 and H200 are slower than the SXM modules, and a MIG slice is a part of a device.
+_PRESETS_BY_NAME: tuple[tuple[str, str], ...] = (
+    (r"\bA100\b(?!.*\bMIG\b)", "a100"),
+    (r"\bH100\b(?!.*\b(PCIe|NVL|MIG)\b)", "h100"),
+    (r"\bH200\b(?!.*\b(PCIe|NVL|MIG)\b)", "h200"),
+    (r"\bB200\b(?!.*\bMIG\b)", "b200"),
+    (r"\bMI300X\b", "mi300x"),
+    (r"\bMax 1550\b|\bPVC\b", "pvc"),
 )
 
 
 def get_peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak in TFLOP/s of a device, by the name that its driver reports, for a `train.dtype`.
+    """Return the dense peak of a device in TFLOP/s, by the name that its driver reports and a `train.dtype`.
 
-    Returns None if it is unknown: for CPUs, other devices, and types other than bf16.
+    None if it is unknown: a CPU, another device, or a dtype other than bf16.
     """
     if dtype != "bf16":
         return None
-    for pattern, peak in _BF16_PEAKS:
+    for pattern, preset in _PRESETS_BY_NAME:
         if re.search(pattern, device_name, re.IGNORECASE):
-            return peak
+            return DEVICES[preset].tflops
     return None

@@ -237,19 +237,20 @@ def _format_row(fault: Fault, cost: Cost) -> str:
 
 HEAD = f"""# What a fault costs
 
-Written by `python -m tests.driver.fault_matrix`: each row {ROUNDS} runs of {STEPS} steps (more with a slow rank, and to
-grow) on gloo workers of one thread, in one Ray on one machine, the rows about a node, the driver and the head on two
-nodes simulated there, that about a job on a head of its own, those
-about the network with each node in a network namespace of its own; medians.
-The model is tiny, so these are the times of finding out, forming groups, and moving state in memory. *Detected after*
-counts from the fault, *next step after* from its detection to the next committed step, on fewer ranks or with a spare;
-where the run grows or the head is gone, it is the pause, and where the run is started again, all from the new command
-to its first step. Steps lost are those run again, at most as many as lie between two checkpoints (20; 50 where the
-driver is killed, 60 steps or more after it began), which is asserted. *Bits*: losses and gradient norms of all steps,
-and the last weights and moments, against the run without a fault (`train.deterministic=elastic`). Targets are seconds;
-of a cut network or a frozen node it is only that the side of the driver continues and the other side exits.
-A step takes about 0.1 s here, with tp 2 about 0.5 s: the next
-step is committed one step after everything is ready for it, and a rank counts as silent after nearly three.
+Written by `python -m tests.driver.fault_matrix`: medians of {ROUNDS} runs of {STEPS} steps per row (more steps with a slow
+rank, and to grow), on gloo workers with one thread each, in one Ray cluster on one machine. The rows about a node, the
+driver and the head run on two simulated nodes, the row about a job on a head of its own, and the rows about the network
+with each node in a network namespace of its own.
+
+The model is tiny, so the times are those of detection, of forming groups and of moving state in memory. *Detected after*
+counts from the fault. *Next step after* counts from detection to the next committed step, on fewer ranks or with a spare.
+Where the run grows or the head is gone, it is the pause; where the run is started again, it is the time from the new
+command to its first step. *Steps lost* are recomputed steps. At most one checkpoint interval of them is asserted (20
+steps; 50 where the driver is killed, at least 60 steps after the start). *Bits*: losses and gradient norms of all steps,
+and the final weights and moments, compared with the run without a fault (`train.deterministic=elastic`). Targets are in
+seconds. For a network partition and a frozen node the target is only that the side of the driver continues and the other
+side exits. A step takes about 0.1 s here, and about 0.5 s with tp 2: the next step is committed one step after everything
+is ready for it, and a rank counts as silent after nearly three steps.
 
 """
 

@@ -37,7 +37,7 @@ def test_fits_prints_device_memory_without_loading_torch(tmp_path: Path) -> None
 
 
 def test_fits_follows_the_closed_form_of_zero() -> None:
-    state = {(row["tp"], row["ZeRO"], row["ranks"]): float(row["state GiB a rank"]) for row in scale.fits([])}
+    state = {(row["tp"], row["ZeRO"], row["ranks"]): float(row["state GiB / rank"]) for row in scale.fits([])}
     unsharded = state[1, 0, 8]
     # Of 16 bytes per parameter, ZeRO-1 shards 8, ZeRO-2 12 and ZeRO-3 all; 1 and 2 also keep a shard of the weights.
     expected = {1: (8 + 12 / 8) / 16, 2: (4 + 16 / 8) / 16, 3: 1 / 8}
@@ -72,8 +72,8 @@ def test_time_of_a_layer_is_the_slope_over_depth() -> None:
     times = {(8, 1): 90.0, (2, 1): 30.0, (8, 4): 200.0, (2, 4): 80.0}
     rows: list[scale.Row] = [{"layers": layers, "tp": tp, "step ms": ms} for (layers, tp), ms in times.items()]
     assert scale.a_layer(rows, cores=2) == [
-        {"tp": 1, "ms a layer": 10.0, "arithmetic alone": 10.0, "ms beside the layers": 10.0},
-        {"tp": 4, "ms a layer": 20.0, "arithmetic alone": 5.0, "ms beside the layers": 40.0},
+        {"tp": 1, "ms / layer": 10.0, "arithmetic alone": 10.0, "ms outside of layers": 10.0},
+        {"tp": 4, "ms / layer": 20.0, "arithmetic alone": 5.0, "ms outside of layers": 40.0},
     ]
 
 
