@@ -161,7 +161,7 @@ def describe_parallelism(config: Config, layout: Layout) -> list[str]:
         "deferred weight gradients": layout.pp > 1 and layout.pipeline.splits_backward,
         "compile": train.compile,
         f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,
-        f"replication over {layout.num_state_replicas} ranks": layout.num_state_replicas > 1,
+        f"state replicated over {layout.num_state_replicas} ranks": layout.num_state_replicas > 1,
     }
     return [line for line, is_applied in applied.items() if is_applied]
 
