@@ -57,7 +57,7 @@ def measure_snapshots(config: Config, device: torch.device) -> Table:
             )
             if block >= len(MODES):
                 seconds[mode] += block_seconds[2:]
-        gib = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in snapshots.state) / 2**30
+        gib = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in snapshots.live_state) / 2**30
     table = Table(
         "bench snapshots: the state copied to host memory after every step", ("snapshots", "step s", "additional ms")
     )

@@ -226,6 +226,11 @@ def _check_data_parallel(config: Config) -> None:
             raise LayoutError(
                 key, size, config.origin(key), "a user-supplied model trains data-parallel only; set it to 1"
             )
+    if rank := config.train.lora_rank:
+        key = "train.lora_rank"
+        raise LayoutError(
+            key, rank, config.origin(key), "LoRA adapts the layers of the built-in decoder; set it to 0 and adapt yours"
+        )
     if tile := config.parallel.tile_mib:
         key = "parallel.tile_mib"
         raise LayoutError(

@@ -1,6 +1,7 @@
-"""Parallelization of a model: the one place that fixes the order in which parallel dimensions are applied.
+"""Parallelization of a model: the one place that fixes the order in which dimensions and features are applied.
 
-Each pipeline stage of a rank goes through, in this order:
+The caller has split the model into pipeline stages (training/model_builder.py). Each stage of a rank goes through, in
+this order, 1 to 5 for Decoders only:
 
 1. expert parallelism
 2. tensor parallelism
@@ -50,8 +51,9 @@ _log = logging.getLogger(__name__)
 class ParallelModel:
     """The stages of a model that a rank holds, parallelized for a layout. Without a pipeline, stage 0 is the model.
 
-    `shard_specs`: the sharded parameters by local name. `partial_grads`: parameters whose gradients must be summed over
-    the "tp" axis after the backward passes. `parameters`: all parameters by local name; DTensors if FSDP2 shards them.
+    `shard_specs`: by local name, the parameters that are not the whole tensor of their own name: sharded ones, tiles,
+    LoRA base weights and heads. `partial_grads`: parameters whose gradients must be summed over the "tp" axis after the
+    backward passes. `parameters`: all parameters by local name; DTensors if FSDP2 shards them.
     """
 
     modules: dict[int, nn.Module]
@@ -77,7 +79,10 @@ class ParallelModel:
         return self.shard_specs.get(name) or ShardSpec.from_shape(name, self.parameters[name].shape)
 
     def finish_grad_sync(self) -> None:
-        """Complete all gradients. Call after the last backward pass of a step. Collective."""
+        """Sum gradients over data-parallel ranks, partial ones over "tp", and those of tied tables. Collective.
+
+        Call after the last backward pass of a step. Gradients are sums: the trainer divides them by the token count.
+        """
         self.gradient_sync.finish_grad_sync()
         if "tp" in self.axes:
             all_reduce_gradients([self.parameters[name] for name in self.partial_grads], self.axes["tp"])
@@ -101,14 +106,17 @@ def parallelize(
     reduction_order: ReductionOrder | None,
     keyed_randomness: bool,
 ) -> ParallelModel:
-    """Parallelize the stages of this rank in place, and allocate their parameters on `device`. Collective.
+    """Parallelize the stages of this rank in place, and allocate their parameters on `device`. No communication.
 
-    Every function called is a no-op for an axis of size 1 and a feature that is off. Axes that split a model accept
-    Decoders only; the planner refuses them for other modules. Parameters on the meta device stay uninitialized: each
-    rank fills its own slices afterwards, so that a model larger than a device is never whole in memory.
+    Steps 1 to 8 do nothing for an axis of size 1 and a feature that is off; data parallelism always allocates the
+    parameters. tp, cp, pp, ep, LoRA and tiling need Decoders; driver/run_setup.py refuses them for other modules.
+    Parameters on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger
+    than a device is never whole in memory.
 
-    `mesh`, `axes`, `expert_mesh`: from the ParallelContext. `reduction_order`: order of gradient additions for
-    train.deterministic=elastic, else None. `keyed_randomness`: random bits come from keys, not from generator state.
+    `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
+    sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
+    `reduction_order`: order of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
+    random bits come from keys, not from generator state.
     """
     train, settings = config.train, config.parallel
     weight_grad_store = WeightGradStore()
@@ -120,12 +128,13 @@ def parallelize(
             shard_specs |= name_head_weight(module)
             shard_specs |= apply_expert_parallel(module, axes)
             shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(train.seq_len, axes)))
-            partial_grads += list_partial_grads(module, axes, shard_specs)
+            partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are added or replaced
             apply_context_parallel(module, axes, train.seq_len)
             shard_specs |= apply_lora(module, _get_lora_spec(config))
+            # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
             shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
         blocks[stage] = find_blocks(module)
-        units = blocks[stage] or [module]
+        units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         apply_activation_checkpointing(units, settings.recompute, keyed_randomness=keyed_randomness)
         if layout.pp > 1 and layout.pipeline.splits_backward:
             weight_grad_store.attach(module)
@@ -148,7 +157,7 @@ def parallelize(
 
 
 def describe_parallelism(config: Config, layout: Layout) -> list[str]:
-    """Return one line per dimension and feature that `parallelize` applies, in the order in which it does."""
+    """Return one line per dimension and feature that the settings turn on, in the order of `parallelize`."""
     settings, train = config.parallel, config.train
     tile_elements = _get_max_tile_elements(config, layout)
     applied = {
@@ -156,12 +165,12 @@ def describe_parallelism(config: Config, layout: Layout) -> list[str]:
         f"tensor parallelism over {layout.tp} ranks": layout.tp > 1,
         f"context parallelism over {layout.cp} ranks, {layout.ulysses} of them by Ulysses": layout.cp > 1,
         f"LoRA of rank {train.lora_rank}": train.lora_rank > 0,
-        f"tiles of at most {tile_elements} elements": tile_elements > 0,
+        f"tiling into about {tile_elements} elements": tile_elements > 0,
         f"activation checkpointing: {settings.recompute}": settings.recompute != "none",
         "deferred weight gradients": layout.pp > 1 and layout.pipeline.splits_backward,
         "compile": train.compile,
         f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,
-        f"state replicated over {layout.num_state_replicas} ranks": layout.num_state_replicas > 1,
+        f"state replicated over {layout.num_state_replicas} ranks (dp_replicate x cp)": layout.num_state_replicas > 1,
     }
     return [line for line, is_applied in applied.items() if is_applied]
 
@@ -180,7 +189,7 @@ def _get_lora_spec(config: Config) -> LoraSpec | None:
 
 
 def _get_max_tile_elements(config: Config, layout: Layout) -> int:
-    """Return the elements of the largest tile; 0 for no tiling, which needs sharded parameters to be of use."""
+    """Return the most elements of a tile, unless one row per rank is more. 0: no tiling, as without sharding."""
     if layout.dp_shard == 1:
         return 0
     return int(config.parallel.tile_mib * 2**20) // get_compute_itemsize(config.train.dtype)

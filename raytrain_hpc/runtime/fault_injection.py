@@ -55,7 +55,7 @@ class FaultInjector:
 
         self._train_module.loss = corrupted  # type: ignore[method-assign]
 
-    def pre_reduce(self, step: int) -> None:
+    def pre_loss_reduce(self, step: int) -> None:
         """Inject a crash, hang, error or slowdown. Call between the passes of a step and its all-reduce of losses."""
         for kind, fault in _FAULT_ACTIONS.items():
             if self._claim_fault(step, kind):

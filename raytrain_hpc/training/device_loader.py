@@ -78,7 +78,7 @@ class DeviceLoader:
             self._prefetcher = self._last_batch = None
             self._remaining = iter(())
 
-    def next_batch(self, step: int, slot: int) -> Batch:
+    def read(self, step: int, slot: int) -> Batch:
         """Return the microbatch of a slot of a step on the device.
 
         A slot beyond this rank's microbatches repeats the last one as padding. Raises any error of the reading thread,

@@ -29,7 +29,7 @@ class StepTotals:
         """Valid tokens of the global batch, fp64 scalar on the device."""
         return self.totals[1]
 
-    def get_mean_loss(self) -> tuple[float, bool, bool]:
+    def get_loss_and_requests(self) -> tuple[float, bool, bool]:
         """Return the mean loss per valid token, whether any rank asks for a stop, and whether any asks for a pause."""
         loss_sum, num_tokens, stop, pause = self.totals.tolist()
         return loss_sum / num_tokens, stop > 0, pause > 0
@@ -43,21 +43,23 @@ class StepTotals:
 class LossReducer:
     """Sums losses over ranks in one order, so that every data-parallel degree gives the same bits.
 
-    `num_slots` is the number of microbatches that this rank computes per step. Where collectives run inside a
-    microbatch (lockstep layouts) all ranks compute equally many, and the last ones of some ranks are padding.
+    `num_local_microbatches` is the number of microbatches that this rank runs per step. Where collectives run inside a
+    microbatch (lockstep layouts) all ranks run equally many, and the last ones of some ranks are padding.
     """
 
     def __init__(self, context: ParallelContext, batching: Batching):
         layout = context.layout
         self._context, self._num_microbatches = context, batching.count
         self._local_range = batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
-        self.num_slots = -(-batching.count // layout.dp_size) if layout.is_lockstep else len(self._local_range)
+        self.num_local_microbatches = (
+            -(-batching.count // layout.dp_size) if layout.is_lockstep else len(self._local_range)
+        )
 
     def reduce(self, losses: Tensor, *, stop: bool, pause: bool) -> StepTotals:
         """Sum the losses and requests of all ranks in one all-reduce. Collective over all ranks.
 
-        `losses`: fp64 [num_slots, 2], loss sum and valid tokens of each microbatch of this rank. `stop` and `pause`:
-        whether this rank was asked to stop or pause after the step.
+        `losses`: fp64 [num_local_microbatches, 2], loss sum and valid tokens of each microbatch of this rank. `stop`
+        and `pause`: whether this rank was asked to stop or pause after the step.
         """
         context = self._context
         # One row per logical microbatch, filled by one data-parallel rank, and one column per context-parallel rank.

@@ -230,7 +230,7 @@ class ScriptTrainer:
         stashed = self._stash_gradients()
         with self._sync_gradients():
             weighted.backward()  # type: ignore[no-untyped-call]
-        self._fault_injector.pre_reduce(step)
+        self._fault_injector.pre_loss_reduce(step)
         if self.context.world_group is not None:
             for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
                 dist.broadcast(buffer, 0)
@@ -280,7 +280,7 @@ class ScriptTrainer:
         self._fault_injector.post_step(step, self._state)
         self._script_state.capture()
         saving = self._checkpointer.should_save(step) or not before_end or stopped
-        self._snapshots.after_step(step, is_last=paused)
+        self._snapshots.after_step(step, before_pause=paused)
         record = self._build_metrics(step, loss, self._step_timer.end_step())
         self._control.record_commit(record)
         interval = self._config.fault.compare_every

@@ -28,7 +28,7 @@ class SnapshotManager:
 
     config: Config
     store: SnapshotStore | None  # None: there is no recovery from memory
-    state: ShardedState
+    live_state: ShardedState
     live_state_suffices: bool
     replicator: SnapshotReplicator | None
     release_memory: Callable[[], None]
@@ -59,38 +59,42 @@ class SnapshotManager:
     def mark_verified(self, step: int) -> None:
         """Keep the live state of `step` as verified. Call when all replicas are equal."""
         if self.store is not None and self.config.fault.keep_agreed:
-            self.store.keep_verified(step, self.state)
+            self.store.keep_verified(step, self.live_state)
             self.release_memory()
 
     def wait_for_copies(self) -> None:
         """Wait for this rank's snapshot, and for the copies that it sends and receives, to complete.
 
-        Call before the all-reduce of a step. A rank that passes it then knows that all earlier copies are complete.
+        Call after the backward passes and before the all-reduce of losses. A rank that passes that all-reduce then
+        knows that all earlier copies are complete on all ranks.
         """
         if self.store is not None:
             self.store.synchronize()
         if self.replicator is not None:
             self.replicator.wait()
 
-    def after_step(self, step: int, *, is_last: bool = False) -> None:
-        """Snapshot or publish the live state of `step`. `is_last`: the generation ends with it."""
+    def after_step(self, step: int, *, before_pause: bool = False) -> None:
+        """Snapshot or publish the live state of `step`.
+
+        `before_pause`: the generation ends with this step, without a checkpoint.
+        """
         if self.store is None:
             return
         is_due = snapshots_enabled(self.config) and (
             self.live_state_suffices or step % self.config.checkpoint.snapshot_every == 0
         )
         # Always snapshot the last state: the ranks that hold a part of it may be missing in the next generation.
-        if is_due or (is_last and not self.live_state_suffices):
+        if is_due or (before_pause and not self.live_state_suffices):
             self._take_snapshot(step, self.store)
-        elif is_last:
-            self.store.publish_live(step, self.state)
+        elif before_pause:
+            self.store.publish_live(step, self.live_state)
 
     def _take_snapshot(self, step: int, store: SnapshotStore) -> None:
         if self.live_state_suffices:
-            store.publish_live(step, self.state)
+            store.publish_live(step, self.live_state)
             return
         self.wait_for_copies()  # the snapshot that is overwritten must have been sent
-        slot = store.take(step, self.state)
+        slot = store.take(step, self.live_state)
         if self.replicator is not None:
             self.replicator.send_async(step, slot)
         self.release_memory()

@@ -30,15 +30,19 @@ from raytrain_hpc.training.step_metrics import StepMetrics, StepResult
 from raytrain_hpc.training.timers import PhaseTimer, StepTimer
 from raytrain_hpc.training.train_module import Batch
 
+# done: `end_step` is reached; stopped: ended on request after a checkpoint; paused: ended on request, and saved only if
+# a checkpoint was due. The driver can start another generation after the last two.
 TrainOutcome = Literal["done", "stopped", "paused"]
-NextBatch = Callable[[int, int], Batch]  # (step, number of this rank's microbatch) -> that microbatch
+# (step, slot) -> microbatch of this rank; a slot past its microbatches gives a padding one.
+ReadMicrobatch = Callable[[int, int], Batch]
 
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Work after a committed step that an interruption cut short, to be done before the next step.
+    """Work of the start step that the previous generation did not finish, to be done before the first step.
 
-    `eval_metrics`: metrics of the step, which lack its validation loss. `checkpoint`: whether its checkpoint is due.
+    `eval_metrics`: metrics of that step, if it lacks its validation loss. `checkpoint`: whether its checkpoint was due
+    and has not been published.
     """
 
     eval_metrics: Record | None = None
@@ -47,9 +51,10 @@ class PendingWork:
 
 @dataclass
 class Trainer:
-    """One rank of one generation. `training/builder.py` builds its parts; `run` trains.
+    """One rank of one generation. `training/builder.py` builds it; `run` trains.
 
-    Steps are counted by committed steps: `train_step(step)` runs the step that follows `step` committed ones.
+    Steps are counted by committed steps: `train_step(step)` runs the step that follows `step` committed ones. A step is
+    committed on a rank when it is finished there, applied or rejected; other ranks can be one step behind.
     """
 
     config: Config
@@ -70,17 +75,18 @@ class Trainer:
     pending: PendingWork = field(default_factory=PendingWork)
 
     def __post_init__(self) -> None:
-        # The first step of a generation may compile, which takes longer than the watchdog allows a training step.
-        self._busy_phase: Phase = "building" if self.config.train.compile else "training"
+        # The first step of a generation may compile: the watchdog allows phase "building" more time.
+        self._compute_phase: Phase = "building" if self.config.train.compile else "training"
 
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Train from `start_step` committed steps to `end_step`, and save a checkpoint at the end or on a stop.
 
-        A pause ends without a checkpoint: the state stays in memory for the next generation.
+        A pause saves only if `checkpoint.every` is due: the state stays in memory for the next generation. Raises what
+        `train_step` raises, and ReplicaMismatchError if replicas differ.
         """
         with self.loader.prefetch(start_step, end_step), self.snapshots.close_on_exit():
             outcome = self._train_loop(start_step, end_step)
-            self.control.set_phase("saving")
+            self.control.set_phase("saving")  # copies and writes may take longer than a training step
         self.checkpointer.finish()
         return outcome
 
@@ -97,10 +103,12 @@ class Trainer:
     def train_step(self, step: int) -> StepResult:
         """Run one optimizer step. The update is applied only after loss and gradient norm were checked on all ranks.
 
-        If the loss or gradient norm is bad, the step is recomputed once. Raises RunFailedError if it is still bad and
-        fault.on_nan is "stop", and GenerationAbortedError if another rank failed during the step.
+        If the loss or gradient norm is bad, the step is recomputed once. If it is still bad, `fault.on_nan` applies:
+        the run ends with RunFailedError, the update is skipped, or the state is rolled back. A skipped or rolled-back
+        step still counts as committed: the next call trains on the next batch. Raises GenerationAbortedError if the
+        collectives of this rank were aborted meanwhile; a collective that fails by itself raises its own error.
         """
-        result = self.forward_backward(step, self.loader.next_batch)
+        result = self.forward_backward(step, self.loader.read)
         if self.step_guard.check(result.loss, result.grad_norm) is not None:
             result, accepted = self.retry_step(step, result)
             if not accepted:
@@ -109,37 +117,38 @@ class Trainer:
         self.snapshots.before_update()
         with self.timers.phase("optimizer"):
             self.model_update.optimizer.step(learning_rate(self.config.train, step))
-        self.model_update.expert_bias.update()
+        self.model_update.expert_bias.update()  # collective, like sync_buffers
         self.step_guard.accept(step, result.loss)
         self.raise_if_aborted()
         return result
 
-    def forward_backward(self, step: int, next_batch: NextBatch) -> StepResult:
+    def forward_backward(self, step: int, read_microbatch: ReadMicrobatch) -> StepResult:
         """Compute the gradients of the mean loss of the global batch, clip them, and leave them on the parameters.
 
-        Raises GenerationAbortedError if another rank failed meanwhile: the results are then meaningless.
+        Raises GenerationAbortedError if collectives were aborted meanwhile: the results are then meaningless.
         """
-        reader = _TimedReader(step, next_batch, self.control, self._busy_phase)
+        reader = _TimedReader(step, read_microbatch, self.control, self._compute_phase)
         self.fault_injector.pre_forward(step)
-        losses = self.model_step.train(step, self.loss_reducer.num_slots, reader.read)
-        self.fault_injector.pre_reduce(step)
+        losses = self.model_step.train(step, self.loss_reducer.num_local_microbatches, reader.read)
+        self.fault_injector.pre_loss_reduce(step)
         self.wait_for_background_copies()
         totals = self.reduce_losses_and_requests(losses)
         with self.timers.phase("communication"):
             grad_norm = self.model_update.clip_gradients(totals.num_tokens)
-        mean_loss, stop, pause = totals.get_mean_loss()
+        mean_loss, stop, pause = totals.get_loss_and_requests()
         self.raise_if_aborted()
         return StepResult(mean_loss, float(grad_norm), stop, pause, reader.seconds, totals.get_microbatch_losses())
 
     def wait_for_background_copies(self) -> None:
-        """Wait for snapshot copies and checkpoint staging. Call before the all-reduce of a step.
+        """Wait for snapshot copies and checkpoint staging, which read the live state.
 
-        A rank that passes that all-reduce then knows that the snapshots of the step before are complete on all ranks.
+        Call after the backward passes and before the all-reduce of losses. A rank that passes that all-reduce then
+        knows that all earlier snapshots are complete on all ranks.
         """
         self.control.set_phase("saving")
         self.snapshots.wait_for_copies()
         self.checkpointer.wait_for_staging()
-        self.control.set_phase(self._busy_phase)
+        self.control.set_phase(self._compute_phase)
 
     def reduce_losses_and_requests(self, losses: Tensor) -> StepTotals:
         """Sum losses, token counts, and requests to stop or pause over all ranks, in one all-reduce."""
@@ -151,7 +160,8 @@ class Trainer:
         """Recompute a step with a bad loss or norm once, to rule out a transient hardware error.
 
         Returns the new result, and whether it is good. If it is not, the step guard has carried out `fault.on_nan`: the
-        update is skipped or the state rolled back. Raises RunFailedError if `fault.on_nan` ends the run.
+        update is skipped or the state rolled back. Raises RunFailedError if `fault.on_nan=stop`, after more than
+        `fault.max_failures` bad steps in a row, or if there is no checkpoint to roll back to.
         """
         loss_and_norm = (first_result.loss, first_result.grad_norm)
         incident = self.step_guard.build_incident(step, loss_and_norm, first_result.microbatch_losses)
@@ -161,12 +171,13 @@ class Trainer:
             self.step_guard.report_incident(incident, "gone when recomputed", 0)
             return result, True
         self.model_update.discard_gradients()
+        self.model_update.sync_buffers()  # the passes have changed running statistics, differently on each rank
         self.snapshots.before_update()
         self.control.set_phase("saving")
         steps_undone = self.step_guard.reject(step, result.loss, result.grad_norm)
         self.model_update.optimizer.skip_step()
-        rollback = f"; rolled back to step {step - steps_undone}" if steps_undone else ""
-        self.step_guard.report_incident(incident, f"the same when recomputed{rollback}", steps_undone)
+        rollback = f"; state rolled back to step {step - steps_undone}" if steps_undone else ""
+        self.step_guard.report_incident(incident, f"bad again when recomputed{rollback}", steps_undone)
         return result, False
 
     def raise_if_aborted(self) -> None:
@@ -175,23 +186,28 @@ class Trainer:
             raise GenerationAbortedError("its collectives were aborted")
 
     def _after_step(self, step: int, end_step: int, result: StepResult, timer: StepTimer) -> TrainOutcome | None:
-        """Snapshot, check, save, evaluate and report committed step `step`. Return the outcome if it was the last."""
-        is_last = step == end_step
-        stop, pause = result.stop and not is_last, result.pause and not is_last
-        self.fault_injector.post_step(step, self.snapshots.state)
-        save = self.checkpointer.should_save(step) or is_last or stop
-        self.snapshots.after_step(step, is_last=pause)
+        """Snapshot, record, check, save, evaluate and report committed step `step`.
+
+        Returns "stopped" or "paused" if training ends after it on request, else None. Requests are ignored at the end,
+        except for a stop during the last evaluation. An evaluation due at a stop or pause stays pending.
+        """
+        is_end = step == end_step
+        stop, pause = result.stop and not is_end, result.pause and not is_end
+        self.fault_injector.post_step(step, self.snapshots.live_state)
+        save = self.checkpointer.should_save(step) or is_end or stop
+        self.snapshots.after_step(step, before_pause=pause)
         record = self.metrics.build(step, result, timer.end_step(), self.model_update.gradient_nbytes)
         self.control.record_commit(record)
         self._check_replicas(step, save)
         self.metrics.add_rank_stats(step, record)
-        self._busy_phase = "training"
+        self._compute_phase = "training"
         with timer.exclude():
             if save:  # before the evaluation, which can take long
                 record["time/checkpoint_s"] = self._save_checkpoint(step)
             if not (stop or pause) and self.evaluator and should_evaluate(self.config.train, step, end_step):
                 stop = not self._evaluate_into(record)
                 if stop and not save:
+                    self._check_replicas(step, save=True)
                     record["time/checkpoint_s"] = self._save_checkpoint(step)
         self.control.amend_metrics(record)
         self.metrics.emit_step(record)
@@ -204,12 +220,17 @@ class Trainer:
         record = self.pending.eval_metrics
         if record is not None:
             if not self._evaluate_into(record):
+                if not self.pending.checkpoint:
+                    self._save_checkpoint(step)
                 return "stopped"
             self.metrics.emit_step(record)
         return None
 
     def _evaluate_into(self, record: Record) -> bool:
-        """Add the validation loss to a step's metrics. Returns False if a stop came first; it is then still pending."""
+        """Add the validation loss to a step's metrics. Return False if a stop was requested first.
+
+        The metrics then lack `val/loss`, by which the driver finds the evaluation pending. A pause does not interrupt.
+        """
         if self.evaluator is None:
             raise RunFailedError("an evaluation is due, but the dataset has no validation split")
         loss = self.evaluator.evaluate()
@@ -218,17 +239,20 @@ class Trainer:
         return loss is not None
 
     def _check_replicas(self, step: int, save: bool) -> None:
-        """Compare replicas every `fault.compare_every` steps, and before every checkpoint, which must be trusted."""
+        """Compare replicas if a comparison or a checkpoint (`save`) is due, and mark the state as verified.
+
+        `fault.compare_every=0` never compares. Raises ReplicaMismatchError on all ranks if replicas differ.
+        """
         interval = self.config.fault.compare_every
         if interval > 0 and (save or step % interval == 0):
             self.replica_check.compare()
             self.snapshots.mark_verified(step)
 
     def _save_checkpoint(self, step: int) -> float:
-        """Start a checkpoint of the current state. Returns the seconds that training waited."""
+        """Save the current state, in the background unless `checkpoint.async=false`. Return the seconds waited."""
         self.control.set_phase("saving")
         waited_s = self.checkpointer.save(step)
-        self.model_update.optimizer.release_memory()
+        self.model_update.optimizer.release_memory()  # the copy has read the moments
         return waited_s
 
 
@@ -237,16 +261,16 @@ class _TimedReader:
     """Reads this rank's microbatches of one step; `seconds` is the time spent waiting for data."""
 
     step: int
-    next_batch: NextBatch
+    read_microbatch: ReadMicrobatch
     control: ControlChannel
-    busy_phase: Phase
+    compute_phase: Phase
     seconds: float = 0.0
 
-    def read(self, number: int) -> Batch:
-        """Read this rank's microbatch `number`, in phase "loading" for the watchdog."""
+    def read(self, slot: int) -> Batch:
+        """Read the microbatch of a slot, in phase "loading" for the watchdog."""
         began = time.perf_counter()
         self.control.set_phase("loading")
-        batch = self.next_batch(self.step, number)
-        self.control.set_phase(self.busy_phase)
+        batch = self.read_microbatch(self.step, slot)
+        self.control.set_phase(self.compute_phase)
         self.seconds += time.perf_counter() - began
         return batch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from examples import custom_module
 from raytrain_hpc import Config, train
-from raytrain_hpc.errors import ModelError
+from raytrain_hpc.errors import LayoutError, ModelError
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
@@ -96,6 +96,13 @@ def test_factory_without_a_trainable_module_is_rejected(tmp_path: Path) -> None:
         tmp_path, lambda c: {}, custom_module.loss
     )
     assert "no parameters to train" in get_model_error(tmp_path, lambda c: nn.Identity(), custom_module.loss)
+
+
+@pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "train.lora_rank=4"])
+def test_features_of_the_built_in_decoder_are_rejected(tmp_path: Path, setting: str) -> None:
+    config = make_small_config(tmp_path / "run", "cluster.workers=2", setting)
+    with pytest.raises(LayoutError, match=f"^{setting} .*set it to"):
+        train(config, model=build_bigram, loss=custom_module.loss, quiet=True)
 
 
 def test_model_and_loss_are_required_together(tmp_path: Path) -> None:

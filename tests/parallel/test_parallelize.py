@@ -26,10 +26,10 @@ def test_dimensions_are_described_in_the_order_of_the_docstring() -> None:
     assert lines == [
         "tensor parallelism over 2 ranks",
         "context parallelism over 2 ranks, 1 of them by Ulysses",
-        "tiles of at most 262144 elements",
+        "tiling into about 262144 elements",
         "activation checkpointing: full",
         "ZeRO-3 over 2 ranks",
-        "state replicated over 4 ranks",
+        "state replicated over 4 ranks (dp_replicate x cp)",
     ]
     numbered = re.findall(r"^\d\. (.*)$", parallelize.__doc__ or "", re.MULTILINE)
     order = ["tensor", "context", "tiling", "activation checkpointing"]

@@ -90,7 +90,7 @@ def measure_state(rank: int, rendezvous: Any, spec: Any) -> int:
 
         trainer.model_step.model.finish_grad_sync = partial(count_then_call, trainer.model_step.model.finish_grad_sync)
         if spec.layout.pp == 1:
-            trainer.loader.next_batch = partial(count_then_call, trainer.loader.next_batch)
+            trainer.loader.read = partial(count_then_call, trainer.loader.read)
         trainer.train_step(0)
     return max(counts)
 
@@ -120,7 +120,7 @@ def wait_for_stable_bytes(tracker: AllocationTracker) -> int:
 def measure_activations(trainer: Any) -> int:
     """Return the bytes that the forward pass of one microbatch leaves allocated."""
     train_module, module = trainer.model_step.train_module, trainer.model_step.model.modules[0]
-    batch: Batch = trainer.loader.next_batch(0, 0)
+    batch: Batch = trainer.loader.read(0, 0)
     tracker = AllocationTracker()
     tracker.exclude([*module.parameters(), *module.buffers(), batch.inputs, batch.targets])
     with tracker:

@@ -55,7 +55,7 @@ def test_nan_that_recurs_is_skipped_with_an_incident(pool: WarmPool, tmp_path: P
     before, after = (read_shards(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (3, 4))
     assert before == after
     (incident,) = [record for record in records if record["type"] == "incident"]
-    assert "the same when recomputed" in incident["reason"]
+    assert "bad again when recomputed" in incident["reason"]
 
 
 @pytest.mark.parametrize("layout", ["ddp-2", "zero3-3", "pp-2"])
@@ -105,7 +105,7 @@ def test_loss_spike_is_detected_from_recent_losses(pool: WarmPool, tmp_path: Pat
         and get_losses(records)[3] > 5 * get_losses(undisturbed)[39]
     )
     (incident,) = [record for record in records if record["type"] == "incident"]
-    assert incident["rank"] == 1 and "the same" in incident["reason"]
+    assert incident["rank"] == 1 and "bad again" in incident["reason"]
 
 
 def test_spike_detection_may_change_between_checkpoints(pool: WarmPool, tmp_path: Path) -> None:

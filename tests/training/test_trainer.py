@@ -1,0 +1,87 @@
+"""Stops that arrive during an evaluation: the state is compared and saved before the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples import custom_module
+from raytrain_hpc import Config
+from raytrain_hpc.runtime.control_channel import ControlChannel
+from raytrain_hpc.runtime.worker_spec import CustomModel
+from raytrain_hpc.training.builder import build_trainer
+from raytrain_hpc.training.trainer import Trainer
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
+
+
+def record_calls(trainer: Trainer, calls: list[str]) -> None:
+    """Append the name of every comparison of replicas and every checkpoint to `calls`."""
+
+    def recording(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return method(*arguments)
+
+        return call
+
+    trainer.replica_check.compare = recording("compare", trainer.replica_check.compare)  # type: ignore[method-assign]
+    trainer.checkpointer.save = recording("save", trainer.checkpointer.save)  # type: ignore[method-assign]
+
+
+def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path) -> None:
+    config = make_small_config(tmp_path, "train.eval_every=1", "checkpoint.every=0", "fault.compare_every=100")
+    spec, control, calls = make_worker_spec(config, 1, steps_to=3), ControlChannel(), []
+    trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
+    record_calls(trainer, calls)
+    build = trainer.metrics.build
+
+    def stop_after_the_step(*arguments: Any) -> Any:
+        control.request_stop()  # after the all-reduce in which ranks agree on the requests of a step
+        return build(*arguments)
+
+    trainer.metrics.build = stop_after_the_step  # type: ignore[method-assign]
+    assert trainer.run(0, 3) == "stopped"
+    assert calls == ["compare", "save"]
+
+
+@pytest.mark.parametrize("checkpoint_pending", [False, True])
+def test_stop_during_a_pending_evaluation_saves_once(tmp_path: Path, checkpoint_pending: bool) -> None:
+    config = make_small_config(tmp_path, "train.eval_every=1", "checkpoint.every=0")
+    spec, control, calls = make_worker_spec(config, 1, steps_to=3), ControlChannel(), []
+    spec = replace(spec, pending_eval_metrics={"step": 0}, has_pending_checkpoint=checkpoint_pending)
+    trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
+    record_calls(trainer, calls)
+    control.request_stop()
+    assert trainer.run(0, 3) == "stopped"
+    assert calls == ["save"]
+
+
+class NormalizedBigram(nn.Module):
+    """A bigram model with running statistics."""
+
+    def __init__(self, vocab_size: int, width: int):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+def build_normalized_bigram(config: Config) -> nn.Module:
+    return NormalizedBigram(int(config.model.vocab_size), config.model.hidden_size)
+
+
+def test_running_statistics_stay_equal_on_all_ranks_after_a_skipped_step(pool: WarmPool, tmp_path: Path) -> None:
+    faults = ", ".join(["{kind: nan, rank: 1, step: 2}"] * 2)
+    overrides = ["cluster.workers=2", "fault.on_nan=skip", "checkpoint.every=1", f"fault.inject=[{faults}]"]
+    custom = CustomModel(build_normalized_bigram, custom_module.loss)
+    records = pool.train(make_small_config(tmp_path, *overrides), custom=custom)[0]  # compares replicas every step
+    assert len(get_step_metrics(records)) == 5
