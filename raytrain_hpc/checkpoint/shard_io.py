@@ -12,7 +12,7 @@ from raytrain_hpc.checkpoint.manifest import Checkpoint, ShardEntry, ShardLocati
 from raytrain_hpc.checkpoint.safetensors_writer import TensorEntry, write_tensors
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.state.shard_index import RegionCopy, TensorSlices, find_difference, find_missing, plan_copies
-from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name
 
 
 def write_shard(path: Path, shards: Iterable[StateShard]) -> ShardReport:
@@ -55,7 +55,7 @@ def read_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
         raise CheckpointError(f"{checkpoint.path} does not hold {name}{region}")
     by_file: dict[str, list[tuple[ShardLocation, RegionCopy]]] = {}
     for copy in plan_copies(source, wanted):
-        location = checkpoint.locations[copy.name][copy.source_box]
+        location = checkpoint.locations[copy.name][copy.source_box_number]
         by_file.setdefault(location.file, []).append((location, copy))
     for file, copies in by_file.items():
         _read_file(checkpoint.path / file, copies, destination)
@@ -68,9 +68,9 @@ def _read_file(path: Path, copies: Iterable[tuple[ShardLocation, RegionCopy]], d
             for location, copy in copies:
                 # A view of the mapped file: slicing it reads the pages of the slice only.
                 stored = file.get_tensor(location.key)
-                target = destination.get_shard(copy.name, copy.destination_box)
-                if tuple(stored.shape) != location.box.sizes or dtype_name(stored.dtype) != target.dtype:
-                    actual = f"{dtype_name(stored.dtype)} {list(stored.shape)}"
+                target = destination.get_shard(copy.name, copy.destination_box_number)
+                if tuple(stored.shape) != location.box.sizes or get_dtype_name(stored.dtype) != target.dtype:
+                    actual = f"{get_dtype_name(stored.dtype)} {list(stored.shape)}"
                     raise CheckpointCorruptedError(f"{path}: {location.key} is {actual}, not as listed in the manifest")
                 target.tensor[copy.destination_slices].copy_(stored[copy.source_slices])
     except (SafetensorError, OSError) as error:

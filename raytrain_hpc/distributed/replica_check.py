@@ -1,4 +1,4 @@
-"""The replica check: detects silent data corruption by comparing the state of replicas bit by bit."""
+"""The replica check: detects silent data corruption by comparing checksums of the replicas' state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
-from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_replicas
+from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 
 
 class ReplicaMismatchError(Exception):
@@ -35,15 +35,15 @@ class ReplicaCheck:
     def compare(self) -> None:
         """Compare all replicas. Collective over all ranks.
 
-        Call after the state was loaded and, every `fault.compare_every` steps, after the optimizer step. Raises
-        ReplicaMismatchError on all ranks if any replicas differ.
+        Call after the state was loaded, every `fault.compare_every` steps after the optimizer step, and before a
+        checkpoint. Raises ReplicaMismatchError on all ranks if any replicas differ.
         """
         if self._world_group is None:
             return
         # One flag per rank: it differs. The last flag: a group has no majority.
         flags = torch.zeros(self._world_size + 1, dtype=torch.int64, device=self._device)
         for state, group in self._replica_groups:
-            if group is not None and (divergent := find_divergent_replicas(state, group, self._device)):
+            if group is not None and (divergent := find_divergent_ranks(state, group, self._device)):
                 ranks = dist.get_process_group_ranks(group)
                 flags[[ranks[group_rank] for group_rank in divergent]] = 1
                 flags[-1] = max(int(flags[-1]), int(2 * len(divergent) >= len(ranks)))

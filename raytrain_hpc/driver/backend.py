@@ -64,9 +64,9 @@ class WorkerGroup(Protocol):
 class ExecutionBackend(Protocol):
     """A Ray cluster or this process, with room for `world` workers."""
 
-    world: int
+    world_size: int
     cluster: Topology
-    is_external: bool  # a Ray cluster that was running before this run, and may have a dashboard
+    uses_existing_cluster: bool  # a Ray cluster that was running before this run, and may have a dashboard
 
     def create_worker_group(self, config: Config) -> WorkerGroup:
         """Create the worker group for `config` without starting it."""

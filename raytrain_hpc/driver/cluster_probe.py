@@ -82,7 +82,7 @@ def open_cluster_probe(config: Config) -> Iterator[ClusterProbe]:
     """Yield a probe with the workers that a run with `config` would use. No run is started."""
     with open_ray_backend(config) as backend:
         cluster, store = backend.topology_and_store
-        pool = ActorPool(config, backend.world, cluster)
+        pool = ActorPool(config, backend.world_size, cluster)
         try:
             pool.start()
             yield ClusterProbe(cluster, sorted(pool.ready, key=lambda w: (w.info["node"], w.info["pid"])), store)

@@ -88,7 +88,7 @@ class LocalWorkerGroup:
 class LocalBackend:
     """Backend for one worker, in this process."""
 
-    world, is_external = 1, False
+    world_size, uses_existing_cluster = 1, False
 
     def __init__(self, config: Config):
         device = config.cluster.device

@@ -47,8 +47,16 @@ WorkerInfo = dict[str, Any]
 class RayBackend:
     """A Ray cluster with room for `world` workers. `ray_readers`: processes on it read training data for them."""
 
-    def __init__(self, world: int, cluster: Topology, store: RendezvousStore, *, ray_readers: bool, is_external: bool):
-        self.world, self.is_external = world, is_external
+    def __init__(
+        self,
+        world_size: int,
+        cluster: Topology,
+        store: RendezvousStore,
+        *,
+        ray_readers: bool,
+        uses_existing_cluster: bool,
+    ):
+        self.world_size, self.uses_existing_cluster = world_size, uses_existing_cluster
         self.cluster, self._store, self._ray_readers = cluster, store, ray_readers
 
     @property
@@ -58,7 +66,7 @@ class RayBackend:
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
         """Reserve slots for the workers and spares, and return their group."""
-        pool = ActorPool(config, self.world + config.cluster.spares, self.cluster)
+        pool = ActorPool(config, self.world_size + config.cluster.spares, self.cluster)
         return RayWorkerGroup(config, pool, self._store, ray_readers=self._ray_readers)
 
 
@@ -77,7 +85,7 @@ def open_ray_backend(config: Config) -> Iterator[RayBackend]:
         store = RendezvousStore(host, config)
         # A Ray that was started for this run has no CPUs besides those of the workers.
         readers = config.data.engine == "ray" or (config.data.engine == AUTO and not started)
-        yield RayBackend(world, cluster, store, ray_readers=readers, is_external=not started)
+        yield RayBackend(world, cluster, store, ray_readers=readers, uses_existing_cluster=not started)
 
 
 class RayWorkerGroup:

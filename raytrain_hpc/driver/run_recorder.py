@@ -121,7 +121,7 @@ class RunRecorder:
         return self._committed_step
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks in this generation."""
         return self._world
 

@@ -58,7 +58,7 @@ class Supervisor:
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._restarts = 0
         self._consecutive_failures, self._furthest_step = 0, -1  # without progress; furthest step of any failure
-        self._initial_workers: list[dict[str, Any]] = []  # host facts of the ranks of the first generation
+        self._first_generation_infos: list[dict[str, Any]] = []  # host facts of the ranks of the first generation
         self._warned: set[str] = set()
         self._target_workers = 0  # set by `resize`; 0: as many as settings and cluster allow
 
@@ -74,12 +74,12 @@ class Supervisor:
 
     def run(self) -> Result:
         """Prepare the run, train, and write the result. Raises the RaytrainError that the user should see."""
-        prepared = prepare_run(self._config, self._custom, self._warn)
+        prepared = prepare_run(self._config, self._custom, self._print_once)
         with open_backend(self._config) as backend:
             self._timestamps["cluster"] = time.time()
-            prepared = resolve_auto_layout(prepared, backend.world, backend.cluster, self._console.print_line)
+            prepared = resolve_auto_layout(prepared, backend.world_size, backend.cluster, self._console.print_line)
             self._config = prepared.config
-            prepared.resolve_layout(backend.world)  # refuses an illegal layout before anything is written
+            prepared.resolve_layout(backend.world_size)  # refuses an illegal layout before anything is written
             lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
             try:
                 with lease.renew_in_background(self._stop_event.set):
@@ -90,7 +90,7 @@ class Supervisor:
     def _create_trackers(self, backend: ExecutionBackend) -> list[BackgroundTracker]:
         """Return the experiment trackers of the settings, each on a thread of its own."""
         trackers = create_trackers(self._config, self._alarm)
-        if backend.is_external and self._config.observe.ray_metrics:
+        if backend.uses_existing_cluster and self._config.observe.ray_metrics:
             from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
 
             trackers.append(
@@ -101,7 +101,7 @@ class Supervisor:
     def _alarm(self, text: str) -> None:
         self._console.print_line(f"alarm: {text}")
 
-    def _warn(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         """Print a line once, although preparation and every generation check the same checkpoints."""
         if text not in self._warned:
             self._warned.add(text)
@@ -116,9 +116,9 @@ class Supervisor:
 
     def _run_under_lease(self, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend) -> Result:
         """Train, record, and write the result. Call while this driver holds the lease of the run directory."""
-        layout, batching = prepared.resolve_layout(backend.world)
+        layout, batching = prepared.resolve_layout(backend.world_size)
         announce_run(
-            prepared, layout, batching, build_machine(backend.world, backend.cluster), self._console.print_line
+            prepared, layout, batching, build_machine(backend.world_size, backend.cluster), self._console.print_line
         )
         prepared.store.remove_leftovers()
         sampler = CheckpointSampler(self._config, self._console.print_line, self._alarm)
@@ -134,7 +134,7 @@ class Supervisor:
             sampler.on_published,
         )
         run = _RunContext(prepared, lease, recorder, IncidentLog(prepared.directory), batching)
-        self._target_workers = self._target_workers or backend.world
+        self._target_workers = self._target_workers or backend.world_size
         try:
             outcome = "done" if self._is_already_trained(run) else self._run_generations(run, backend)
         finally:
@@ -149,8 +149,8 @@ class Supervisor:
 
     def _is_already_trained(self, run: _RunContext) -> bool:
         """Return whether the newest checkpoint is at the last step and has been evaluated."""
-        newest, steps = find_newest_checkpoint(run.prepared.store, self._warn), self._config.train.steps
-        if newest is None or newest.step < steps or self._find_unevaluated_metrics(run, newest.step) is not None:
+        newest, steps = find_newest_checkpoint(run.prepared.store, self._print_once), self._config.train.steps
+        if newest is None or newest.step < steps or self._find_pending_eval_metrics(run, newest.step) is not None:
             return False
         self._console.print_line(f"already trained: {newest.path} is at step {newest.step} of {steps}")
         run.recorder.totals.checkpoint_path = str(newest.path)
@@ -214,13 +214,13 @@ class Supervisor:
         prepared, recorder, layout = run.prepared, run.recorder, membership.layout
         batching = self._balance_microbatches(run, membership, workers.list_candidates())
         infos = workers.set_members(membership.members)
-        if self._initial_workers and membership.step is None:
+        if self._first_generation_infos and membership.step is None:
             self._console.print_line("no complete state in memory; resuming from the newest checkpoint")
         sites = [Site(info["rack"], info["node"]) for info in infos]
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
-        self._initial_workers = self._initial_workers or infos
-        newest = None if membership.step is not None else find_newest_checkpoint(prepared.store, self._warn)
+        self._first_generation_infos = self._first_generation_infos or infos
+        newest = None if membership.step is not None else find_newest_checkpoint(prepared.store, self._print_once)
         step = membership.step if membership.step is not None else 0 if newest is None else newest.step
         self._write_workers(run, layout, infos)
         recorder.begin_generation(
@@ -242,7 +242,7 @@ class Supervisor:
             resume_step=None if newest is None else step,
             memory_step=membership.step,
             end_step=self._config.train.steps,
-            pending_eval_metrics=self._find_unevaluated_metrics(run, step),
+            pending_eval_metrics=self._find_pending_eval_metrics(run, step),
             has_pending_checkpoint=membership.step is not None and self._is_checkpoint_missing(run, step),
             init_checkpoint=prepared.init_checkpoint,
             replication_pairs=plan_replication_pairs(layout, sites) if self._config.checkpoint.buddies else (),
@@ -273,7 +273,9 @@ class Supervisor:
             next_membership = plan_membership(
                 self._config, run.batching, candidates, self._target_workers, run.prepared.estimate_comm_bytes
             )
-            draining = {candidate.worker for candidate in candidates if candidate.is_draining} & set(membership.members)
+            draining = {candidate.worker_id for candidate in candidates if candidate.is_draining} & set(
+                membership.members
+            )
             if next_membership is None:
                 if draining:
                     self._console.print_line("nodes are draining and too few workers remain: saving and stopping")
@@ -290,10 +292,10 @@ class Supervisor:
         """Return the microbatches of the step, fewer for slow ranks if fault.on_straggler=rebalance."""
         if self._config.fault.on_straggler != "rebalance":
             return run.batching
-        slowdown = {candidate.worker: candidate.slowdown for candidate in candidates}
+        slowdown = {candidate.worker_id: candidate.slowdown for candidate in candidates}
         return balance_by_speed(run.batching, membership.layout, [slowdown[member] for member in membership.members])
 
-    def _find_unevaluated_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
+    def _find_pending_eval_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
         """Return the metrics of `step` if its evaluation is due and was interrupted, otherwise None."""
         train = self._config.train
         if not step or run.prepared.dataset.val is None or not should_evaluate(train, step, train.steps):
@@ -337,7 +339,7 @@ class Supervisor:
         self._restarts += 1
         self._consecutive_failures = self._consecutive_failures + 1 if step <= self._furthest_step else 1
         self._furthest_step = max(step, self._furthest_step)
-        run.incidents.record_failure(failure, run.lease.generation, step, run.recorder.world)
+        run.incidents.record_failure(failure, run.lease.generation, step, run.recorder.world_size)
         if self._consecutive_failures > self._config.fault.max_failures:
             raise RunFailedError(
                 f"gave up after {self._consecutive_failures} failures "
@@ -377,8 +379,8 @@ class Supervisor:
         if not recorder.ready_records or recorder.totals.first_step_unix is None:
             return {}
         began, cluster = self._timestamps["began"], self._timestamps["cluster"]
-        imported = max(info["imported"] for info in self._initial_workers)
-        actors_started = max(info["began"] for info in self._initial_workers)
+        imported = max(info["imported"] for info in self._first_generation_infos)
+        actors_started = max(info["began"] for info in self._first_generation_infos)
         built = max(record["model"] for record in recorder.ready_records.values())
         ends = {
             "cluster_s": cluster,

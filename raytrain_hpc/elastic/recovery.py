@@ -23,8 +23,8 @@ class Candidate:
     workers, as last measured. `is_draining`: its node is about to be removed, so the worker gets no rank.
     """
 
-    worker: int
-    node: str
+    worker_id: int
+    node_id: str
     pid: int
     state_parts: tuple[StatePart, ...] = ()
     slowdown: float = 1.0
@@ -34,7 +34,7 @@ class Candidate:
     @property
     def site(self) -> Site:
         """Rack and node of the worker."""
-        return Site(self.rack, self.node)
+        return Site(self.rack, self.node_id)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def plan_membership(
                 held_parts,
                 compute_state_partition(layout),
             )
-            return Membership(layout, tuple(members[index].worker for index in placement), step)
+            return Membership(layout, tuple(members[index].worker_id for index in placement), step)
     return None
 
 
@@ -117,9 +117,9 @@ def _select_members(candidates: Sequence[Candidate], world_size: int, group_size
     """
     by_node: dict[str, list[Candidate]] = {}
     holder_counts = Counter(state for candidate in candidates for state in candidate.state_parts)
-    sole_parts = {c.worker: sum(holder_counts[state] == 1 for state in c.state_parts) for c in candidates}
-    for candidate in sorted(candidates, key=lambda c: (not c.state_parts, -sole_parts[c.worker], c.pid)):
-        by_node.setdefault(candidate.node, []).append(candidate)
+    sole_parts = {c.worker_id: sum(holder_counts[state] == 1 for state in c.state_parts) for c in candidates}
+    for candidate in sorted(candidates, key=lambda c: (not c.state_parts, -sole_parts[c.worker_id], c.pid)):
+        by_node.setdefault(candidate.node_id, []).append(candidate)
     holders_per_node = {node: sum(bool(c.state_parts) for c in workers) for node, workers in by_node.items()}
     workers_per_node = {node: len(workers) for node, workers in by_node.items()}
     counts = (

@@ -119,4 +119,6 @@ def _update_shard_specs(
         untiled = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
         for tile, rows in enumerate(row_ranges):
             box = Box((rows.start, *(0 for _ in tensor.shape[1:])), (len(rows), *tensor.shape[1:]))
-            shard_specs[f"{tiles}.{tile}.{kind}"] = ShardSpec(untiled.name, untiled.shape, untiled.restrict(box))
+            shard_specs[f"{tiles}.{tile}.{kind}"] = ShardSpec(
+                untiled.name, untiled.shape, untiled.restrict_mappings(box)
+            )

@@ -14,11 +14,12 @@ from raytrain_hpc.state.shard_index import Box
 
 
 def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
-    """Return (global shape, box stored by this rank, local tensor) of a DTensor.
+    """Return (shape of the whole DTensor, box of it on this rank, local tensor).
 
-    Called by `sharded_state.get_local_slice` for DTensors. The local tensor is detached and shares memory. Raises
-    TypeError if `tensor` is not a DTensor. Raises ValueError for a partial sum, for a rank outside the mesh, for rows
-    that are not adjacent, and if the local tensor does not have the shape that the mesh implies.
+    Under tensor or expert parallelism the DTensor is itself a shard of the global tensor. Called by
+    `sharded_state.get_local_slice`. The local tensor is detached and shares memory. Raises TypeError if `tensor` is not
+    a DTensor. Raises ValueError for a partial sum, for a rank outside the mesh, for rows that are not adjacent, and if
+    the local tensor does not have the shape that the mesh implies.
     """
     if not isinstance(tensor, DTensor):
         raise TypeError(f"expected a DTensor, got {type(tensor).__name__}")
@@ -42,8 +43,9 @@ def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch
 def _check_contiguous_rows(mesh_shape: Sequence[int], placements: Sequence[object]) -> None:
     """Raise ValueError if a rank's rows are not contiguous in the global tensor.
 
-    FSDP over TP on one dimension is a strided shard. Its rows are contiguous if the later plain shards of that
-    dimension multiply to its split factor.
+    FSDP over DTensor-based tensor parallelism on one dimension gives a strided shard (the package's own tensor
+    parallelism does not). Its rows are contiguous if the later plain shards of that dimension multiply to its split
+    factor.
     """
     for position, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)

@@ -1,4 +1,4 @@
-"""Copies of a training state in host memory, made asynchronously between two steps."""
+"""Copies of a training state in host memory. Copies from a GPU overlap with the next training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def compute_block_bytes(index: StateIndex) -> int:
 def view_shards(block: torch.Tensor, index: StateIndex) -> ShardedState:
     """Return the slices of `index` as views of a uint8 `block`, one after another.
 
-    The layout of the block depends on `index` alone, so every process reads a block in the same way.
+    The layout depends on `index` alone, including the order of its names, so every process reads a block in the same
+    way.
     """
     shards, start = [], 0
     for tensor, box in _iter_slices(index):
@@ -41,11 +42,12 @@ def _compute_padded_bytes(tensor: TensorSlices, box: Box) -> int:
 
 
 class HostBuffer:
-    """One block of host memory that is reused from copy to copy; page-locked if the data comes from a GPU.
+    """One block of host memory that is reused from copy to copy.
 
-    `allocate`: returns a uint8 tensor of the given number of bytes, for example in shared memory; default: ordinary
-    host memory. `block`: the whole buffer as bytes. Two ranks that reserve the same index have blocks of the same
-    layout, so a block can be sent as raw bytes.
+    `allocate`: returns a uint8 tensor of the given number of bytes, for example in shared memory. Pass it for CPU data
+    only: by default memory is page-locked if the data comes from a GPU, and only such copies overlap with computation.
+    `block`: the whole buffer as bytes. Blocks of two ranks that first reserved the same index, with names in the same
+    order, have the same layout; they can be sent as raw bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -56,7 +58,7 @@ class HostBuffer:
         self._pending: tuple[ShardedState, torch.cuda.Event] | None = None
 
     def reserve(self, index: StateIndex, *, pinned: bool = False) -> ShardedState:
-        """Return memory for the slices of `index`, with undefined content.
+        """Return memory for the slices of `index`. The content is undefined after a reallocation, else unchanged.
 
         The block is reallocated only if `index` differs from that of the last call.
         """
@@ -72,14 +74,14 @@ class HostBuffer:
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether no copy is in progress."""
+        """Whether the content of the copies is defined: `synchronize` has returned since the last copy from a GPU."""
         return self._pending is None
 
     def copy(self, shards: Iterable[StateShard]) -> ShardedState:
-        """Copy `shards` into the buffer and return the copies. The next call overwrites them.
+        """Copy `shards` into the buffer and return the copies, grouped by name. The next call overwrites them.
 
-        Copies from a GPU are asynchronous and overlap with its computation. Until `synchronize` has returned, the
-        content of the copies is undefined and the originals must not change.
+        Waits for the previous copy first. Copies from a GPU are asynchronous and overlap with its computation: the
+        caller must call `synchronize` before it reads the copies or changes the originals.
         """
         self.synchronize()
         originals = shards if isinstance(shards, ShardedState) else ShardedState(shards)

@@ -1,10 +1,10 @@
-"""Random bits as a pure function of (seed, step, global sample, layer, site, element index).
+"""Random bits as a pure function of (seed, step, sample, position, layer, site, element index).
 
-No generator state exists. The bits therefore do not depend on ranks, on the order of calls, or on how a batch is split,
-and dropout repeats its mask when activations are recomputed. Keys are int64 tensors of shape [b], one key per sample,
-or [b, t], one key per position of a sample. A rank with a part of the sequence takes that part of the keys. Keys are
-refined from step to layer by folding in one number at a time. A mask is hashed from a key and the index of each element
-within the key's row.
+Keyed bits need no generator state; `derive_seed` instead seeds torch generators. The bits of a key do not depend on
+ranks, on the order of calls, or on how a batch is split, and dropout repeats its mask when activations are recomputed.
+Keys are int64 tensors of shape [b], one key per sample, or [b, t], one key per position of a sample; a rank with a part
+of the sequence takes that part of the keys. They are derived in this order: seed and step, sample, position, layer,
+site. A mask is hashed from a key and the index of each element within the key's row.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ _HASH_1, _HASH_2, _HASH_3 = 0xED5AD4BB - (1 << 32), 0xAC4C1B51 - (1 << 32), 0x31
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a 63-bit seed from a name: `derive_seed(seed, "layers.0.mlp.up.weight")`. Int 1 and text "1" differ."""
+    """Derive a 63-bit seed for a torch generator from all parts, as in `derive_seed(seed, "layers.0.mlp.up.weight")`.
+
+    The number 1 and the text "1" are different parts.
+    """
     encoded = (f"{type(part).__name__}:{len(str(part))}:{part};" for part in parts)
     digest = blake2b("".join(encoded).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def derive_sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
-    """Derive keys, int64 [b], from global sample numbers, int64 [b], for one step of the run with this seed."""
-    return fold_in(samples, _mix_int(_mix_int(seed) + step))
+    """Derive keys, int64 [b], for one step from sample numbers of the run (data/loader/sampler.py), int64 [b]."""
+    return fold_in(samples, _splitmix64_step(_splitmix64_step(seed) + step))
 
 
 def fold_in(keys: Tensor, number: int) -> Tensor:
-    """Derive keys of the same shape for one part of the scope of `keys`: a layer of a step, a site of a layer.
+    """Derive one key per key for `number`, such as a layer or a dropout site.
 
     Like `jax.random.fold_in`. Call it for the layer outside each block, so that one compiled block serves all layers.
     """
-    return _mix(keys + _to_int64(_mix_int(number)))
+    return _splitmix64_finalize(keys + _to_int64(_splitmix64_step(number)))
 
 
 def derive_position_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """Derive keys, int64 [b, t], for positions, int64 [t], of samples with keys int64 [b]."""
-    return _mix(keys[:, None] + _mix(positions + _to_int64(_INCREMENT)))
+    return _splitmix64_finalize(keys[:, None] + _splitmix64_finalize(positions + _to_int64(_INCREMENT)))
 
 
 def keyed_dropout(x: Tensor, p: float, keys: Tensor, site: int = 0) -> Tensor:
     """Zero each element of x with probability p and scale the others by 1 / (1 - p).
 
-    keys: int64, of the shape of x's leading dimensions, [b] or [b, t]. The trailing dimensions are the elements of a
-    key. `site` distinguishes calls that share keys. The mask does not depend on x's dtype.
+    Call in training only. 0 <= p < 1. keys: int64, of the shape of x's leading dimensions, [b] or [b, t]. The trailing
+    dimensions are the elements of a key; they must be unsharded, because elements are numbered from 0 on each rank.
+    `site` distinguishes calls that share keys. The mask does not depend on x's dtype.
     """
     if p == 0.0:
         return x
@@ -77,14 +81,14 @@ def _hash(index: Tensor, key_low: Tensor, key_high: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_HASH_3)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _splitmix64_finalize(x: Tensor) -> Tensor:
     """Apply the splitmix64 finalizer to int64. Products wrap; the masks make the right shifts logical."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _to_int64(_MULTIPLY_1)
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _to_int64(_MULTIPLY_2)
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def _mix_int(value: int) -> int:
+def _splitmix64_step(value: int) -> int:
     """Apply one splitmix64 step (increment, then finalizer) to a Python int; 0 <= result < 2**64."""
     x = (value + _INCREMENT) & _BITS64
     x = ((x ^ (x >> 30)) * _MULTIPLY_1) & _BITS64

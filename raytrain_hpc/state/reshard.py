@@ -1,8 +1,8 @@
 """Resharding between ranks: each rank gets the regions it needs from the ranks that hold them, without a file.
 
-Shrinking, growing, replacing a rank and changing the layout are all one operation. Each rank offers the state it has of
-a step (the source) and needs the state of its new layout (the destination). All ranks know all indexes as plain data,
-so all of them plan the same transfers.
+Shrinking, growing, replacing a rank and changing the layout are all one operation. Each rank contributes the state of
+one step that it holds in memory (the source) and needs the state of its new layout (the destination). All ranks know
+all indexes as plain data, so all of them plan the same transfers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,18 @@ class _Transfer:
 
     source_rank: int
     destination_rank: int
-    copy: RegionCopy
+    region_copy: RegionCopy
     nbytes: int
+
+    def select_from(self, source: ShardedState) -> torch.Tensor:
+        """Return the region in the state of the source rank, as a view."""
+        copy = self.region_copy
+        return source.get_shard(copy.name, copy.source_box_number).tensor[copy.source_slices]
+
+    def select_in(self, destination: ShardedState) -> torch.Tensor:
+        """Return the region in the state of the destination rank, as a view."""
+        copy = self.region_copy
+        return destination.get_shard(copy.name, copy.destination_box_number).tensor[copy.destination_slices]
 
 
 def reshard_state(
@@ -40,8 +50,10 @@ def reshard_state(
 ) -> int:
     """Fill `destination` in place from the `source` states of all ranks in `group`, of any layout.
 
-    Collective. Call at the start of a generation to restore state from memory. Regions that a rank holds itself are
-    copied without communication.
+    Collective. Call at the start of a generation (a set of workers with fixed ranks) if state is restored from memory.
+    Regions that a rank holds itself are copied without communication. Shapes and dtypes of a name must be equal in all
+    states; this is not checked. `source` may include replicas of other ranks' snapshots, and must not share memory with
+    `destination`.
 
     `group`: None if this rank is alone. `device`: the device on which the group communicates. `indexes`: the source
     and destination indexes of all ranks, by rank; gathered if omitted. Returns the bytes received from other ranks.
@@ -57,12 +69,7 @@ def reshard_state(
     for round_transfers in _split_into_rounds(transfers):
         for transfer in round_transfers:
             if transfer.source_rank == transfer.destination_rank == rank:
-                target = destination.get_shard(transfer.copy.name, transfer.copy.destination_box).tensor[
-                    transfer.copy.destination_slices
-                ]
-                target.copy_(
-                    source.get_shard(transfer.copy.name, transfer.copy.source_box).tensor[transfer.copy.source_slices]
-                )
+                transfer.select_in(destination).copy_(transfer.select_from(source))
         remote = [transfer for transfer in round_transfers if transfer.source_rank != transfer.destination_rank]
         if remote and group is not None:
             received_bytes += _exchange(remote, destination, source, rank, group, device)
@@ -91,14 +98,17 @@ def _plan_transfers(sources: Sequence[StateIndex], destinations: Sequence[StateI
     """
     transfers = []
     for destination_rank, index in enumerate(destinations):
-        copies, lost_regions = plan_copies_from_ranks(sources, index, destination_rank)
-        if lost_regions:
-            name, box = lost_regions[0]
-            raise StateLostError(f"{name}{box}: no surviving rank holds this region ({len(lost_regions)} such regions)")
+        copies, missing_regions = plan_copies_from_ranks(sources, index, destination_rank)
+        if missing_regions:
+            name, box = missing_regions[0]
+            raise StateLostError(
+                f"{name}{box} of rank {destination_rank}: no surviving rank holds this region; "
+                f"{len(missing_regions)} such regions of this rank"
+            )
         for source_rank, copy in copies:
             nbytes = copy.region.numel * ITEM_BYTES[index[copy.name].dtype]
             transfers.append(_Transfer(source_rank, destination_rank, copy, nbytes))
-    return sorted(transfers, key=lambda transfer: transfer.copy.name)
+    return sorted(transfers, key=lambda transfer: transfer.region_copy.name)
 
 
 def _split_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
@@ -136,11 +146,7 @@ def _exchange(
             outgoing[transfer.destination_rank].append(transfer)
         if transfer.destination_rank == rank:
             incoming[transfer.source_rank].append(transfer)
-    sent = [
-        source.get_shard(transfer.copy.name, transfer.copy.source_box).tensor[transfer.copy.source_slices]
-        for peer_transfers in outgoing
-        for transfer in peer_transfers
-    ]
+    sent = [transfer.select_from(source) for peer_transfers in outgoing for transfer in peer_transfers]
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     send_buffer = torch.cat([empty, *(region.to(device).contiguous().view(-1).view(torch.uint8) for region in sent)])
     receive_sizes, send_sizes = (
@@ -151,9 +157,7 @@ def _exchange(
     dist.all_to_all_single(receive_buffer, send_buffer, receive_sizes, send_sizes, group=group)
     start = 0
     for transfer in (transfer for peer_transfers in incoming for transfer in peer_transfers):
-        target = destination.get_shard(transfer.copy.name, transfer.copy.destination_box).tensor[
-            transfer.copy.destination_slices
-        ]
+        target = transfer.select_in(destination)
         # The clone aligns the bytes for every dtype.
         region = receive_buffer[start : start + transfer.nbytes].clone().view(target.dtype).view(target.shape)
         target.copy_(region)

@@ -1,9 +1,9 @@
-"""An index of which part of which tensor is held, as plain data that identifies a training state in any layout.
+"""State index: which slices of which global tensors a rank, a checkpoint or a snapshot holds. Without tensor content.
 
-A tensor is identified by its canonical name ("model.layers.0.attn.qkv.weight", "optimizer.exp_avg.<parameter>"), its
-global shape and its dtype. The slices that a rank, a checkpoint file or a snapshot holds are boxes in global
-coordinates. Checkpoints, snapshots, resharding and the replica check are all functions of two such indexes. Standard
-library only.
+A tensor is identified by its canonical name ("model.layers.0.attention.qkv.weight", "optimizer.exp_avg.<parameter>";
+other state, such as recent losses, has a name of its own), its global shape and its dtype. Slices are boxes in global
+coordinates. Resharding, checkpoint reads and writes, the layout of a snapshot and the gradient norm are all computed
+from indexes. Plain data, standard library only.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def to_slices(self, outer: Box) -> tuple[slice, ...]:
-        """Return slices that select this box from the local tensor that holds `outer`."""
+        """Return slices that select this box from the local tensor that holds `outer`, in which the box must lie."""
         starts = [start - base for start, base in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     def __str__(self) -> str:
+        """Return "[start:end,...]", which is also part of the tensor keys in checkpoint shards."""
         spans = (f"{offset}:{end}" for offset, end in zip(self.offsets, self.ends, strict=True))
         return f"[{','.join(spans)}]"
 
@@ -120,7 +121,7 @@ class TensorSlices:
 class StateIndex(Mapping[str, TensorSlices]):
     """An immutable mapping from canonical name to the slices held of that tensor, in the order given.
 
-    Raises ValueError if a name occurs twice.
+    Equality ignores the order of names. Raises ValueError if a name occurs twice.
     """
 
     def __init__(self, tensors: Iterable[TensorSlices] = ()) -> None:
@@ -175,13 +176,13 @@ class StateIndex(Mapping[str, TensorSlices]):
 class RegionCopy:
     """One region to copy from a source state to a destination state.
 
-    `source_box` and `destination_box` are box numbers: positions in `boxes` of the entry for `name` in the source and
+    `source_box_number` and `destination_box_number` are positions in `boxes` of the entry for `name` in the source and
     destination index. The slices select the region in the local tensors of these boxes.
     """
 
     name: str
-    source_box: int
-    destination_box: int
+    source_box_number: int
+    destination_box_number: int
     region: Box
     source_slices: tuple[slice, ...]
     destination_slices: tuple[slice, ...]
@@ -205,10 +206,10 @@ def merge_indexes(indexes: Iterable[StateIndex]) -> StateIndex:
 
 
 def plan_copies(source: StateIndex, destination: StateIndex) -> list[RegionCopy]:
-    """Plan the copies that fill `destination` from one `source`, each element at most once.
+    """Plan the copies that fill `destination` from one `source`, each element of a destination box at most once.
 
     Of overlapping source boxes (replicas) the first one is used. Regions and names that the source does not hold are
-    skipped; use `find_missing` to detect them.
+    skipped; use `find_missing` to detect them. Shapes and dtypes are not compared; call `find_difference` first.
     """
     copies = []
     for tensor in destination.values():
@@ -232,11 +233,12 @@ def plan_copies(source: StateIndex, destination: StateIndex) -> list[RegionCopy]
 def plan_copies_from_ranks(
     sources: Sequence[StateIndex], destination: StateIndex, first_source: int = 0
 ) -> tuple[list[tuple[int, RegionCopy]], list[tuple[str, Box]]]:
-    """Plan the copies that fill `destination` from the states of several ranks, each element at most once.
+    """Plan the copies that fill `destination` from the states of several ranks.
 
     `sources` are indexes by rank. Source `first_source` is used as far as it reaches, then the next one, wrapping
-    around. With the destination's rank as `first_source`, a rank uses its own state first, and ranks that need the same
-    region read it from different neighbors. Returns (source rank, copy) pairs, and the regions that no source holds.
+    around. With the destination's rank as `first_source`, a rank uses its own state first; each other region comes from
+    the next higher rank that holds it, wrapping around, so several ranks may read from one. Shapes and dtypes are not
+    compared. Returns (source rank, copy) pairs, and the regions that no source holds.
     """
     order = [(first_source + turn) % len(sources) for turn in range(len(sources))]
     copies, missing_regions = [], []
@@ -262,7 +264,8 @@ def plan_copies_from_ranks(
 def find_missing(sources: Iterable[StateIndex], destination: StateIndex) -> list[tuple[str, Box]]:
     """Return the regions of `destination`, in global coordinates, that no source covers; empty if complete.
 
-    Raises ValueError if two sources disagree on a tensor's shape or dtype.
+    Shapes and dtypes of `destination` are not compared. Raises ValueError if two sources disagree on a tensor's shape
+    or dtype.
     """
     source = merge_indexes(sources)
     regions = []
@@ -278,7 +281,7 @@ def find_difference(a: StateIndex, b: StateIndex) -> str | None:
 
     The text describes `a`: a name only in `b` "is missing", a name only in `a` "is unknown". Boxes are not compared, so
     two layouts of one state are equal. To check only the names in `b`, pass `a.select(b)`. Tensors without elements
-    may be absent, because they have no box that anyone could write.
+    may be absent: empty boxes are not written to a checkpoint.
     """
     for name, tensor in b.items():
         if name not in a and 0 not in tensor.shape:
@@ -293,18 +296,19 @@ def find_difference(a: StateIndex, b: StateIndex) -> str | None:
 
 
 def find_owned_regions(
-    indexes: Sequence[StateIndex], rank: int, names: Iterable[str]
+    indexes: Sequence[StateIndex], position: int, names: Iterable[str]
 ) -> dict[str, list[tuple[int, Box]]]:
-    """Return the regions of these tensors that `rank` owns: it holds them and no lower rank does.
+    """Return the regions of these tensors that index `position` owns: it holds them and no earlier index does.
 
-    The result maps each name to (box number, region) pairs in global coordinates. Over all ranks, the regions cover
-    each held element exactly once. Of overlapping boxes of one rank, the earlier one owns the overlap.
+    Used to count each element once in the gradient norm, with the indexes of the ranks of one state replica. The result
+    maps each name to (box number, region) pairs in global coordinates. Over all indexes, the regions cover each held
+    element exactly once. Of overlapping boxes of one index, the earlier one owns the overlap.
     """
     regions: dict[str, list[tuple[int, Box]]] = {}
     for name in names:
-        taken = [box for lower in indexes[:rank] if name in lower for box in lower[name].boxes]
+        taken = [box for lower in indexes[:position] if name in lower for box in lower[name].boxes]
         owned = regions.setdefault(name, [])
-        for number, box in enumerate(indexes[rank][name].boxes if name in indexes[rank] else ()):
+        for number, box in enumerate(indexes[position][name].boxes if name in indexes[position] else ()):
             owned += [(number, region) for region in _cover(box, taken)[1]]
             taken.append(box)
     return regions
@@ -313,7 +317,8 @@ def find_owned_regions(
 def assign_writers(indexes: Sequence[StateIndex]) -> list[list[tuple[str, int]]]:
     """Assign each distinct box to one rank that holds it. Return, per rank, the (name, box number) pairs to write.
 
-    Call before a checkpoint, with the index of every rank. The largest box is assigned first, each to its holder with
+    Call once per generation, with the index of every rank; the assignment holds for all its checkpoints. Different
+    boxes that overlap are each written. The largest box is assigned first, each to its holder with
     the fewest bytes so far; ties go to the lower rank. The result is the same on every rank and does not depend on the
     order of names. Empty boxes are not written.
     """

@@ -1,4 +1,7 @@
-"""The mapping between a rank's local tensor and the slices of the global tensor that it consists of."""
+"""The mapping between a parameter after tensor, expert or tile sharding (the local tensor) and the global tensor.
+
+FSDP may shard the local tensor further; `ShardSpec.restrict_mappings` gives the regions that are left to a rank.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class ShardSpec:
 
     @classmethod
     def from_ranges(cls, name: str, shape: Sequence[int], dim: int, ranges: Sequence[range]) -> ShardSpec:
-        """Build the spec of a local tensor that concatenates these ranges of `dim`; other dimensions are complete."""
+        """Build the spec of a local tensor that concatenates these ranges of `dim`, each of step 1, in order.
+
+        The other dimensions are complete.
+        """
         mappings, local_start = [], 0
         for global_range in ranges:
             sizes = (*shape[:dim], len(global_range), *shape[dim + 1 :])
@@ -60,8 +66,11 @@ class ShardSpec:
             local_start += len(global_range)
         return cls(name, tuple(shape), tuple(mappings))
 
-    def restrict(self, box: Box) -> tuple[SliceMapping, ...]:
-        """Return the non-empty mappings that lie in `box` of the local tensor, relative to the corner of `box`."""
+    def restrict_mappings(self, box: Box) -> tuple[SliceMapping, ...]:
+        """Return the non-empty mappings that lie in `box` of the local tensor, relative to the corner of `box`.
+
+        `box`: the rows that FSDP leaves on this rank, or a tile.
+        """
         return tuple(
             mapping for mapping in (mapping.restrict(box) for mapping in self.mappings) if mapping.local_box.numel
         )

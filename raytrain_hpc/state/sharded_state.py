@@ -1,4 +1,4 @@
-"""A rank's part of the training state: its tensors behind a state index, copied, hashed and compared in any layout."""
+"""A rank's part of the training state as shards of global tensors: copying and hashing in any layout, replica check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKET_BYTES = 25 * 2**20  # target size of one broadcast
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype in an index: "float32", "bfloat16", ..."""
     return str(dtype).removeprefix("torch.")
 
@@ -35,8 +35,8 @@ class StateShard:
     tensor: torch.Tensor
 
     def __post_init__(self) -> None:
-        if tuple(self.tensor.shape) != self.box.sizes or dtype_name(self.tensor.dtype) != self.dtype:
-            local = f"{dtype_name(self.tensor.dtype)} {list(self.tensor.shape)}"
+        if tuple(self.tensor.shape) != self.box.sizes or get_dtype_name(self.tensor.dtype) != self.dtype:
+            local = f"{get_dtype_name(self.tensor.dtype)} {list(self.tensor.shape)}"
             raise ValueError(f"{self.name}: local tensor is {local}, expected {self.dtype} {list(self.box.sizes)}")
         TensorSlices(self.name, self.shape, self.dtype, (self.box,))
         # Detached, so that autograd does not record in-place writes to a parameter.
@@ -46,7 +46,7 @@ class StateShard:
     def from_tensor(cls, name: str, tensor: torch.Tensor) -> StateShard:
         """Build the shard that this rank stores of `tensor`, a DTensor or a plain (unsharded) tensor. Shares memory."""
         shape, box, local = get_local_slice(tensor)
-        return cls(name, shape, dtype_name(local.dtype), box, local)
+        return cls(name, shape, get_dtype_name(local.dtype), box, local)
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,9 @@ class StateShard:
 
 
 class ShardedState:
-    """All shards that a rank holds, in a fixed order. Box numbers count the shards of one name in that order.
+    """A sequence of shards in a fixed order: the state of a rank, a part of it, or snapshots of several ranks.
+
+    Box numbers count the shards of one name in that order.
 
     Raises ValueError if two shards of one name differ in global shape or dtype.
     """
@@ -98,17 +100,21 @@ class ShardedState:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of `tensor` that this rank stores, without a copy; a plain tensor is returned as it is."""
+    """Return the part of `tensor` that this rank stores, without a copy; a plain tensor is returned as it is.
+
+    Not detached, unlike the result of `get_local_slice`.
+    """
     to_local_method = getattr(tensor, "to_local", None)  # looked up by name: importing DTensor would cost 40 MiB
     return tensor if to_local_method is None else to_local_method()
 
 
 def get_local_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
-    """Return (global shape, box stored by this rank, local tensor) of a DTensor or of a plain tensor.
+    """Return (shape of the whole tensor, box of it on this rank, local tensor) of a DTensor or of a plain tensor.
 
-    The mesh may have any number of dimensions. The box is empty if a dimension is split into more shards than it has
-    rows and this rank gets none. The local tensor is detached and shares memory. Raises ValueError for a partial sum,
-    for a rank outside the mesh, and for rows that are not adjacent.
+    Under tensor or expert parallelism the whole tensor is itself a shard; `ShardSpec` maps its boxes to the global
+    tensor. The mesh may have any number of dimensions. The box is empty if a dimension is split into more shards than
+    it has rows and this rank gets none. The local tensor is detached and shares memory. Raises ValueError as
+    `get_dtensor_slice` does.
     """
     shape = tuple(tensor.shape)
     if not hasattr(tensor, "placements"):
@@ -127,8 +133,8 @@ def copy_overlap(source: ShardedState, destination: ShardedState) -> int:
     copied = 0
     for copy in plan_copies(source.to_index(), destination.to_index()):
         origin, target = (
-            source.get_shard(copy.name, copy.source_box),
-            destination.get_shard(copy.name, copy.destination_box),
+            source.get_shard(copy.name, copy.source_box_number),
+            destination.get_shard(copy.name, copy.destination_box_number),
         )
         if (origin.shape, origin.dtype) != (target.shape, target.dtype):
             raise ValueError(
@@ -144,8 +150,9 @@ def compute_digest(state: ShardedState) -> int:
     """Compute a content hash that does not depend on the layout, 0 <= digest < 2**64.
 
     It is the sum, modulo 2**64, of a hash per element of (name, global shape, dtype, global index, bits). The digests
-    of disjoint shards therefore add up to the digest of the whole tensor. One changed element always changes the
-    digest. Not cryptographic. `compute_fingerprint` is faster but compares equal layouts only.
+    of disjoint shards therefore add up to the digest of the whole tensor. Each element must be in `state` once. One
+    changed element always changes the digest. Not cryptographic. Used to compare two runs (`raytrain-hpc drill`);
+    `compute_checksum` is faster but compares equal layouts only.
     """
     total = 0
     for shard in state:
@@ -248,7 +255,7 @@ def _iter_buckets(state: ShardedState) -> Iterator[list[torch.Tensor]]:
     yield from open_buckets.values()
 
 
-def compute_fingerprint(state: ShardedState) -> int:
+def compute_checksum(state: ShardedState) -> int:
     """Compute a checksum at memory bandwidth, 0 <= sum < 2**64, to compare ranks that hold the same shards.
 
     The 64-bit words of each shard are summed, and each shard's sum is weighted by an odd number that depends on its
@@ -268,13 +275,16 @@ def compute_fingerprint(state: ShardedState) -> int:
     return total % 2**64
 
 
-def find_divergent_replicas(state: ShardedState, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the ranks within `group` whose content differs from the majority; empty if all replicas are equal.
+def find_divergent_ranks(state: ShardedState, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Return the group ranks whose checksum differs from that of the majority; empty if all replicas are equal.
+
+    All ranks must hold the same boxes in the same order. Called by `ReplicaCheck` after loading, every
+    `fault.compare_every` steps and before checkpoints.
 
     Without a majority, the most frequent content is the reference, and the lowest rank's on a tie. Collective;
     `device` is the device on which the group communicates.
     """
-    own_fingerprint = torch.tensor([_to_int64(compute_fingerprint(state))], dtype=torch.int64, device=device)
+    own_fingerprint = torch.tensor([_to_int64(compute_checksum(state))], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own_fingerprint) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own_fingerprint, group=group)
     fingerprints = [int(fingerprint) for fingerprint in gathered]

@@ -11,7 +11,7 @@ from raytrain_hpc.optim.grad_norm import ExactGradientNorm, GradientNorm, Region
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.state.shard_index import Box, StateIndex, find_owned_regions
-from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name, get_local_slice
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name, get_local_slice
 from raytrain_hpc.training.state_loader import RECENT_LOSSES
 
 
@@ -40,7 +40,7 @@ class ParameterSlice:
         """Find the local slice of parameter `name`, as this rank names it; `shard_spec` has its canonical name."""
         _, box, self.tensor = get_local_slice(model.parameters[name])
         self.name, self.shard_spec = name, model.get_shard_spec(name)
-        self.mappings = self.shard_spec.restrict(box)
+        self.mappings = self.shard_spec.restrict_mappings(box)
 
     def make_shards(self, kind: str, tensor: torch.Tensor) -> list[StateShard]:
         """Return `tensor` as shards of the state, one per region, named "KIND.CANONICAL_NAME".
@@ -52,7 +52,7 @@ class ParameterSlice:
             StateShard(
                 f"{kind}.{self.shard_spec.name}",
                 self.shard_spec.shape,
-                dtype_name(tensor.dtype),
+                get_dtype_name(tensor.dtype),
                 mapping.global_box,
                 tensor[mapping.local_box.to_slices(local_box)],
             )

@@ -9,7 +9,7 @@ from raytrain_hpc.checkpoint.manifest import get_shard_name
 from raytrain_hpc.checkpoint.shard_io import write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.state.shard_index import Box, assign_writers
-from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name
 
 
 class FakeRanks:
@@ -50,7 +50,7 @@ class FakeRanks:
             start, end = min(shape[0], rank * step), min(shape[0], (rank + 1) * step)
             box = Box((start, *box.offsets[1:]), (end - start, *shape[1:]))
         local = tensor[box.to_slices(Box.from_shape(shape))].clone()
-        return StateShard(name, shape, dtype_name(tensor.dtype), box, local)
+        return StateShard(name, shape, get_dtype_name(tensor.dtype), box, local)
 
     @classmethod
     def publish(cls, store, step, *, degree=4, generation=1, pre_publish=lambda: None):

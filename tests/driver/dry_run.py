@@ -50,13 +50,13 @@ class FakeRendezvousStore:
 class DryRunBackend:
     """A backend of nodes with eight ranks, and one more node for spares."""
 
-    world: int
+    world_size: int
     cluster: Topology
     fake_ray: FakeRay
-    is_external: bool = False
+    uses_existing_cluster: bool = False
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
-        actors = ActorPool(config, self.world + config.cluster.spares, self.cluster, self.fake_ray.workers)
+        actors = ActorPool(config, self.world_size + config.cluster.spares, self.cluster, self.fake_ray.workers)
         return RayWorkerGroup(config, actors, FakeRendezvousStore(), ray_readers=False)  # type: ignore[arg-type]
 
 

@@ -67,4 +67,4 @@ def test_model_that_does_not_fit_is_a_warning() -> None:
 def test_unknown_device_is_assumed_to_be_an_h100() -> None:
     lines: list[str] = []
     resolve_auto_layout(prepare(*LARGE, "cluster.workers=8"), 8, cluster(8, accelerator=""), lines.append)
-    assert "on every device assumed to be an h100" in lines[0]
+    assert "per device assumed to be an h100" in lines[0]

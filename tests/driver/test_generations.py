@@ -110,8 +110,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
         workers = FakeWorkerGroup(plan, held_steps)
 
         class FakeBackend:
-            world, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
-            is_external = False
+            world_size, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
+            uses_existing_cluster = False
 
             def create_worker_group(self, config: Any) -> FakeWorkerGroup:
                 return workers

@@ -105,7 +105,7 @@ def test_missing_cpu_for_readers_is_reported(ray_cluster: None) -> None:
             return True
 
         wait_until(is_unavailable)
-        assert reasons and "no CPU is free for them: leave one to them, or set data.engine=local" in reasons[0]
+        assert reasons and "no CPU is free for readers; leave one free or set data.engine=local" in reasons[0]
     finally:
         ray.kill(occupant)
         ray.kill(feeder)

@@ -186,5 +186,5 @@ def test_without_a_run_the_number_of_steps_is_required() -> None:
     model = torch.nn.Linear(2, 1)
     run = rt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert run.is_main_process and list(run.steps(2)) == [0, 1] and run.local_batch(model.weight) is model.weight
-    with pytest.raises(ModelError, match="steps: how many"):
+    with pytest.raises(ModelError, match="steps: count is missing"):
         next(iter(run.steps()))

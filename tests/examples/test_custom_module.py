@@ -98,7 +98,7 @@ def test_factory_without_a_trainable_module_is_rejected(tmp_path: Path) -> None:
     assert "no parameters to train" in get_model_error(tmp_path, lambda c: nn.Identity(), custom_module.loss)
 
 
-@pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "train.lora_rank=4"])
+@pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.pp=2", "train.lora_rank=4"])
 def test_features_of_the_built_in_decoder_are_rejected(tmp_path: Path, setting: str) -> None:
     config = make_small_config(tmp_path / "run", "cluster.workers=2", setting)
     with pytest.raises(LayoutError, match=f"^{setting} .*set it to"):
@@ -106,8 +106,8 @@ def test_features_of_the_built_in_decoder_are_rejected(tmp_path: Path, setting: 
 
 
 def test_model_and_loss_are_required_together(tmp_path: Path) -> None:
-    assert "give both, or neither" in get_model_error(tmp_path, build_bigram, None)
-    assert "give both, or neither" in get_model_error(tmp_path, None, custom_module.loss)
+    assert "pass both, or neither" in get_model_error(tmp_path, build_bigram, None)
+    assert "pass both, or neither" in get_model_error(tmp_path, None, custom_module.loss)
 
 
 def test_wrong_loss_raises_the_same_error_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from raytrain_hpc.errors import StateLostError
 from raytrain_hpc.state import reshard
 from raytrain_hpc.state.reshard import reshard_state
 from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, plan_copies_from_ranks
-from raytrain_hpc.state.sharded_state import ShardedState, StateShard, dtype_name
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name
 
 RANKS = 4
 SHAPES = {"a": (7, 5), "b": (13,), "c": (), "d": (4, 6, 3), "e": (0, 3), "f": (40,)}
@@ -39,7 +39,7 @@ def make_shard(name: str, box: Box, *, empty: bool = False) -> StateShard:
     """Return the shard of a tensor in `box`; with `empty` its content is zeros."""
     local = make_tensor(name)[box.to_slices(Box.from_shape(SHAPES[name]))]
     content = torch.zeros_like(local) if empty else local.clone()
-    return StateShard(name, SHAPES[name], dtype_name(local.dtype), box, content)
+    return StateShard(name, SHAPES[name], get_dtype_name(local.dtype), box, content)
 
 
 def split(name: str, count: int, dim: int) -> list[Box]:
@@ -160,9 +160,9 @@ def test_planned_copies_cover_every_offered_element_once() -> None:
         for number, box in enumerate(destination["t"].boxes):
             counts = torch.zeros(9, 8, dtype=torch.int64)
             for source_rank, copy in copies:
-                if copy.destination_box == number:
+                if copy.destination_box_number == number:
                     counts[copy.region.to_slices(Box.from_shape((9, 8)))] += 1
-                    source_box = sources[source_rank]["t"].boxes[copy.source_box]
+                    source_box = sources[source_rank]["t"].boxes[copy.source_box_number]
                     assert source_box.intersection(copy.region) == copy.region == box.intersection(copy.region)
             is_offered = torch.zeros(9, 8, dtype=torch.bool)
             for source in sources:

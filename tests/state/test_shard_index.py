@@ -75,9 +75,11 @@ def test_planned_copies_agree_with_slices_of_the_global_array(seed):
     filled = [np.zeros(box.sizes, dtype=array.dtype) for box in targets]
     counts = [np.zeros(box.sizes, dtype=int) for box in targets]
     for copy in plan_copies(make_index(shape, sources), make_index(shape, targets)):
-        filled[copy.destination_box][copy.destination_slices] = stored[copy.source_box][copy.source_slices]
-        counts[copy.destination_box][copy.destination_slices] += 1
-        assert (stored[copy.source_box][copy.source_slices] == array[copy.region.to_slices(outer)]).all()
+        filled[copy.destination_box_number][copy.destination_slices] = stored[copy.source_box_number][
+            copy.source_slices
+        ]
+        counts[copy.destination_box_number][copy.destination_slices] += 1
+        assert (stored[copy.source_box_number][copy.source_slices] == array[copy.region.to_slices(outer)]).all()
     covered = make_mask(shape, *sources)
     for box, actual, count in zip(targets, filled, counts, strict=True):
         reachable = covered[box.to_slices(outer)]

@@ -12,8 +12,8 @@ from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import (
     ShardedState,
     StateShard,
+    compute_checksum,
     compute_digest,
-    compute_fingerprint,
     copy_overlap,
     get_local_slice,
 )
@@ -115,15 +115,15 @@ def test_fingerprint_detects_every_flipped_bit(length: int, dtype: torch.dtype) 
     storage = torch.arange(length + 1).to(dtype)
     tensor = storage[1:]
     state = ShardedState([StateShard.from_tensor("a", tensor), StateShard.from_tensor("b", torch.ones(3))])
-    before = compute_fingerprint(state)
+    before = compute_checksum(state)
     flat = tensor.view(torch.uint8)
     for byte in range(0, len(flat), max(1, len(flat) // 40)):
         for bit in range(8):
             flat[byte] ^= 1 << bit
-            assert compute_fingerprint(state) != before
+            assert compute_checksum(state) != before
             flat[byte] ^= 1 << bit
-    assert compute_fingerprint(state) == before
-    assert compute_fingerprint(ShardedState(list(state)[::-1])) != before
+    assert compute_checksum(state) == before
+    assert compute_checksum(ShardedState(list(state)[::-1])) != before
 
 
 @pytest.mark.parametrize("seed", range(15))

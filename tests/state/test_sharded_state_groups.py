@@ -19,7 +19,7 @@ from raytrain_hpc.state.sharded_state import (
     StateShard,
     broadcast_state,
     compute_digest,
-    find_divergent_replicas,
+    find_divergent_ranks,
     get_local_slice,
 )
 from tests.warm_pool import make_forkserver_context
@@ -78,12 +78,12 @@ def run_rank(rank, port, results):
     tensors = [torch.randn(3, 7), torch.randn(2_000_000, dtype=torch.float32), torch.tensor(rank), torch.randn(0, 4)]
     tensors += [torch.randn(14_000_000).bfloat16(), torch.randn(6, 4).t(), torch.nn.Parameter(torch.randn(5))]
     state = ShardedState(StateShard.from_tensor(f"t{number}", tensor) for number, tensor in enumerate(tensors))
-    before_broadcast = find_divergent_replicas(state, group, torch.device("cpu"))
+    before_broadcast = find_divergent_ranks(state, group, torch.device("cpu"))
     broadcast_state(state, 2, group)
-    after_broadcast = find_divergent_replicas(state, group, torch.device("cpu"))
+    after_broadcast = find_divergent_ranks(state, group, torch.device("cpu"))
     if rank == 3:
         tensors[1].view(torch.int32)[1_999_999] ^= 1 << 30
-    after_flip = find_divergent_replicas(state, group, torch.device("cpu"))
+    after_flip = find_divergent_ranks(state, group, torch.device("cpu"))
     torch.manual_seed(2)
     is_from_rank_2 = torch.equal(tensors[0], torch.randn(3, 7)) and int(tensors[2]) == 2
     results.put((rank, slices, refusals, before_broadcast, after_broadcast, after_flip, is_from_rank_2))
