@@ -1,4 +1,4 @@
-"""Interleave two training runs: both are alive, and they alternate in turns of a few steps.
+"""Interleave two training runs: both are started, and they alternate in turns of a few steps.
 
 The speed of a shared machine varies by about 10 % within a minute, so that runs one after the other are not comparable.
 Consecutive turns of a few seconds are. While one run has its turn, the other one is stopped by SIGSTOP.

@@ -102,16 +102,16 @@ def build_index(reports: Sequence[ShardReport]) -> StateIndex:
 
     Raises CheckpointError if two entries disagree on a tensor's shape or dtype.
     """
-    first: dict[str, ShardEntry] = {}
+    first_entries: dict[str, ShardEntry] = {}
     boxes: dict[str, list[Box]] = {}
     for report in reports:
         for entry in report.entries:
-            known = first.setdefault(entry.name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                expected, actual = (f"{e.dtype} {list(e.shape)}" for e in (known, entry))
+            first_entry = first_entries.setdefault(entry.name, entry)
+            if (first_entry.shape, first_entry.dtype) != (entry.shape, entry.dtype):
+                expected, actual = (f"{e.dtype} {list(e.shape)}" for e in (first_entry, entry))
                 raise CheckpointError(f"{report.file} holds {entry.name} as {actual}, another rank as {expected}")
             boxes.setdefault(entry.name, []).append(Box(entry.offsets, entry.sizes))
-    return StateIndex(TensorSlices(name, e.shape, e.dtype, tuple(boxes[name])) for name, e in first.items())
+    return StateIndex(TensorSlices(name, e.shape, e.dtype, tuple(boxes[name])) for name, e in first_entries.items())
 
 
 def build_manifest(

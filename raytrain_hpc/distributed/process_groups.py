@@ -133,7 +133,7 @@ def _wait_for_all_ranks(store: PrefixStore, world_size: int, timeout_s: float) -
     increments a counter, and the last one sets the decision, so the cost per rank is constant. Raises
     GenerationAbortedError if the driver reports a lost rank first, or after the timeout.
     """
-    if store.add("here", 1) == world_size:
+    if store.add("arrived", 1) == world_size:
         store.set(DECISION_KEY, FORMED)
     try:
         store.wait([DECISION_KEY], timedelta(seconds=timeout_s))

@@ -156,8 +156,8 @@ class RayWorkerGroup:
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_INTERVAL_S)
             if ready and pending:  # most ranks end at the same time
-                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-                ready = [*ready, *more]
+                more_ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+                ready = [*ready, *more_ready]
             if any(self._get_failure(run_ref, self._rank_of_run[run_ref]) is not None for run_ref in ready):
                 raise self._abort_generation(time.time(), [])
             if pending and (failures := [*self._find_unresponsive_ranks(), *self._handle_stragglers(on_record)]):

@@ -163,10 +163,10 @@ def _parse_mixtral(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _parse_rotary_decoder(config: Mapping[str, Any], **more: Any) -> ModelSpec:
+def _parse_rotary_decoder(config: Mapping[str, Any], **overrides: Any) -> ModelSpec:
     _require_config_value(config, "hidden_act", "silu", "only SiLU-gated feed-forward is supported")
     heads = int(config["num_attention_heads"])
-    shape = {
+    settings = {
         "vocab_size": int(config["vocab_size"]),
         "hidden_size": int(config["hidden_size"]),
         "num_layers": int(config["num_hidden_layers"]),
@@ -184,7 +184,7 @@ def _parse_rotary_decoder(config: Mapping[str, Any], **more: Any) -> ModelSpec:
         "init_std": float(config.get("initializer_range", 0.02)),
         "head_dim": int(config.get("head_dim") or 0),
     }
-    return ModelSpec(**{**shape, **_parse_rope(config), **more})
+    return ModelSpec(**{**settings, **_parse_rope(config), **overrides})
 
 
 def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:

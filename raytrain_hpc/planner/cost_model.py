@@ -71,7 +71,7 @@ class _PassCost:
 
 
 class CostModel:
-    """Estimates steps of a workload on a calibrated machine. Caches what recurs in a layout search."""
+    """Estimator of the step time of a workload on a calibrated machine. Caches results for a layout search."""
 
     def __init__(self, workload: Workload, machine: Machine, calibration: Calibration):
         self._workload, self._machine, self._calibration = workload, machine, calibration

@@ -60,11 +60,11 @@ def count_parameters_by_pp_rank(spec: ModelSpec, layout: Layout, seq_len: int) -
 def _count_layer_parameters(spec: ModelSpec, tp: int, rank: int) -> int:
     """Count the parameters of a layer without its experts."""
 
-    def share(total: int) -> int:
+    def count_local(total: int) -> int:
         return (rank + 1) * total // tp - rank * total // tp
 
-    queries = share(spec.num_heads) * spec.head_dim
-    channels = share(spec.shared_expert_size if spec.num_experts else spec.ffn_size)
+    queries = count_local(spec.num_heads) * spec.head_dim
+    channels = count_local(spec.shared_expert_size if spec.num_experts else spec.ffn_size)
     kv = 2 * spec.kv_size // (1 if spec.num_kv_heads % tp else tp)
     matrices = spec.num_ffn_matrices
     rows = 2 * queries + kv + matrices * channels + spec.num_experts

@@ -41,7 +41,7 @@ class StepTotals:
 
 
 class LossReducer:
-    """Sums losses over ranks in one order, so that every data-parallel degree gives the same bits.
+    """Sum of losses over ranks in a fixed order, so that every data-parallel degree gives the same bits.
 
     `num_slots` is the number of microbatches that this rank computes per step. Where collectives run inside a
     microbatch (lockstep layouts) all ranks compute equally many, and the last ones of some ranks are padding.

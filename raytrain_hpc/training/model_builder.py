@@ -29,7 +29,7 @@ from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainMo
 
 
 def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModule:
-    """Return what is trained, the decoder or a user's own module, with the loss that fits this rank's layout."""
+    """Build the train module: the decoder or a user's module, with the loss that fits this rank's layout."""
     if isinstance(spec.custom, CustomModel):
         return CustomTrainModule(spec.custom.factory, spec.custom.loss, spec.config)
     model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
