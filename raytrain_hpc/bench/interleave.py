@@ -44,7 +44,7 @@ class TrainingProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
         while len(self.read_commit_times()) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise self._exit_error()
+                raise self._make_exit_error()
             time.sleep(0.05)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -57,9 +57,9 @@ class TrainingProcess:
             try:
                 os.kill(pid, number)
             except ProcessLookupError as error:
-                raise self._exit_error() from error
+                raise self._make_exit_error() from error
 
-    def _exit_error(self) -> RunFailedError:
+    def _make_exit_error(self) -> RunFailedError:
         lines = [line for line in self.output.read_text().splitlines() if line.strip()]
         return RunFailedError(f"{self.name} ended early: {lines[-1] if lines else 'no output'}")
 

@@ -134,10 +134,10 @@ def build_manifest(
     }
     # Convert to JSON and back, so that the checksum covers what a reader parses: string keys, lists for tuples.
     manifest = json.loads(json.dumps(manifest))
-    return {**manifest, "checksum": _checksum(manifest)}
+    return {**manifest, "checksum": _compute_checksum(manifest)}
 
 
-def _checksum(manifest: Mapping[str, Any]) -> str:
+def _compute_checksum(manifest: Mapping[str, Any]) -> str:
     """Compute the SHA-256 of the manifest without its checksum, to detect a damaged manifest."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -158,7 +158,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not of format {FORMAT}")
-    if manifest.get("checksum") != _checksum(manifest):
+    if manifest.get("checksum") != _compute_checksum(manifest):
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} does not match its own checksum")
     try:
         return _parse_checkpoint(path, manifest)

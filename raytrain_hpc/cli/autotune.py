@@ -95,7 +95,7 @@ def measure_layouts(config: Config, num_layouts: int, steps: int, log: Callable[
     """
     from raytrain_hpc.driver.cluster_probe import inspect_running_cluster
 
-    machine, config = inspect_running_cluster(config), _minimal_config(config)
+    machine, config = inspect_running_cluster(config), _make_minimal_config(config)
     model_spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
     old_calibration, space = load_calibration(machine.device.name), build_search_space(config, has_accelerator=True)
     best = [
@@ -116,7 +116,7 @@ def measure_layouts(config: Config, num_layouts: int, steps: int, log: Callable[
     return AutotuneResult(machine, tuple(trials), old_calibration, new_calibration, tuple(predict(new_calibration)))
 
 
-def _minimal_config(config: Config) -> Config:
+def _make_minimal_config(config: Config) -> Config:
     """Return a copy of the config with random tokens, and without checkpoints, samples and TensorBoard."""
     minimal = copy(config)
     vocabulary = 256 if config.model.vocab_size == "auto" else config.model.vocab_size

@@ -110,8 +110,8 @@ class DrillReport:
         return {
             "struck": len(faults),
             "named": sum(fault.attributed_correctly for fault in faults),
-            "detected_s": [max(0.0, detected) for detected, _ in delays],
-            "recovered_s": [recovered for _, recovered in delays if recovered is not None],
+            "detected_s": [max(0.0, detected_s) for detected_s, _ in delays],
+            "recovered_s": [recovered_s for _, recovered_s in delays if recovered_s is not None],
         }
 
 

@@ -115,7 +115,7 @@ def _update_shard_specs(
     for kind, tensor in parameters.items():
         if tensor is None:
             continue
-        untiled = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
+        full_spec = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
         for tile, rows in enumerate(row_ranges):
             box = Box((rows.start, *(0 for _ in tensor.shape[1:])), (len(rows), *tensor.shape[1:]))
-            shard_specs[f"{tiles}.{tile}.{kind}"] = ShardSpec(untiled.name, untiled.shape, untiled.restrict(box))
+            shard_specs[f"{tiles}.{tile}.{kind}"] = ShardSpec(full_spec.name, full_spec.shape, full_spec.restrict(box))

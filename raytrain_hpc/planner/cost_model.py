@@ -47,8 +47,8 @@ class StepCost:
     @property
     def total(self) -> float:
         """Seconds per step."""
-        exchanged = self.tensor + self.context + self.experts + self.pipeline + self.data
-        return self.compute + exchanged + self.bubble + self.optimizer
+        communication = self.tensor + self.context + self.experts + self.pipeline + self.data
+        return self.compute + communication + self.bubble + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -176,15 +176,15 @@ class CostModel:
         )
         elementwise = tokens * activation_bytes / (self._machine.device.memory_gbs * 1e9)
         forward = matmuls + attention + elementwise
-        recomputed = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
-        backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recomputed
-        exposed = 1 - calibration.exchanges_hidden
+        recompute_s = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
+        backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
+        exposed_fraction = 1 - calibration.exchanges_hidden
         return _PassCost(
             forward + calibration.layer_s,
             backward,
-            exposed * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
-            exposed * self._estimate_cp_s(micro_batch, tp, cp, ulysses),
-            exposed * self._estimate_ep_s(tokens, tp, ep),
+            exposed_fraction * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
+            exposed_fraction * self._estimate_cp_s(micro_batch, tp, cp, ulysses),
+            exposed_fraction * self._estimate_ep_s(tokens, tp, ep),
         )
 
     def _iter_matmuls(self, tokens: float, tp: int) -> Iterator[tuple[float, float, float]]:
@@ -294,10 +294,12 @@ class CostModel:
         seconds = 0.0
         if shards > 1:
             ranks_per_node = max(1, min(shards, machine.per_node // stride))
-            sharded = parameters * (shards - 1) / shards
-            scatter = machine.estimate_collective_s("gather", sharded * workload.state_itemsize, shards, ranks_per_node)
+            sharded_parameters = parameters * (shards - 1) / shards
+            scatter = machine.estimate_collective_s(
+                "gather", sharded_parameters * workload.state_itemsize, shards, ranks_per_node
+            )
             gather = machine.estimate_collective_s(
-                "gather", sharded * workload.compute_itemsize, shards, ranks_per_node
+                "gather", sharded_parameters * workload.compute_itemsize, shards, ranks_per_node
             )
             seconds += scatter * (microbatches if zero >= 2 else 1) + gather * (2 * microbatches if zero == 3 else 1)
         if copies > 1:

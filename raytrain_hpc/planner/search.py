@@ -134,7 +134,7 @@ def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     """Yield the config for every combination of model-parallel axes, ZeRO stage, schedule and data axes."""
     world_size = machine.num_devices
 
-    def sizes(key: str, limit: int, within: int = world_size) -> Sequence[int]:
+    def list_sizes(key: str, limit: int, within: int = world_size) -> Sequence[int]:
         fixed = getattr(config.parallel, key)
         if key not in space:
             return [int(fixed)]
@@ -142,13 +142,13 @@ def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: Sear
         return allowed if allowed is not None else [n for n in _list_divisors(within) if n <= limit]
 
     max_cp = max(1, config.train.seq_len // 1024)  # shorter sequence shards are not worth their communication
-    for tp in sizes("tp", min(spec.num_heads, machine.per_node), machine.per_node):
-        for pp in sizes("pp", spec.num_layers):
-            for cp in sizes("cp", max_cp):
+    for tp in list_sizes("tp", min(spec.num_heads, machine.per_node), machine.per_node):
+        for pp in list_sizes("pp", spec.num_layers):
+            for cp in list_sizes("cp", max_cp):
                 if world_size % (tp * pp * cp):
                     continue
                 dp_size = world_size // (tp * pp * cp)
-                for ep in sizes("ep", spec.num_experts or 1, dp_size * cp):
+                for ep in list_sizes("ep", spec.num_experts or 1, dp_size * cp):
                     for zero in space["zero"] or (0, 1, 2, 3) if "zero" in space else (config.parallel.zero,):
                         for schedule in _list_schedules(config, pp, space):
                             parallel_settings = {
@@ -208,9 +208,9 @@ def _iter_data_axes(
 
 def _override_parallel(config: Config, **parallel_settings: Any) -> Config:
     """Return the config with these parallel settings. Only the parallel section is copied."""
-    overridden = copy(config)
-    overridden.parallel = replace(config.parallel, **parallel_settings)
-    return overridden
+    candidate = copy(config)
+    candidate.parallel = replace(config.parallel, **parallel_settings)
+    return candidate
 
 
 def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: SearchSpace) -> list[LayoutChoice]:

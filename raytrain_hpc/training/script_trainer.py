@@ -222,16 +222,16 @@ class ScriptTrainer:
     def _backward(self, loss: Tensor, weight: float) -> Tensor:
         step = self._step or 0
         self._fault_injector.pre_forward(step)
-        weighted = self._script_loss.loss(loss, loss) * weight
+        weighted_loss = self._script_loss.loss(loss, loss) * weight
         self._snapshots.wait_for_copies()
         requests = (float(self._control.stop_requested), float(self._control.pause_requested))
-        sums = torch.tensor([float(weighted.detach()), *requests], dtype=torch.float64, device=self.device)
+        sums = torch.tensor([float(weighted_loss.detach()), *requests], dtype=torch.float64, device=self.device)
         if self.context.world_group is not None:  # all ranks wait here for the slowest; stalls are timed from here on
             dist.all_reduce(sums, group=self.context.world_group)
         self._control.set_phase("training")
         stashed = self._stash_gradients()
         with self._sync_gradients():
-            weighted.backward()  # type: ignore[no-untyped-call]
+            weighted_loss.backward()  # type: ignore[no-untyped-call]
         self._fault_injector.pre_reduce(step)
         if self.context.world_group is not None:
             for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
