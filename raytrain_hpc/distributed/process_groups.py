@@ -28,9 +28,9 @@ class GenerationAbortedError(Exception):
 class ParallelContext:
     """The rank, device, coordinates and process groups of one rank in one generation.
 
-    `mesh`: dimensions tp, pp, copies and dp_shard, as far as they are larger than 1; "copies" are the ranks that hold
+    `mesh`: dimensions tp, pp, copies and dp_shard, without those of size 1; "copies" are the ranks that hold
     the same part of the state. `axes`: those along which a model is sharded: tp, ep, ulysses and ring (the two parts of
-    cp), as far as they are larger than 1, and "tied", the first and the last pipeline stage if they are on two ranks.
+    cp), without those of size 1, and "tied", the first and the last pipeline stage if they are on two ranks.
     """
 
     rank: int
@@ -153,7 +153,7 @@ def _build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def _build_axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
-    """Build the axes ep, tp, ulysses and ring, as far as they are larger than 1. Collective."""
+    """Build the axes ep, tp, ulysses and ring, without those of size 1. Collective."""
     axes = {}
     coordinates = layout.get_coordinates(rank)
     if layout.ep > 1:

@@ -36,7 +36,7 @@ from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
-_POLL_INTERVAL_S = 0.05  # between two checks of health and requests; the end of a rank is noticed at once
+_POLL_INTERVAL_S = 0.05  # between two checks of health and requests; `ray.wait` returns at once when a rank ends
 _RECALL_TIMEOUT_S = 10.0
 _REPLY_TIMEOUT_S = 0.3
 _ABORT_DELAY_S = 0.2  # a collective whose peer has died fails sooner

@@ -25,7 +25,7 @@ _HALF_EFFICIENCY_WIDTH = 50.0
 _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
 _COMPILE_SPEEDUP = 1.18  # of matrix products in compiled blocks (RESULTS.md)
-_MAX_EFFICIENCY = 0.9  # of the peak, whatever the calibration
+_MAX_EFFICIENCY = 0.9  # upper limit of the fraction of the peak, for any calibration
 _HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps
 _DISK_GBS = 2.0
 _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter: norm 1, scaling 2, AdamW 7
@@ -33,7 +33,7 @@ _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds per step by component. Communication counts only as far as it is not overlapped."""
+    """Seconds per step by component. Only communication that is not overlapped counts."""
 
     compute: float
     tensor: float

@@ -80,9 +80,9 @@ class HeartbeatReader:
     """The monitor's side of a heartbeat: reads the file of one worker."""
 
     def __init__(self, pid: int, path: Path):
-        """Open the file. Raises OSError if the worker does not exist any more."""
+        """Open the file. Raises OSError if the worker no longer exists."""
         if _MEMFD_NAME not in os.readlink(path):
-            raise FileNotFoundError(f"process {pid} is not the worker any more: {path} is not a heartbeat")
+            raise FileNotFoundError(f"process {pid} is no longer the worker: {path} is not a heartbeat")
         self.pid = pid
         self._stacks = path.open()
         self._fields = memoryview(mmap.mmap(self._stacks.fileno(), _FIELD_BYTES, prot=mmap.PROT_READ)).cast("q")

@@ -48,7 +48,7 @@ def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModul
 def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelContext) -> ParallelModel:
     """Build and parallelize this rank's stages. Collective over all ranks.
 
-    Weights get their initial values if the run starts afresh; otherwise they are left for the checkpoint or snapshot.
+    Weights get their initial values in a fresh run; otherwise a checkpoint or snapshot is loaded into them later.
     """
     config, layout = spec.config, context.layout
     stages = layout.pipeline.get_stages_of_rank(context.coordinates["pp"])

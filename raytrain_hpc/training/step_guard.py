@@ -18,10 +18,10 @@ BadStepKind = Literal["not finite", "loss spike"]
 
 
 class StepGuard:
-    """Check of the loss and gradient norm of each step, with the reaction `fault.on_nan`. All ranks decide alike.
+    """Check of the loss and gradient norm of each step, with the reaction `fault.on_nan`. Equal on all ranks.
 
-    `recent_losses`: losses of the last steps, [WINDOW], part of the state so that a resumed run decides alike.
-    `find_responsible_rank`: returns the lowest rank that computes one of the given microbatches. `rollback(step)`:
+    `recent_losses`: losses of the last steps, [WINDOW]; part of the state, so that a resumed run decides in the same
+    way. `find_responsible_rank`: returns the lowest rank that computes one of the given microbatches. `rollback(step)`:
     restores the state of an earlier step and returns that step.
     """
 

@@ -184,7 +184,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def recall(self, after_step: int) -> list[Record]:
-        """Return the metrics of the steps after `after_step`, as far as they are remembered."""
+        """Return the metrics of the steps after `after_step` that are still in memory."""
         return self._control.recall_metrics(after_step)
 
     @ray.method(concurrency_group="control")

@@ -98,8 +98,8 @@ class DocumentReader:
             except UnicodeDecodeError as error:
                 text_kind = "of the decompressed text " if self.file_range.file.compression else ""
                 raise DataError(
-                    f"{self.file_range.file.path}: byte {begin + error.start} {text_kind}is not UTF-8 ({error.reason}); "
-                    "convert the file, or use tokenizer byte"
+                    f"{self.file_range.file.path}: byte {begin + error.start} {text_kind}is not UTF-8 "
+                    f"({error.reason}); convert the file, or use tokenizer byte"
                 ) from error
             num_consumed += len(block)
             if text:
