@@ -28,7 +28,7 @@ Batch = TypeVar("Batch")
 
 
 class ScriptRun:
-    """Handle of a training script to its run, returned by `attach`. Without a run, it stands for a single process."""
+    """Handle of a training script to its run, returned by `attach`. Without a run, it represents a single process."""
 
     def __init__(self, rank: ScriptRank | None):
         self._rank = rank
@@ -95,21 +95,21 @@ def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Scr
 
 
 def _count_rows(batch: Any) -> int:
-    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if isinstance(parts, list | tuple):
-        sizes = {_count_rows(part) for part in parts}
+    items = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(items, list | tuple):
+        sizes = {_count_rows(item) for item in items}
         if len(sizes) != 1:
             raise ModelError(f"local_batch: tensors have {sorted(sizes)} rows; all need the same number")
         return sizes.pop()
-    if not hasattr(parts, "to") or not getattr(parts, "shape", None):
-        raise ModelError(f"local_batch: a batch holds {type(parts).__name__}; pass tensors with one row per sample")
-    return int(parts.shape[0])
+    if not hasattr(items, "to") or not getattr(items, "shape", None):
+        raise ModelError(f"local_batch: a batch holds {type(items).__name__}; pass tensors with one row per sample")
+    return int(items.shape[0])
 
 
 def _slice_rows(batch: Any, rows: slice, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
-        return {key: _slice_rows(part, rows, device) for key, part in batch.items()}
+        return {key: _slice_rows(item, rows, device) for key, item in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [_slice_rows(part, rows, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        items = [_slice_rows(item, rows, device) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch[rows].to(device)

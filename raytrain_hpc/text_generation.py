@@ -58,10 +58,10 @@ def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
     if not directory.tokenizer.exists():
         raise DataError(f"{directory.path}: the run has no tokenizer (synthetic tokens have none)")
     try:
-        plain = json.loads(directory.tokenizer.read_text())
+        data = json.loads(directory.tokenizer.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{directory.tokenizer}: cannot be read ({error}); resume the run to write it again") from error
-    return tokenizer_from_json(plain)
+    return tokenizer_from_json(data)
 
 
 def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decoder, int]:

@@ -1,4 +1,4 @@
-"""Benchmarks that alternate between the platform and a peer. `raytrain-hpc bench NAME` calls `run` of module NAME."""
+"""Benchmarks, most of them against a baseline. `raytrain-hpc bench NAME` calls `run` of the module NAME."""
 
 BENCHMARKS = (
     "step",

@@ -44,15 +44,18 @@ def _measure_throughput(workers: int, cycles: int, address: str, table: Table) -
     platform_run = run_platform([*overrides, f"cluster.address={address}"])
     with_checkpoint, without_checkpoint = measure_windows(platform_run.commit_times)
     tokens = INTERVAL * config.train.global_batch * config.train.seq_len
-    lost = [
+    lost_fractions = [
         1 - (before + after) / 2 / between
         for between, before, after in zip(with_checkpoint, without_checkpoint, without_checkpoint[1:], strict=False)
     ]
     log_progress(
-        f"{workers} workers, throughput lost per checkpoint: {', '.join(f'{fraction:.1%}' for fraction in lost)}"
+        f"{workers} workers, throughput lost per checkpoint: "
+        f"{', '.join(f'{fraction:.1%}' for fraction in lost_fractions)}"
     )
     rates = (tokens / median(with_checkpoint), tokens / median(without_checkpoint))
-    table.add_row("tok/s", workers, *rates, median(lost), lost, GOAL, median(lost) <= GOAL)
+    table.add_row(
+        "tok/s", workers, *rates, median(lost_fractions), lost_fractions, GOAL, median(lost_fractions) <= GOAL
+    )
     waits = [1000 * line["time/checkpoint_s"] for line in platform_run.metrics[:-1] if line["time/checkpoint_s"]]
     table.add_row("time a step waits for staging, ms", workers, median(waits), None, None, None, None, None)
 

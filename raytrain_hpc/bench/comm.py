@@ -20,7 +20,7 @@ def run(rounds: int) -> Table:
         rounds_of_timings = [probe.measure_collectives(MESSAGE_SIZES) for _ in range(rounds)]
         device = probe.cluster.device_name
     timings = [
-        _median_over_rounds([round_timings[group] for round_timings in rounds_of_timings])
+        _compute_medians([round_timings[group] for round_timings in rounds_of_timings])
         for group in range(len(rounds_of_timings[0]))
     ]
     table = build_table(timings)
@@ -52,7 +52,7 @@ def build_table(timings: list[CollectiveTimings]) -> Table:
     return table
 
 
-def _median_over_rounds(rounds: list[CollectiveTimings]) -> CollectiveTimings:
+def _compute_medians(rounds: list[CollectiveTimings]) -> CollectiveTimings:
     """Take the median over rounds for each operation and size."""
     first = rounds[0]
     seconds = {

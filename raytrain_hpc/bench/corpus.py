@@ -17,14 +17,14 @@ def write_corpus(folder: Path, size: int) -> list[Path]:
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources if path.stat().st_size]
     folder.mkdir()
     files: list[Path] = []
-    written, rng = 0, random.Random(0)
-    while written < size:
+    num_written, rng = 0, random.Random(0)
+    while num_written < size:
         files.append(folder / f"part-{len(files):04d}.jsonl")
-        start = written
+        start = num_written
         with files[-1].open("w", encoding="utf-8") as file:
-            while written < size and written - start < _PART_BYTES:
+            while num_written < size and num_written - start < _PART_BYTES:
                 text = rng.choice(texts)
                 line = json.dumps({"text": text}) + "\n"
                 file.write(line)
-                written += len(line)
+                num_written += len(line)
     return files

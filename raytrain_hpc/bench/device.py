@@ -100,8 +100,8 @@ def _measure(case: Case, steps: int, device: torch.device, table: Table) -> None
     device_name = torch.cuda.get_device_name(device)
     overrides = [*BASE_OVERRIDES, *case.overrides, f"train.steps={steps}"]
     config = load_config(None, overrides)
-    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    plan = predict(config, shape, device_name)
+    model_spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    plan = predict(config, model_spec, device_name)
     platform = measure_platform(config, device)
     release_memory()
     planned_gib = plan.footprint.allocated / 2**30
@@ -116,7 +116,13 @@ def _measure(case: Case, steps: int, device: torch.device, table: Table) -> None
         abs(error_percent) <= MEMORY_GOAL,
     ]
     _add_row(
-        table, case, config, "the platform", platform, _compute_mfu(config, shape, device_name, platform), remaining
+        table,
+        case,
+        config,
+        "the platform",
+        platform,
+        _compute_mfu(config, model_spec, device_name, platform),
+        remaining,
     )
     for peer, kind in (("plain", "decoder"), ("transformers", "transformers")) if case.with_baselines else ():
         if kind == "transformers" and importlib.util.find_spec("transformers") is None:
@@ -128,7 +134,7 @@ def _measure(case: Case, steps: int, device: torch.device, table: Table) -> None
             config,
             peer,
             baseline,
-            _compute_mfu(config, shape, device_name, baseline),
+            _compute_mfu(config, model_spec, device_name, baseline),
             [None, None, baseline.peak_gib],
         )
 
@@ -148,17 +154,17 @@ def _add_row(
     table.add_row(*row, *[None] * (len(table.columns) - len(row)))
 
 
-def _compute_mfu(config: Config, shape: ModelSpec, device: str, measurement: Measurement) -> float | None:
+def _compute_mfu(config: Config, model_spec: ModelSpec, device: str, measurement: Measurement) -> float | None:
     peak = get_peak_tflops(device, config.train.dtype)
-    mfu = compute_mfu(measurement.tokens_per_sec, compute_flops_per_token(shape, config.train.seq_len), 1, peak)
+    mfu = compute_mfu(measurement.tokens_per_sec, compute_flops_per_token(model_spec, config.train.seq_len), 1, peak)
     return None if mfu is None else 100 * mfu
 
 
-def predict(config: Config, shape: ModelSpec, device: str) -> Estimate:
+def predict(config: Config, model_spec: ModelSpec, device: str) -> Estimate:
     """Estimate speed and memory on one device of this name, with the default calibration."""
     machine = make_machine(find_device_preset(device) or "h100", 1, 1)
     layout = resolve_layout(config, 1)
-    return estimate_layout(config, shape, machine, Calibration(), layout, resolve_batching(config, layout))
+    return estimate_layout(config, model_spec, machine, Calibration(), layout, resolve_batching(config, layout))
 
 
 def measure_platform(config: Config, device: torch.device) -> Measurement:

@@ -1,4 +1,4 @@
-"""Interleave two training runs: both are alive, and they alternate in turns of a few steps.
+"""Interleave two training runs: both are started, and they alternate in turns of a few steps.
 
 The speed of a shared machine varies by about 10 % within a minute, so that runs one after the other are not comparable.
 Consecutive turns of a few seconds are. While one run has its turn, the other one is stopped by SIGSTOP.
@@ -44,7 +44,7 @@ class TrainingProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
         while len(self.read_commit_times()) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise self._exit_error()
+                raise self._make_exit_error()
             time.sleep(0.05)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -57,9 +57,9 @@ class TrainingProcess:
             try:
                 os.kill(pid, number)
             except ProcessLookupError as error:
-                raise self._exit_error() from error
+                raise self._make_exit_error() from error
 
-    def _exit_error(self) -> RunFailedError:
+    def _make_exit_error(self) -> RunFailedError:
         lines = [line for line in self.output.read_text().splitlines() if line.strip()]
         return RunFailedError(f"{self.name} ended early: {lines[-1] if lines else 'no output'}")
 

@@ -45,12 +45,12 @@ def measure_prefetch(stream: LocalStream, steps: int) -> float:
         max_items=_PREFETCH,
         max_bytes=1 << 30,
     )
-    taken = tokens = 0
-    while taken < steps * len(microbatches):
+    num_taken = tokens = 0
+    while num_taken < steps * len(microbatches):
         for microbatch in prefetcher.take().split_microbatches(stream.micro_batch):
             inputs, targets = microbatch.inputs, microbatch.targets
             tokens += min(inputs.size, targets.size)
-            taken += 1
+            num_taken += 1
     seconds = time.perf_counter() - start
     prefetcher.close()
     return tokens / seconds

@@ -85,7 +85,7 @@ def run(rounds: int) -> Table:
     for row in table.rows[-2:]:
         row["met"] = isinstance(cpu_share := row["with s per step"], float) and cpu_share <= 1 - GOAL
     table.notes += [
-        "1,024 tokens per step, one thread per worker; both runs are alive and alternate in turns of a few steps; "
+        "1,024 tokens per step, one thread per worker; both runs are started and alternate in turns of a few steps; "
         "ratio: median over pairs of consecutive turns; middle half: its quartiles",
         "heartbeats and agents cannot be switched off: their rows give the CPU time of their threads per wall time",
     ]

@@ -80,7 +80,7 @@ def _measure_speed(files: Sequence[Path], tokenizer: Path, directory: Path, roun
             if sum(split.tokens for split in manifest.splits.values()) != tokens:
                 raise RuntimeError("both sides must produce the same number of tokens")
             log_progress(f"one process {single_s[-1]:.1f} s, Ray Data {ray_s[-1]:.1f} s")
-    ratios = [single / parallel for single, parallel in zip(single_s, ray_s, strict=True)]
+    ratios = [single / ray for single, ray in zip(single_s, ray_s, strict=True)]
     goal = GOAL * count_cpus()
     speeds = [size / 1e6 / median(seconds) for seconds in (single_s, ray_s)]
     table.add_row("speed", size / 2**20, *speeds, median(ratios), ratios, None, goal, median(ratios) >= goal)

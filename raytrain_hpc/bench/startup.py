@@ -46,7 +46,13 @@ def run(rounds: int) -> Table:
     platform_runs, ray_train_runs = ([pair[i] for pair in pairs] for i in (0, 1))
     for part in PARTS:
         table.add_row(
-            part, _median_of_part(platform_runs, part), _median_of_part(ray_train_runs, part), None, None, None, None
+            part,
+            _compute_part_median(platform_runs, part),
+            _compute_part_median(ray_train_runs, part),
+            None,
+            None,
+            None,
+            None,
         )
     ratios = [sum(platform_parts.values()) / sum(ray_train_parts.values()) for platform_parts, ray_train_parts in pairs]
     totals = [median(sum(parts.values()) for parts in runs) for runs in (platform_runs, ray_train_runs)]
@@ -62,7 +68,7 @@ def run(rounds: int) -> Table:
     return table
 
 
-def _median_of_part(runs: Sequence[StartupParts], part: str) -> float:
+def _compute_part_median(runs: Sequence[StartupParts], part: str) -> float:
     return median(parts[part] for parts in runs)
 
 

@@ -49,7 +49,7 @@ def run(rounds: int) -> Table:
         for case in CASES:
             _measure(case, rounds, address, table)
     table.notes += [
-        "both runs are alive and alternate in turns of a few steps, the other one stopped by SIGSTOP; ratio: median "
+        "both runs are started and alternate in turns of a few steps, the other one stopped by SIGSTOP; ratio: median "
         "over pairs of consecutive turns, each by the median time from the end of a step to the end of the next; "
         "middle half: the quartiles of these ratios; tok/s: medians over the turns",
         "plain: one Python process, or DDP under torchrun; AdamW(fused=True), clip_grad_norm_, the same weights, "

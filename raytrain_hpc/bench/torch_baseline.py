@@ -88,8 +88,8 @@ class LogitsOnly(nn.Module):
         return logits
 
 
-def build_transformers_llama(shape: ModelSpec) -> nn.Module:
-    """Build transformers' Llama with the sizes of `shape`.
+def build_transformers_llama(model_spec: ModelSpec) -> nn.Module:
+    """Build transformers' Llama with the sizes of `model_spec`.
 
     Raises:
         ImportError: transformers is not installed.
@@ -97,13 +97,13 @@ def build_transformers_llama(shape: ModelSpec) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "tie_word_embeddings": shape.tie_embeddings,
+        "vocab_size": model_spec.vocab_size,
+        "hidden_size": model_spec.hidden_size,
+        "intermediate_size": model_spec.ffn_size,
+        "num_hidden_layers": model_spec.num_layers,
+        "num_attention_heads": model_spec.num_heads,
+        "num_key_value_heads": model_spec.num_kv_heads,
+        "tie_word_embeddings": model_spec.tie_embeddings,
         "attn_implementation": "sdpa",
     }
     config = LlamaConfig(**sizes)
@@ -124,15 +124,15 @@ def train_step(
 ) -> float:
     """Run one optimizer step on this rank's windows int64 [b, seq_len + 1]. Return their mean loss."""
     optimizer.zero_grad()
-    parts = [windows[i : i + job.micro_batch] for i in range(0, len(windows), job.micro_batch)]
+    microbatches = [windows[i : i + job.micro_batch] for i in range(0, len(windows), job.micro_batch)]
     total = torch.zeros((), device=job.device)
     loss_of = torch.compile(compute_loss) if job.compile else compute_loss
-    for number, part in enumerate(parts, start=1):
-        tokens = torch.from_numpy(part).to(job.device)
-        last = number == len(parts)
-        with nullcontext() if last else skip_gradient_sync(model):
+    for number, microbatch in enumerate(microbatches, start=1):
+        tokens = torch.from_numpy(microbatch).to(job.device)
+        is_last = number == len(microbatches)
+        with nullcontext() if is_last else skip_gradient_sync(model):
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=job.dtype == "bf16"):
-                loss = loss_of(model, tokens) / len(parts)
+                loss = loss_of(model, tokens) / len(microbatches)
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     if job.grad_clip:
@@ -154,14 +154,14 @@ def skip_gradient_sync(model: nn.Module) -> AbstractContextManager[None]:
 def main(job: BaselineJob, report: Path) -> None:
     """Train and write one line per step to `report`."""
     torch.set_num_threads(job.threads)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model = build_model(job).to(job.device)
-    if world > 1:
+    if world_size > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
     tokens = np.load(job.tokens, mmap_mode="r")
-    local_batch = job.global_batch // world
+    local_batch = job.global_batch // world_size
     report.with_name(f"{rank}.pid").write_text(str(os.getpid()))
     with report.open("a") if rank == 0 else open(os.devnull, "w") as file:
         for step in range(job.steps):
@@ -171,7 +171,7 @@ def main(job: BaselineJob, report: Path) -> None:
             if job.device == "cuda":
                 line["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             print(json.dumps(line), file=file, flush=True)
-    if world > 1:
+    if world_size > 1:
         dist.destroy_process_group()
 
 

@@ -54,7 +54,7 @@ class AsyncCheckpointWriter:
         self._buffer.synchronize()
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the write in progress. Return whether none is in progress any more.
+        """Wait at most `timeout` seconds for the write in progress. Return whether it has finished.
 
         Raises the exception, other than OSError, of an earlier write.
         """

@@ -100,15 +100,16 @@ class Lease:
         if that is unknown because the directory is gone or cannot be read.
         """
         with self._lock:
-            stored, own = _read(self.directory), self._record
+            stored, own_record = _read(self.directory), self._record
         if stored is None and not self.directory.is_dir():
             raise RunDirectoryError(f"{self.directory} is gone")
         if stored is None:
             raise LeaseLostError(f"{self.directory / LEASE_FILE} is gone; this driver stops publishing")
-        if not stored.is_same_lease(own):
+        if not stored.is_same_lease(own_record):
             raise LeaseLostError(
                 f"{self.directory} was taken over by {stored.owner} ({stored.host}, pid {stored.pid}, generation "
-                f"{stored.generation}); this driver, {own.owner} of generation {own.generation}, stops publishing"
+                f"{stored.generation}); this driver, {own_record.owner} of generation {own_record.generation}, stops "
+                "publishing"
             )
 
     def renew(self) -> None:

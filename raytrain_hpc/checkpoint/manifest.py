@@ -102,16 +102,16 @@ def build_index(reports: Sequence[ShardReport]) -> StateIndex:
 
     Raises CheckpointError if two entries disagree on a tensor's shape or dtype.
     """
-    first: dict[str, ShardEntry] = {}
+    first_entries: dict[str, ShardEntry] = {}
     boxes: dict[str, list[Box]] = {}
     for report in reports:
         for entry in report.entries:
-            known = first.setdefault(entry.name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                expected, actual = (f"{e.dtype} {list(e.shape)}" for e in (known, entry))
+            first_entry = first_entries.setdefault(entry.name, entry)
+            if (first_entry.shape, first_entry.dtype) != (entry.shape, entry.dtype):
+                expected, actual = (f"{e.dtype} {list(e.shape)}" for e in (first_entry, entry))
                 raise CheckpointError(f"{report.file} holds {entry.name} as {actual}, another rank as {expected}")
             boxes.setdefault(entry.name, []).append(Box(entry.offsets, entry.sizes))
-    return StateIndex(TensorSlices(name, e.shape, e.dtype, tuple(boxes[name])) for name, e in first.items())
+    return StateIndex(TensorSlices(name, e.shape, e.dtype, tuple(boxes[name])) for name, e in first_entries.items())
 
 
 def build_manifest(
@@ -134,10 +134,10 @@ def build_manifest(
     }
     # Convert to JSON and back, so that the checksum covers what a reader parses: string keys, lists for tuples.
     manifest = json.loads(json.dumps(manifest))
-    return {**manifest, "checksum": _checksum(manifest)}
+    return {**manifest, "checksum": _compute_checksum(manifest)}
 
 
-def _checksum(manifest: Mapping[str, Any]) -> str:
+def _compute_checksum(manifest: Mapping[str, Any]) -> str:
     """Compute the SHA-256 of the manifest without its checksum, to detect a damaged manifest."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -158,7 +158,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not of format {FORMAT}")
-    if manifest.get("checksum") != _checksum(manifest):
+    if manifest.get("checksum") != _compute_checksum(manifest):
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} does not match its own checksum")
     try:
         return _parse_checkpoint(path, manifest)

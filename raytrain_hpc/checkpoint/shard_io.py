@@ -47,14 +47,14 @@ def read_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
     first tensor that is missing, has another shape or dtype, or is not covered. Raises CheckpointCorruptedError if a
     file does not match the manifest.
     """
-    wanted = destination.to_index()
-    source = checkpoint.index.select(wanted)
-    if difference := find_difference(source, wanted):
+    destination_index = destination.to_index()
+    source_index = checkpoint.index.select(destination_index)
+    if difference := find_difference(source_index, destination_index):
         raise CheckpointError(f"{checkpoint.path} does not fit this run: {difference} in the checkpoint")
-    for name, region in find_missing([source], wanted):
+    for name, region in find_missing([source_index], destination_index):
         raise CheckpointError(f"{checkpoint.path} does not hold {name}{region}")
     by_file: dict[str, list[tuple[ShardLocation, RegionCopy]]] = {}
-    for copy in plan_copies(source, wanted):
+    for copy in plan_copies(source_index, destination_index):
         location = checkpoint.locations[copy.name][copy.source_box_number]
         by_file.setdefault(location.file, []).append((location, copy))
     for file, copies in by_file.items():

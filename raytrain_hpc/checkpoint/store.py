@@ -120,19 +120,19 @@ class CheckpointStore:
         The earlier one is moved to a hidden name first. After a crash between the two renames, `remove_leftovers` moves
         it back.
         """
-        replaced = final.with_name(f".replaced-{final.name}")
+        replaced_path = final.with_name(f".replaced-{final.name}")
         exists = final.exists()
         if exists:
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
+            shutil.rmtree(replaced_path, ignore_errors=True)
+            final.rename(replaced_path)
         try:
             staging.rename(final)
         except OSError:
             if exists:
-                replaced.rename(final)
+                replaced_path.rename(final)
             raise
         _sync_directory(self.root)
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(replaced_path, ignore_errors=True)
 
     def list_steps(self) -> list[int]:
         """Return the steps of all checkpoints with a manifest, ascending. Nothing is verified."""
@@ -180,10 +180,10 @@ class CheckpointStore:
             if step >= oldest_kept:
                 break
             # Hidden first: an interrupted deletion must not look like a corrupted checkpoint.
-            hidden = path.with_name(f".pruned-{path.name}")
+            hidden_path = path.with_name(f".pruned-{path.name}")
             try:
-                path.rename(hidden)
-                shutil.rmtree(hidden)
+                path.rename(hidden_path)
+                shutil.rmtree(hidden_path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be deleted: {error.strerror}") from error
             deleted.append(path)
@@ -198,10 +198,10 @@ class CheckpointStore:
         if not self.root.is_dir():
             return
         for path in list(self.root.iterdir()):
-            replaced = _REPLACED_PATTERN.fullmatch(path.name)
+            match = _REPLACED_PATTERN.fullmatch(path.name)
             try:
-                if replaced and not (self.root / replaced[1]).exists():
-                    path.rename(self.root / replaced[1])
+                if match and not (self.root / match[1]).exists():
+                    path.rename(self.root / match[1])
                 elif path.name.startswith((".staging-step-", ".replaced-step-", ".pruned-step-")):
                     shutil.rmtree(path)
             except OSError as error:

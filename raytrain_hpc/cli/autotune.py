@@ -95,26 +95,28 @@ def measure_layouts(config: Config, num_layouts: int, steps: int, log: Callable[
     """
     from raytrain_hpc.driver.cluster_probe import inspect_running_cluster
 
-    machine, config = inspect_running_cluster(config), _minimal_config(config)
-    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    before, space = load_calibration(machine.device.name), build_search_space(config, has_accelerator=True)
-    best = [estimate for estimate in rank_layouts(config, shape, machine, before, space) if estimate.fits][:num_layouts]
+    machine, config = inspect_running_cluster(config), _make_minimal_config(config)
+    model_spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    old_calibration, space = load_calibration(machine.device.name), build_search_space(config, has_accelerator=True)
+    best = [
+        estimate for estimate in rank_layouts(config, model_spec, machine, old_calibration, space) if estimate.fits
+    ][:num_layouts]
     if not best:
         raise LayoutError("parallel", "auto", "", "no layout fits into memory; run raytrain-hpc plan for remedies")
     trials = [_run_trial(config, estimate, machine.num_devices, steps, log) for estimate in best]
     measured = [trial for trial in trials if trial.step_s is not None]
 
     def predict(calibration: Calibration) -> list[float]:
-        model = CostModel(make_workload(config, shape), machine, calibration)
+        model = CostModel(make_workload(config, model_spec), machine, calibration)
         return [model.estimate_step(trial.estimate.choice).total for trial in measured]
 
-    after = refit(predict, [trial.step_s for trial in measured if trial.step_s is not None], before)
+    new_calibration = refit(predict, [trial.step_s for trial in measured if trial.step_s is not None], old_calibration)
     if measured:
-        save_calibration(machine.device.name, after)
-    return AutotuneResult(machine, tuple(trials), before, after, tuple(predict(after)))
+        save_calibration(machine.device.name, new_calibration)
+    return AutotuneResult(machine, tuple(trials), old_calibration, new_calibration, tuple(predict(new_calibration)))
 
 
-def _minimal_config(config: Config) -> Config:
+def _make_minimal_config(config: Config) -> Config:
     """Return a copy of the config with random tokens, and without checkpoints, samples and TensorBoard."""
     minimal = copy(config)
     vocabulary = 256 if config.model.vocab_size == "auto" else config.model.vocab_size
@@ -138,7 +140,7 @@ def _run_trial(config: Config, estimate: Estimate, world_size: int, steps: int, 
             train(trial_config, quiet=True)
         except RaytrainError as error:
             return Trial(estimate, None, None, " ".join(str(error).split())[:120])
-        records = [json.loads(text) for text in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
     return Trial(estimate, *_summarize_metrics(records))
 
 

@@ -1,4 +1,4 @@
-"""`raytrain-hpc bench`: run a benchmark against a peer."""
+"""`raytrain-hpc bench`: run a benchmark and print its table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.argument("what", type=click.Choice(BENCHMARKS))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Number of alternating rounds."
+    "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Number of measurement rounds."
 )
 @one_line_errors
 def bench(what: str, as_json: bool, rounds: int) -> None:
-    """Run a benchmark that alternates between the platform and a peer."""
+    """Run a benchmark; most alternate between raytrain-hpc and a baseline, such as plain PyTorch or Ray Train."""
     table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds)
     click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.to_markdown())

@@ -56,21 +56,21 @@ class ClusterReport:
             yield f"{check.state:<5} {check.name:<12} {check.found}"
             if check.remedy:
                 yield f"{'':<18} -> {check.remedy}"
-        for reach in self.timings:
+        for timings in self.timings:
             yield ""
-            yield f"{reach.scope}: {reach.ranks} workers on {reach.nodes} {_pluralize_nodes(reach.nodes)}"
+            yield f"{timings.scope}: {timings.ranks} workers on {timings.nodes} {_pluralize_nodes(timings.nodes)}"
             yield f"{'operation':<15} {'latency us':>11} {'GB/s':>8} {'at 8 MiB':>9}"
-            for name, seconds in reach.seconds.items():
-                line, largest = fit_link(name, reach.ranks, seconds), max(seconds)
-                bus = compute_bus_gbs(name, reach.ranks, largest, seconds[largest])
-                yield f"{name:<15} {1e6 * line.alpha_s:>11.0f} {line.gbs:>8.2f} {bus:>9.2f}"
+            for name, seconds in timings.seconds.items():
+                fit, largest = fit_link(name, timings.ranks, seconds), max(seconds)
+                bus = compute_bus_gbs(name, timings.ranks, largest, seconds[largest])
+                yield f"{name:<15} {1e6 * fit.alpha_s:>11.0f} {fit.gbs:>8.2f} {bus:>9.2f}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        reaches = [
-            {**asdict(reach), "seconds": {k: dict(v) for k, v in reach.seconds.items()}} for reach in self.timings
+        collectives = [
+            {**asdict(timings), "seconds": {k: dict(v) for k, v in timings.seconds.items()}} for timings in self.timings
         ]
-        return {"fit": self.is_healthy, "checks": [asdict(check) for check in self.checks], "collectives": reaches}
+        return {"fit": self.is_healthy, "checks": [asdict(check) for check in self.checks], "collectives": collectives}
 
 
 def examine_cluster(config: Config) -> ClusterReport:

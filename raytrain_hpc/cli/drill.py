@@ -110,8 +110,8 @@ class DrillReport:
         return {
             "struck": len(faults),
             "named": sum(fault.attributed_correctly for fault in faults),
-            "detected_s": [max(0.0, detected) for detected, _ in delays],
-            "recovered_s": [recovered for _, recovered in delays if recovered is not None],
+            "detected_s": [max(0.0, detected_s) for detected_s, _ in delays],
+            "recovered_s": [recovered_s for _, recovered_s in delays if recovered_s is not None],
         }
 
 
@@ -197,15 +197,15 @@ def build_report(faults: Sequence[InjectConfig], run_dir: Path) -> DrillReport:
     times = sorted((marker.stat().st_mtime, number) for number, marker in markers.items() if marker.exists())
     injected = []
     for position, (injected_at, number) in enumerate(times):
-        until = times[position + 1][0] if position + 1 < len(times) else float("inf")
-        matching = [incident for incident in incidents if injected_at - 0.05 <= incident["time"] < until]
+        next_injected_at = times[position + 1][0] if position + 1 < len(times) else float("inf")
+        matching = [incident for incident in incidents if injected_at - 0.05 <= incident["time"] < next_injected_at]
         rank = json.loads(markers[number].read_text())["rank"]
         injected.append(InjectedFault(faults[number], injected_at, rank, matching[0] if matching else None))
     last = {line["step"]: line for line in metrics}
     elapsed = metrics[-1]["time/unix"] - metrics[0]["time/unix"]
     committed = sum(line["time/step_s"] for step, line in last.items() if step > 1)
-    lost = sum(incident["steps_lost"] or 0 for incident in incidents)
-    return DrillReport(tuple(injected), len(faults), len(last), lost, committed / elapsed if elapsed else 1.0)
+    steps_lost = sum(incident["steps_lost"] or 0 for incident in incidents)
+    return DrillReport(tuple(injected), len(faults), len(last), steps_lost, committed / elapsed if elapsed else 1.0)
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:

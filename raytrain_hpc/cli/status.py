@@ -55,7 +55,7 @@ def _describe_state(run: RunRecord) -> str:
     try:
         Lease.check_available(run.path)
     except RunDirectoryError:
-        return "under way"
+        return "running"
     if run.result:
         return str(run.result["outcome"])
     return "not running; repeat the same command to resume" if run.metrics else "not running; no step committed yet"

@@ -143,11 +143,11 @@ def format_table(trials: Sequence[Trial]) -> list[str]:
     """Format the trials as a table, by validation loss (or else training loss); failed runs come last."""
     rows = [(trial, trial.read_metrics()) for trial in trials]
 
-    def best_first(row: tuple[Trial, dict[str, float | None]]) -> tuple[bool, float]:
+    def sort_key(row: tuple[Trial, dict[str, float | None]]) -> tuple[bool, float]:
         loss = row[1]["validation"] if row[1]["validation"] is not None else row[1]["loss"]
         return row[0].exit_code not in (0, None) or loss is None, loss or 0.0
 
-    rows.sort(key=best_first)
+    rows.sort(key=sort_key)
     cells = [["run", *_COLUMNS]]
     for trial, metrics in rows:
         values = ["-" if metrics[name] is None else f"{metrics[name]:.5g}" for name in _COLUMNS]

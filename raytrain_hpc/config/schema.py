@@ -80,7 +80,7 @@ class DataConfig:
         "local: a thread per worker, from memory-mapped shards; auto: ray on a running cluster, else local.",
     )
     readers: int | str = key(
-        AUTO, "Reader processes of engine=ray, one CPU each; auto: one per node, as far as CPUs are free.", minimum=1
+        AUTO, "Reader processes of engine=ray, one CPU each; auto: one per node, limited by free CPUs.", minimum=1
     )
     ahead_steps: int = key(8, "Maximum number of steps to prefetch per worker.", minimum=1)
     ahead_mib: int = key(256, "Memory for prefetched data in MiB: per worker, and of engine=ray.", minimum=1)
@@ -283,7 +283,7 @@ class FaultConfig:
         "Seconds without progress after which a worker counts as failed; auto: nearly 3 steps, at least 0.8 s.",
         above=0,
     )
-    max_failures: int = key(3, "Consecutive failures without a committed step before the run gives up.", minimum=0)
+    max_failures: int = key(3, "Consecutive failures without a committed step that a run survives.", minimum=0)
     on_nan: Literal["stop", "skip", "rollback"] = key(
         "stop",
         "Reaction to a non-finite step or a loss spike that persists when recomputed, at most max_failures in a row. "

@@ -130,9 +130,9 @@ def _check_lora(config: Config) -> None:
     t, p = config.train, config.parallel
     if not t.lora_rank:
         return
-    known = TrainConfig().lora_targets
-    if not t.lora_targets or not set(t.lora_targets) <= set(known):
-        raise _make_error(config, "train.lora_targets", f"choose from {', '.join(known)}")
+    default_targets = TrainConfig().lora_targets
+    if not t.lora_targets or not set(t.lora_targets) <= set(default_targets):
+        raise _make_error(config, "train.lora_targets", f"choose from {', '.join(default_targets)}")
     for axis in ("tp", "cp", "pp", "ep"):
         if getattr(p, axis) > 1:
             raise _make_error(

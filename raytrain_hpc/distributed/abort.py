@@ -91,7 +91,7 @@ def list_connections() -> list[Connection]:
 
 
 def _to_endpoint(address: Any) -> Endpoint:
-    """Return (address, port), with an IPv4-mapped IPv6 address as IPv4, so that both sides write it alike."""
+    """Return (address, port), with an IPv4-mapped IPv6 address as IPv4, so that both sides have the same form."""
     return address[0].removeprefix("::ffff:"), address[1]
 
 

@@ -28,9 +28,9 @@ class GenerationAbortedError(Exception):
 class ParallelContext:
     """The rank, device, coordinates and process groups of one rank in one generation.
 
-    `mesh`: dimensions tp, pp, copies and dp_shard, as far as they are larger than 1; "copies" are the ranks that hold
+    `mesh`: dimensions tp, pp, copies and dp_shard, without those of size 1; "copies" are the ranks that hold
     the same part of the state. `axes`: those along which a model is sharded: tp, ep, ulysses and ring (the two parts of
-    cp), as far as they are larger than 1, and "tied", the first and the last pipeline stage if they are on two ranks.
+    cp), without those of size 1, and "tied", the first and the last pipeline stage if they are on two ranks.
     """
 
     rank: int
@@ -133,7 +133,7 @@ def _wait_for_all_ranks(store: PrefixStore, world_size: int, timeout_s: float) -
     increments a counter, and the last one sets the decision, so the cost per rank is constant. Raises
     GenerationAbortedError if the driver reports a lost rank first, or after the timeout.
     """
-    if store.add("here", 1) == world_size:
+    if store.add("arrived", 1) == world_size:
         store.set(DECISION_KEY, FORMED)
     try:
         store.wait([DECISION_KEY], timedelta(seconds=timeout_s))
@@ -153,7 +153,7 @@ def _build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def _build_axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
-    """Build the axes ep, tp, ulysses and ring, as far as they are larger than 1. Collective."""
+    """Build the axes ep, tp, ulysses and ring, without those of size 1. Collective."""
     axes = {}
     coordinates = layout.get_coordinates(rank)
     if layout.ep > 1:

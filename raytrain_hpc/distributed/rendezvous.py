@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DECISION_KEY = "decided"  # key in the store, set once per generation, to FORMED or ABORTED
-FORMED, ABORTED = "formed", "fallen"
+FORMED, ABORTED = "formed", "aborted"
 
 
 @dataclass(frozen=True)

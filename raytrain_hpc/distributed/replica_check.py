@@ -10,7 +10,7 @@ from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 
 
 class ReplicaMismatchError(Exception):
-    """Replicas differ. `ranks` disagree with the majority, or, without a majority, are all that differ."""
+    """Replicas differ. `ranks`: those that disagree with the majority; without a majority, all that differ."""
 
     def __init__(self, ranks: tuple[int, ...], has_majority: bool):
         self.ranks, self.has_majority = ranks, has_majority

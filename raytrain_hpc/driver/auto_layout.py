@@ -29,16 +29,18 @@ def resolve_auto_layout(
     choice and its expected step time are printed. Raises LayoutError if no layout is legal.
     """
     config = copy(prepared.config)
-    accelerated = cluster.device == "cuda"
-    free = dict(build_search_space(config, has_accelerator=accelerated, data_parallel_only=prepared.custom is not None))
+    has_accelerator = cluster.device == "cuda"
+    free_settings = dict(
+        build_search_space(config, has_accelerator=has_accelerator, data_parallel_only=prepared.custom is not None)
+    )
     if prepared.stored_batching is not None:  # the batch was split when the run first started
-        free.pop("micro_batch", None)
+        free_settings.pop("micro_batch", None)
         config.train = replace(config.train, micro_batch=prepared.stored_batching.size)
-    if not free:
+    if not free_settings:
         return prepared
     machine = build_machine(world, cluster)
-    best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free)[0]
-    print_line(f"planned {', '.join(sorted(free))}: {describe_fit(best, machine)}")
+    best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free_settings)[0]
+    print_line(f"planned {', '.join(sorted(free_settings))}: {describe_fit(best, machine)}")
     print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
     for remedy in () if best.fits else suggest_remedies(best, make_workload(config, prepared.model_spec), machine):
         print_line(f"        may run out of memory; {remedy}")
@@ -59,13 +61,13 @@ def build_machine(world: int, cluster: Topology) -> Machine:
 
     Uneven nodes count as the greatest common divisor of their sizes. A device of unknown name is assumed to be an H100.
     """
-    per_node = world
+    workers_per_node = world
     for node in cluster.nodes:
-        per_node = gcd(per_node, node.slots) if node.slots < world else per_node
+        workers_per_node = gcd(workers_per_node, node.slots) if node.slots < world else workers_per_node
     device_name = cluster.device_name
-    result = make_machine(
-        device_name or _FALLBACK_DEVICE, world // per_node, per_node, measured=load_links(device_name)
+    machine = make_machine(
+        device_name or _FALLBACK_DEVICE, world // workers_per_node, workers_per_node, measured=load_links(device_name)
     )
     if device_name:
-        return result
-    return replace(result, device=replace(result.device, name=f"device assumed to be an {_FALLBACK_DEVICE}"))
+        return machine
+    return replace(machine, device=replace(machine.device, name=f"device assumed to be an {_FALLBACK_DEVICE}"))

@@ -167,8 +167,8 @@ class HealthMonitor:
         """
         self._poll_agents()
         silent_s = {node: agent.measure_silence_s() for node, agent in self._remote_agents.items()}
-        refusing = [node for node, agent in self._remote_agents.items() if rank_failed and agent.is_raylet_down()]
-        return find_lost_nodes(silent_s, has_lost_ranks=rank_failed, dead_nodes=refusing)
+        dead_nodes = [node for node, agent in self._remote_agents.items() if rank_failed and agent.is_raylet_down()]
+        return find_lost_nodes(silent_s, has_lost_ranks=rank_failed, dead_nodes=dead_nodes)
 
     def remove_node(self, node: str) -> None:
         """Kill the agent of a lost node and stop watching it."""

@@ -65,7 +65,7 @@ class IncidentLog:
             self._write()
 
     def record_commit(self, commit_unix: float) -> dict[str, Any] | None:
-        """Record that a step was committed, and return the failure from which the run thereby recovered, or None."""
+        """Record that a step was committed, and return the failure from which the run has now recovered, or None."""
         if self._open_incident is None:
             return None
         incident, self._open_incident["recovered_s"] = self._open_incident, commit_unix - self._open_incident["time"]

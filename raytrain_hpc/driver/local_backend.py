@@ -50,9 +50,9 @@ class LocalWorkerGroup:
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         """Return host and device facts of this process, which is rank 0."""
-        cuda = self._device.type == "cuda"
-        device_name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
-        memory_gib = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None
+        use_cuda = self._device.type == "cuda"
+        device_name = torch.cuda.get_device_name(self._device) if use_cuda else "cpu"
+        memory_gib = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if use_cuda else None
         host = socket.gethostname()
         now = time.time()
         return [

@@ -75,7 +75,7 @@ class NodeAgent:
             return NodeHealth(self._suspects, self._worker_health)
 
     def collect_stacks(self) -> dict[int, str]:
-        """Return the thread stacks of every watched rank, as far as they are written within 0.1 s."""
+        """Return the thread stacks of every watched rank; empty or partial after 0.1 s."""
         with self._lock:
             for heartbeat in self._heartbeat_of_rank.values():
                 heartbeat.request_stacks()

@@ -11,7 +11,7 @@ from raytrain_hpc.planner.pipeline_timeline import Span, compute_idle_fraction, 
 
 
 class TimelineWriter:
-    """Collects the pipeline actions of each step from all ranks. Clocks of different nodes are not aligned."""
+    """Writer of the pipeline actions of each step, from all ranks. Clocks of different nodes are not aligned."""
 
     def __init__(self, directory: Path):
         self._directory = directory

@@ -36,7 +36,7 @@ from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
-_POLL_INTERVAL_S = 0.05  # between two checks of health and requests; the end of a rank is noticed at once
+_POLL_INTERVAL_S = 0.05  # between two checks of health and requests; `ray.wait` returns at once when a rank ends
 _RECALL_TIMEOUT_S = 10.0
 _REPLY_TIMEOUT_S = 0.3
 _ABORT_DELAY_S = 0.2  # a collective whose peer has died fails sooner
@@ -164,8 +164,8 @@ class RayWorkerGroup:
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_INTERVAL_S)
             if ready and pending:  # most ranks end at the same time
-                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-                ready = [*ready, *more]
+                more_ready, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+                ready = [*ready, *more_ready]
             if any(self._get_failure(run_ref, self._rank_of_run[run_ref]) is not None for run_ref in ready):
                 raise self._abort_generation(time.time(), [])
             if pending and (failures := [*self._find_unresponsive_ranks(), *self._handle_stragglers(on_record)]):

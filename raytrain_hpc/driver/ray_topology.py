@@ -53,9 +53,9 @@ def resolve_world_size(config: Config, cluster: Topology) -> int:
 
     It is the number that the settings fix; otherwise one per GPU, or two on CPU, rounded down to whole model replicas.
     """
-    fixed = get_fixed_world_size(config)
-    if fixed is not None:
-        return fixed
+    fixed_size = get_fixed_world_size(config)
+    if fixed_size is not None:
+        return fixed_size
     if config.cluster.workers != AUTO:
         return int(config.cluster.workers)
     slots = cluster.total_slots if cluster.device == "cuda" else min(DEFAULT_CPU_WORKERS, cluster.total_slots)

@@ -269,16 +269,16 @@ def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) 
 
     Raises CheckpointError if checkpoints exist but none is valid: the user has to decide whether to start over.
     """
-    damaged: list[str] = []
+    damaged_names: list[str] = []
 
     def report_damage(path: Path, reason: str) -> None:
-        damaged.append(path.name)
+        damaged_names.append(path.name)
         warn(f"damaged checkpoint skipped: {path}: {reason}")
 
     newest = store.find_newest_valid(report_damage)
-    if newest is None and damaged:
+    if newest is None and damaged_names:
         raise CheckpointError(
-            f"{store.root}: none of its checkpoints is valid ({', '.join(damaged)}); remove them to start over"
+            f"{store.root}: none of its checkpoints is valid ({', '.join(damaged_names)}); remove them to start over"
         )
     return newest
 

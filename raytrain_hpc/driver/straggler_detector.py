@@ -1,4 +1,4 @@
-"""Detection of ranks that keep the others waiting for some time."""
+"""Straggler detection: ranks that are slower than the others in several consecutive readings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIN_CONSECUTIVE = 3  # readings in which a rank must be slow, since one may be 
 
 
 class StragglerDetector:
-    """Comparison of successive health readings within one generation.
+    """Detector of slow ranks, from successive health readings of one generation.
 
     `factor`: a rank is slow if the same work takes it this many times as long as the other ranks.
     """

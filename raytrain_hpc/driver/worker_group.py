@@ -59,9 +59,9 @@ class ActorPool:
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
         self.warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
         self._placement_groups: list[PlacementGroup] = []
-        shares = assign_workers_to_nodes(count, cluster, config.parallel.tp)
+        workers_by_node = assign_workers_to_nodes(count, cluster, config.parallel.tp)
         # Name the nodes only if racks matter; otherwise Ray chooses those that are free.
-        self._slots = self._reserve(list(shares.values()), list(shares) if cluster.has_racks else ())
+        self._slots = self._reserve(list(workers_by_node.values()), list(workers_by_node) if cluster.has_racks else ())
         if not self._placement_groups[0].wait(config.cluster.start_timeout):
             self.close()
             raise ClusterError(
@@ -147,21 +147,21 @@ class ActorPool:
         for group in self._placement_groups:
             remove_placement_group(group)
 
-    def _reserve(self, shares: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
-        """Reserve one bundle per share and return the slots, one per unit of a share.
+    def _reserve(self, bundle_sizes: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
+        """Reserve one bundle per entry of `bundle_sizes`, and return its slots: as many per bundle as its size.
 
         The bundles of the first reservation are on different nodes, on `nodes` if given.
         """
-        if not shares:
+        if not bundle_sizes:
             return []
-        strategy = "PACK" if self._placement_groups or len(shares) == 1 else "STRICT_SPREAD"
+        strategy = "PACK" if self._placement_groups or len(bundle_sizes) == 1 else "STRICT_SPREAD"
         group = placement_group(
-            [{self._cluster.ray_resource: share} for share in shares],
+            [{self._cluster.ray_resource: bundle_size} for bundle_size in bundle_sizes],
             strategy=strategy,
             bundle_label_selector=[{"ray.io/node-id": node} for node in nodes] or None,
         )
         self._placement_groups.append(group)
-        return [(group, bundle) for bundle, share in enumerate(shares) for _ in range(share)]
+        return [(group, bundle) for bundle, bundle_size in enumerate(bundle_sizes) for _ in range(bundle_size)]
 
     def _start_worker(self, slot: Slot) -> None:
         gpus = 1 if self._cluster.device == "cuda" else 0

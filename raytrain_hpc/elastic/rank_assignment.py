@@ -63,12 +63,12 @@ def _match_nodes(
         counts.update(target for part in own_parts for target in nodes_needing.get(part, ()))
         overlaps += [(-count, index != target, index, target) for target, count in counts.items()]
     target_of: dict[int, int] = {}
-    taken: set[int] = set()
+    taken_targets: set[int] = set()
     for _, _, index, target in sorted(overlaps):
-        if index not in target_of and target not in taken:
+        if index not in target_of and target not in taken_targets:
             target_of[index] = target
-            taken.add(target)
-    free_targets = iter(index for index in range(len(nodes)) if index not in taken)
+            taken_targets.add(target)
+    free_targets = iter(index for index in range(len(nodes)) if index not in taken_targets)
     return {nodes[n]: nodes[target_of[n] if n in target_of else next(free_targets)] for n in range(len(nodes))}
 
 

@@ -67,7 +67,7 @@ class Suspect:
 
     rank: int
     kind: SuspectKind
-    silent_s: float
+    silent_s: float  # age of its heartbeat or of its last progress, by `kind`
     timeout_s: float
 
 

@@ -72,8 +72,8 @@ def export_model(
     checkpoint = _find_checkpoint(run_dir, step)
     spec = ModelSpec(**checkpoint.meta["model"])
     mappings = build_weight_mappings(spec)
-    stored = checkpoint.index[f"model.{mappings[0].name}"].dtype
-    dtype = stored if dtype is None else dtype
+    stored_dtype = checkpoint.index[f"model.{mappings[0].name}"].dtype
+    dtype = stored_dtype if dtype is None else dtype
     if dtype not in EXPORT_DTYPES:
         raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
     max_positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
@@ -137,11 +137,11 @@ def _group_into_shards(
 def _read_tensors(checkpoint: Checkpoint, group: Sequence[WeightMapping], dtype: str) -> Iterator[torch.Tensor]:
     for mapping in group:
         name = f"model.{mapping.name}"
-        stored = checkpoint.index[name].dtype
-        hf_tensor = torch.empty(mapping.hf_shape, dtype=TORCH_DTYPES[stored])
+        stored_dtype = checkpoint.index[name].dtype
+        hf_tensor = torch.empty(mapping.hf_shape, dtype=TORCH_DTYPES[stored_dtype])
         read_merged_state(
             checkpoint,
-            ShardedState([StateShard(name, mapping.shape, stored, mapping.box, mapping.to_native(hf_tensor))]),
+            ShardedState([StateShard(name, mapping.shape, stored_dtype, mapping.box, mapping.to_native(hf_tensor))]),
         )
         tensor = hf_tensor.to(TORCH_DTYPES[dtype])
         if dtype == "float16" and not bool(tensor.isfinite().all()):
@@ -163,25 +163,25 @@ def _write_tokenizer(run_dir: Path, directory: Path, max_positions: int) -> dict
 
     The files of an imported model are copied if the run has the same tokenizer, or none.
     """
-    stored, imported = run_dir / "tokenizer.json", _find_imported_files(run_dir)
+    tokenizer_path, imported_dir = run_dir / "tokenizer.json", _find_imported_files(run_dir)
     tokenizer_files: dict[str, str] = {}
     special_token_ids: dict[str, Any] = {}
-    if stored.exists():
-        tokenizer = tokenizer_from_json(read_json(stored))
+    if tokenizer_path.exists():
+        tokenizer = tokenizer_from_json(read_json(tokenizer_path))
         tokenizer_files, special_token_ids = (
             build_tokenizer_files(tokenizer, max_positions),
             {"eos_token_id": tokenizer.end_of_text},
         )
         for name, text in tokenizer_files.items():
             (directory / name).write_text(text)
-    if imported is None or (
-        stored.exists() and tokenizer_files.get("tokenizer.json") != _read_text(imported / "tokenizer.json")
+    if imported_dir is None or (
+        tokenizer_path.exists() and tokenizer_files.get("tokenizer.json") != _read_text(imported_dir / "tokenizer.json")
     ):
         return special_token_ids
     for name in PASSTHROUGH_FILES:
-        if (imported / name).exists():
-            shutil.copyfile(imported / name, directory / name)
-    generation_config = read_json(imported / GENERATION_CONFIG_FILE)
+        if (imported_dir / name).exists():
+            shutil.copyfile(imported_dir / name, directory / name)
+    generation_config = read_json(imported_dir / GENERATION_CONFIG_FILE)
     return special_token_ids | {key: generation_config[key] for key in SPECIAL_TOKEN_KEYS if key in generation_config}
 
 

@@ -147,15 +147,15 @@ def _read_tensors(group: Sequence[WeightMapping], locations: Mapping[str, tuple[
 
 def _import_tokenizer(source: Path, directory: Path, config: Mapping[str, Any]) -> str | None:
     """Copy the tokenizer files and the special token ids; return the tokenizer's kind, or None without one."""
-    imported = directory / "huggingface"
-    imported.mkdir()
+    imported_dir = directory / "huggingface"
+    imported_dir.mkdir()
     for name in PASSTHROUGH_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, imported / name)
-    if not (imported / GENERATION_CONFIG_FILE).exists():
+            shutil.copyfile(source / name, imported_dir / name)
+    if not (imported_dir / GENERATION_CONFIG_FILE).exists():
         special_token_ids = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
-        (imported / GENERATION_CONFIG_FILE).write_text(json.dumps(special_token_ids, indent=2) + "\n")
-    if not (imported / "tokenizer.json").exists():
+        (imported_dir / GENERATION_CONFIG_FILE).write_text(json.dumps(special_token_ids, indent=2) + "\n")
+    if not (imported_dir / "tokenizer.json").exists():
         return None
     tokenizer = load_tokenizer(TokenizerSpec("hf", str(source)))
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(), indent=2) + "\n")

@@ -138,7 +138,7 @@ def _build_rotary_config(spec: ModelSpec, family: Family, positions: int) -> dic
 def _parse_llama(config: Mapping[str, Any]) -> ModelSpec:
     biases = {bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))}
     if len(biases) == 2:
-        raise _unsupported_value_error(
+        raise _make_value_error(
             "attention_bias", config.get("attention_bias"), "biases must be in all linear layers or in none"
         )
     return _parse_rotary_decoder(config, bias=biases.pop())
@@ -163,10 +163,10 @@ def _parse_mixtral(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _parse_rotary_decoder(config: Mapping[str, Any], **more: Any) -> ModelSpec:
+def _parse_rotary_decoder(config: Mapping[str, Any], **overrides: Any) -> ModelSpec:
     _require_config_value(config, "hidden_act", "silu", "only SiLU-gated feed-forward is supported")
     heads = int(config["num_attention_heads"])
-    shape = {
+    settings = {
         "vocab_size": int(config["vocab_size"]),
         "hidden_size": int(config["hidden_size"]),
         "num_layers": int(config["num_hidden_layers"]),
@@ -184,7 +184,7 @@ def _parse_rotary_decoder(config: Mapping[str, Any], **more: Any) -> ModelSpec:
         "init_std": float(config.get("initializer_range", 0.02)),
         "head_dim": int(config.get("head_dim") or 0),
     }
-    return ModelSpec(**{**shape, **_parse_rope(config), **more})
+    return ModelSpec(**{**settings, **_parse_rope(config), **overrides})
 
 
 def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return theta
     if kind != "llama3":
-        raise _unsupported_value_error("rope_scaling", kind, "only llama3 scaling is supported")
+        raise _make_value_error("rope_scaling", kind, "only llama3 scaling is supported")
     return theta | {
         "rope_factor": float(rope["factor"]),
         "rope_low_factor": float(rope["low_freq_factor"]),
@@ -206,9 +206,7 @@ def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise _unsupported_value_error(
-            "activation_function", config["activation_function"], "only tanh GELU is supported"
-        )
+        raise _make_value_error("activation_function", config["activation_function"], "only tanh GELU is supported")
     _require_config_value(config, "scale_attn_weights", True, "scores are always divided by sqrt(head_dim)")
     _require_config_value(config, "scale_attn_by_inverse_layer_idx", False, "all layers use the same scale")
     _require_config_value(config, "add_cross_attention", False, "only decoders are supported")
@@ -236,10 +234,10 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
 def _require_config_value(config: Mapping[str, Any], key: str, expected: Any, reason: str) -> None:
     value = config.get(key, expected)
     if value != expected:
-        raise _unsupported_value_error(key, value, reason)
+        raise _make_value_error(key, value, reason)
 
 
-def _unsupported_value_error(key: str, value: Any, reason: str) -> ModelError:
+def _make_value_error(key: str, value: Any, reason: str) -> ModelError:
     return ModelError(f"config.json: {key}={value!r}: not supported; {reason}")
 
 

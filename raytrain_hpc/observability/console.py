@@ -38,8 +38,8 @@ def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | No
         parts[-1] += f" ({format_count(metrics['throughput/tokens_per_sec_per_device'])}/worker)"
     if metrics["throughput/mfu"] is not None:
         parts.append(f"mfu {100 * metrics['throughput/mfu']:.1f}%")
-    share = f" {100 * metrics['memory/peak_gib'] / device_gib:.0f}%" if device_gib else ""
-    parts.append(f"mem {metrics['memory/peak_gib']:.2f}GiB{share}")
+    percent_text = f" {100 * metrics['memory/peak_gib'] / device_gib:.0f}%" if device_gib else ""
+    parts.append(f"mem {metrics['memory/peak_gib']:.2f}GiB{percent_text}")
     parts.append(f"eta {format_duration(seconds_left)}")
     if "val/loss" in metrics:
         parts.append(f"val {metrics['val/loss']:.4f}")

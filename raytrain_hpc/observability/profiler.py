@@ -43,13 +43,13 @@ def _start_profiler(profiler_name: str) -> Any:
     if profiler_name == "torch":
         from torch.profiler import profile
 
-        active: Any = profile(record_shapes=True)
+        profiler: Any = profile(record_shapes=True)
     else:
         from pyinstrument import Profiler
 
-        active = Profiler()
-    active.start()
-    return active
+        profiler = Profiler()
+    profiler.start()
+    return profiler
 
 
 def _write_profile(profiler_name: str, profiler: Any, output_path: Path) -> None:

@@ -192,8 +192,8 @@ def make_moment_storage(config: Config, slices: Slices, kinds: Sequence[str], ra
     try:
         return DiskOffload(slices, kinds, directory)
     except OSError as error:
-        free = get_free_bytes(directory)
-        free_text = "" if free is None else f" ({free / 2**30:.2f} GiB free)"
+        free_bytes = get_free_bytes(directory)
+        free_text = "" if free_bytes is None else f" ({free_bytes / 2**30:.2f} GiB free)"
         needed_gib = compute_file_bytes(slices, kinds) / 2**30
         remedy = (
             f"{error.strerror or error}: rank {rank} needs {needed_gib:.2f} GiB for optimizer state{free_text}; "
@@ -223,8 +223,8 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 def _match_layout(weight: Tensor, gradient: Tensor) -> Tensor:
     """Return a gradient in the memory order of its weight, as the CPU kernel expects."""
-    same = gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous())
-    return gradient if same else torch.empty_like(weight).copy_(gradient)
+    has_same_layout = gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous())
+    return gradient if has_same_layout else torch.empty_like(weight).copy_(gradient)
 
 
 def _is_dense(tensor: Tensor) -> bool:

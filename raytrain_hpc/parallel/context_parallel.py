@@ -185,8 +185,8 @@ class UlyssesExchange:
         shapes = [(x.shape[0], len(heads), length, x.shape[3]) for heads in self.heads_by_rank]
         received = self._all_to_all(list(torch.split(x, list(self.lengths_by_rank), dim=2)), shapes)
         gathered = x.new_zeros((x.shape[0], num_heads, length, x.shape[3]))
-        for heads, part in zip(self.heads_by_rank, received, strict=True):
-            gathered.index_add_(1, torch.tensor(heads, device=x.device), part)
+        for heads, shard in zip(self.heads_by_rank, received, strict=True):
+            gathered.index_add_(1, torch.tensor(heads, device=x.device), shard)
         return gathered
 
     def _all_to_all(self, send_buffers: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -269,14 +269,14 @@ class ContextParallelAttention(nn.Module):
         v = GatherPositions.apply(v, self._kv_exchange)  # type: ignore[no-untyped-call]
         if self._kv_index is not None:
             k, v = k[:, self._kv_index], v[:, self._kv_index]
-        mixed: Tensor = GatherHeads.apply(self._attend(q, k, v, documents), self._query_exchange, self._num_heads)  # type: ignore[no-untyped-call]
-        return mixed
+        output: Tensor = GatherHeads.apply(self._attend(q, k, v, documents), self._query_exchange, self._num_heads)  # type: ignore[no-untyped-call]
+        return output
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         if self._ring is None:
             return causal_attention(q, k, v, documents)
-        mixed: Tensor = RingAttention.apply(q, k, v, self._ring, documents)  # type: ignore[no-untyped-call]
-        return mixed
+        output: Tensor = RingAttention.apply(q, k, v, self._ring, documents)  # type: ignore[no-untyped-call]
+        return output
 
 
 def apply_context_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: int) -> None:

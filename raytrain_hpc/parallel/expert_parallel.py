@@ -122,11 +122,11 @@ def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis]) -> dict[st
         if ep is not None:
             mixture.dispatcher = ExpertParallelDispatcher(ep, spec.num_experts)
         for name, parameter in mixture.experts.named_parameters():
-            canonical = f"layers.{layer}.mlp.experts.{name}"
+            canonical_name = f"layers.{layer}.mlp.experts.{name}"
             size, offset = (spec.ffn_size, spec.hidden_size), (channels.start, 0)
             if name == "down":
                 size, offset = size[::-1], offset[::-1]
             region = Box((local_experts.start, *offset), tuple(parameter.shape))
             mapping = SliceMapping(region, Box.from_shape(parameter.shape))
-            shard_specs[canonical] = ShardSpec(canonical, (spec.num_experts, *size), (mapping,))
+            shard_specs[canonical_name] = ShardSpec(canonical_name, (spec.num_experts, *size), (mapping,))
     return shard_specs

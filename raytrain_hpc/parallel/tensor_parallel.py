@@ -146,9 +146,9 @@ class ReplicatedKVLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [b, t, (heads + 2 kv_heads) * head_dim] of x [b, t, hidden_size], in the order of `Attention.qkv`."""
-        heads = (2, self._num_kv_heads, self._head_dim)
-        weight = self.kv.weight.view(*heads, -1)[:, self._kv_head_indices].flatten(0, 2)
-        bias = None if self.kv.bias is None else self.kv.bias.view(heads)[:, self._kv_head_indices].flatten()
+        kv_shape = (2, self._num_kv_heads, self._head_dim)
+        weight = self.kv.weight.view(*kv_shape, -1)[:, self._kv_head_indices].flatten(0, 2)
+        bias = None if self.kv.bias is None else self.kv.bias.view(kv_shape)[:, self._kv_head_indices].flatten()
         kv = F.linear(x, weight, bias)
         if self._kv_index is not None:
             kv = kv.view(*kv.shape[:-1], 2, len(self._kv_head_indices), self._head_dim)[..., self._kv_index, :].flatten(
@@ -191,11 +191,11 @@ def _shard_feed_forward(mlp: nn.Module, prefix: str, axis: Axis) -> Iterator[tup
         raise TypeError("the last layer of a feed-forward must be nn.Linear")
     channels = axis.get_local_range(down.in_features)
     for name in ("gate", "up"):
-        column = getattr(mlp, name, None)
-        if isinstance(column, nn.Linear):
-            has_bias = column.bias is not None
-            size = (column.out_features, column.in_features)
-            setattr(mlp, name, nn.Linear(column.in_features, len(channels), bias=has_bias))
+        linear = getattr(mlp, name, None)
+        if isinstance(linear, nn.Linear):
+            has_bias = linear.bias is not None
+            size = (linear.out_features, linear.in_features)
+            setattr(mlp, name, nn.Linear(linear.in_features, len(channels), bias=has_bias))
             yield from _make_linear_specs(prefix + name, prefix + name, size, [channels], has_bias)
     yield from _replace_with_row_parallel(mlp, "down", prefix, channels, axis)
 
@@ -216,8 +216,8 @@ def _replace_with_row_parallel(
 ) -> Iterator[tuple[str, ShardSpec]]:
     linear: nn.Linear = getattr(parent, name)
     setattr(parent, name, RowParallelLinear(len(inputs), linear.out_features, linear.bias is not None, axis))
-    weight = f"{prefix}{name}.weight"
-    yield weight, ShardSpec.from_ranges(weight, (linear.out_features, linear.in_features), 1, [inputs])
+    weight_name = f"{prefix}{name}.weight"
+    yield weight_name, ShardSpec.from_ranges(weight_name, (linear.out_features, linear.in_features), 1, [inputs])
 
 
 def _make_linear_specs(

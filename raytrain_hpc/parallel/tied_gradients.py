@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks or the copies of a parameter that each have a part of its gradient."""
+"""Gradient sums of a parameter whose gradient is split over ranks, or over two tied copies on one rank."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ def apply_tiling(
     """Split each weight of more than `max_elements` elements into tiles of at most as many; 0 does nothing.
 
     `num_ranks`: ranks that shard the rows of a tile. Returns `shard_specs`, those of tiled weights replaced by those of
-    their tiles. Call after `apply_tensor_parallel` and before activation
-    checkpointing and FSDP2 are applied.
+    their tiles. Call after `apply_tensor_parallel` and before activation checkpointing and FSDP2 are applied.
     """
     shard_specs = dict(shard_specs)
     if not max_elements:
@@ -95,8 +94,8 @@ def _replace_weight_with_tiles(module: RowParallelLinear | Head, row_ranges: lis
     return weight
 
 
-def _row_parallel_forward(row: RowParallelLinear, x: Tensor) -> Tensor:
-    output: Tensor = row.reduce_output(row.tiles(x))  # type: ignore[operator]
+def _row_parallel_forward(linear: RowParallelLinear, x: Tensor) -> Tensor:
+    output: Tensor = linear.reduce_output(linear.tiles(x))  # type: ignore[operator]
     return output
 
 
@@ -116,9 +115,9 @@ def _update_shard_specs(
     for kind, tensor in parameters.items():
         if tensor is None:
             continue
-        untiled = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
+        full_spec = shard_specs.pop(f"{name}.{kind}", None) or ShardSpec.from_shape(f"{name}.{kind}", tensor.shape)
         for tile, rows in enumerate(row_ranges):
             box = Box((rows.start, *(0 for _ in tensor.shape[1:])), (len(rows), *tensor.shape[1:]))
             shard_specs[f"{tiles}.{tile}.{kind}"] = ShardSpec(
-                untiled.name, untiled.shape, untiled.restrict_mappings(box)
+                full_spec.name, full_spec.shape, full_spec.restrict_mappings(box)
             )

@@ -47,10 +47,10 @@ def compute_bytes_by_axis(workload: Workload, layout: Layout, batching: Batching
     rank_parameters = count_max_rank_parameters(workload.spec, layout, workload.seq_len)
     parameters, shards = rank_parameters.dense + rank_parameters.experts, layout.dp_shard
     scatters, gathers = (microbatches if layout.zero >= 2 else 1), (2 * microbatches if layout.zero == 3 else 1)
-    sharded = (
+    sharded_bytes = (
         parameters * (shards - 1) / shards * (scatters * workload.state_itemsize + gathers * workload.compute_itemsize)
     )
-    reduced = 2 * parameters / shards * workload.state_itemsize * (layout.dp_replicate - 1) / layout.dp_replicate
+    reduced_bytes = 2 * parameters / shards * workload.state_itemsize * (layout.dp_replicate - 1) / layout.dp_replicate
     per_layer_pass = 2 * compute_ulysses_bytes(workload, tokens, layout.tp, layout.ulysses) + 3 * (
         ring_size - 1
     ) * compute_ring_bytes(workload, tokens, layout.tp)
@@ -58,8 +58,8 @@ def compute_bytes_by_axis(workload: Workload, layout: Layout, batching: Batching
         "pp": 2 * layout.pipeline.stages_per_rank * microbatches * compute_pp_bytes(workload, tokens, layout.tp)
         if layout.pp > 1
         else 0.0,
-        "dp_replicate": reduced * scatters,
-        "dp_shard": sharded,
+        "dp_replicate": reduced_bytes * scatters,
+        "dp_shard": sharded_bytes,
         "cp": passes * per_layer_pass,
         "tp": passes * 2 * TP_COLLECTIVES_PER_LAYER_PASS * compute_tp_bytes(workload, tokens, layout.tp),
     }

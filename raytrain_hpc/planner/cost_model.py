@@ -25,7 +25,7 @@ _HALF_EFFICIENCY_WIDTH = 50.0
 _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
 _COMPILE_SPEEDUP = 1.18  # of matrix products in compiled blocks (RESULTS.md)
-_MAX_EFFICIENCY = 0.9  # of the peak, whatever the calibration
+_MAX_EFFICIENCY = 0.9  # upper limit of the fraction of the peak, for any calibration
 _HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps
 _DISK_GBS = 2.0
 _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter: norm 1, scaling 2, AdamW 7
@@ -33,7 +33,7 @@ _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds per step by component. Communication counts only as far as it is not overlapped."""
+    """Seconds per step by component. Only communication that is not overlapped counts."""
 
     compute: float
     tensor: float
@@ -47,8 +47,8 @@ class StepCost:
     @property
     def total(self) -> float:
         """Seconds per step."""
-        exchanged = self.tensor + self.context + self.experts + self.pipeline + self.data
-        return self.compute + exchanged + self.bubble + self.optimizer
+        communication = self.tensor + self.context + self.experts + self.pipeline + self.data
+        return self.compute + communication + self.bubble + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _PassCost:
 
 
 class CostModel:
-    """Estimates steps of a workload on a calibrated machine. Caches what recurs in a layout search."""
+    """Estimator of the step time of a workload on a calibrated machine. Caches results for a layout search."""
 
     def __init__(self, workload: Workload, machine: Machine, calibration: Calibration):
         self._workload, self._machine, self._calibration = workload, machine, calibration
@@ -176,15 +176,15 @@ class CostModel:
         )
         elementwise = tokens * activation_bytes / (self._machine.device.memory_gbs * 1e9)
         forward = matmuls + attention + elementwise
-        recomputed = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
-        backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recomputed
-        exposed = 1 - calibration.exchanges_hidden
+        recompute_s = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
+        backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
+        exposed_fraction = 1 - calibration.exchanges_hidden
         return _PassCost(
             forward + calibration.layer_s,
             backward,
-            exposed * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
-            exposed * self._estimate_cp_s(micro_batch, tp, cp, ulysses),
-            exposed * self._estimate_ep_s(tokens, tp, ep),
+            exposed_fraction * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
+            exposed_fraction * self._estimate_cp_s(micro_batch, tp, cp, ulysses),
+            exposed_fraction * self._estimate_ep_s(tokens, tp, ep),
         )
 
     def _iter_matmuls(self, tokens: float, tp: int) -> Iterator[tuple[float, float, float]]:
@@ -294,10 +294,12 @@ class CostModel:
         seconds = 0.0
         if shards > 1:
             ranks_per_node = max(1, min(shards, machine.per_node // stride))
-            sharded = parameters * (shards - 1) / shards
-            scatter = machine.estimate_collective_s("gather", sharded * workload.state_itemsize, shards, ranks_per_node)
+            sharded_parameters = parameters * (shards - 1) / shards
+            scatter = machine.estimate_collective_s(
+                "gather", sharded_parameters * workload.state_itemsize, shards, ranks_per_node
+            )
             gather = machine.estimate_collective_s(
-                "gather", sharded * workload.compute_itemsize, shards, ranks_per_node
+                "gather", sharded_parameters * workload.compute_itemsize, shards, ranks_per_node
             )
             seconds += scatter * (microbatches if zero >= 2 else 1) + gather * (2 * microbatches if zero == 3 else 1)
         if copies > 1:

@@ -68,15 +68,15 @@ def explain_estimate(estimate: Estimate, best: Estimate, machine: Machine) -> st
     """Explain why a layout is worse than the best one, or for the best one itself where its time goes."""
     if not estimate.fits:
         return _explain_memory(estimate, machine)
-    seconds_by_part = {name: getattr(estimate.cost, name) for name in _COST_LABELS}
+    seconds_by_component = {name: getattr(estimate.cost, name) for name in _COST_LABELS}
     if estimate is best:
-        shares = [
+        largest = [
             item
-            for item in sorted(seconds_by_part.items(), key=lambda item: -item[1])[:3]
+            for item in sorted(seconds_by_component.items(), key=lambda item: -item[1])[:3]
             if item[1] > 0.005 * estimate.step_s
         ]
-        return ", ".join(f"{100 * seconds / estimate.step_s:.0f}% {_COST_LABELS[name]}" for name, seconds in shares)
-    extra_s = {name: seconds - getattr(best.cost, name) for name, seconds in seconds_by_part.items()}
+        return ", ".join(f"{100 * seconds / estimate.step_s:.0f}% {_COST_LABELS[name]}" for name, seconds in largest)
+    extra_s = {name: seconds - getattr(best.cost, name) for name, seconds in seconds_by_component.items()}
     worst = max(extra_s, key=lambda name: extra_s[name])
     percent = 100 * (estimate.step_s / best.step_s - 1)
     return (

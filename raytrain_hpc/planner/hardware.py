@@ -53,13 +53,13 @@ class Link:
         `doublings`: log2 of the number of nodes relative to the first listed one. Geometric interpolation between the
         listed numbers.
         """
-        shares = self.all_reduce if kind == "all_reduce" else self.gather
-        position = min(max(doublings, 0.0), len(shares) - 1.0)
-        lower = min(int(position), len(shares) - 2) if len(shares) > 1 else 0
-        if len(shares) == 1:
-            return shares[0]
+        efficiencies = self.all_reduce if kind == "all_reduce" else self.gather
+        position = min(max(doublings, 0.0), len(efficiencies) - 1.0)
+        lower = min(int(position), len(efficiencies) - 2) if len(efficiencies) > 1 else 0
+        if len(efficiencies) == 1:
+            return efficiencies[0]
         fraction = position - lower
-        return exp(log(shares[lower]) * (1 - fraction) + log(shares[lower + 1]) * fraction)
+        return exp(log(efficiencies[lower]) * (1 - fraction) + log(efficiencies[lower + 1]) * fraction)
 
 
 _Preset = TypeVar("_Preset", Device, Link)

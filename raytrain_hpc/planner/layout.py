@@ -133,9 +133,9 @@ class Batching:
 
 def find_first_rank(layout: Layout, batching: Batching, microbatches: Collection[int]) -> int | None:
     """Return the lowest rank that reads one of these microbatches, or None."""
-    shares = batching.split_by_rank(layout.dp_size)
+    microbatches_by_dp_rank = batching.split_by_rank(layout.dp_size)
     reads_any = (
-        any(microbatch in shares[layout.get_dp_rank(rank)] for microbatch in microbatches)
+        any(microbatch in microbatches_by_dp_rank[layout.get_dp_rank(rank)] for microbatch in microbatches)
         for rank in range(layout.world_size)
     )
     return next((rank for rank, reads in enumerate(reads_any) if reads), None)

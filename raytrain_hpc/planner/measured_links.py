@@ -42,20 +42,20 @@ def _derive_link(timings: CollectiveTimings, day: str) -> Link:
     """
     fits = fit_operations(timings)
     send_fit, gather_gbs = fits["send"], [fits[name].gbs for name in ("all_gather", "reduce_scatter")]
-    shares = fits["all_reduce"].gbs / send_fit.gbs, sum(gather_gbs) / 2 / send_fit.gbs
+    measured_efficiencies = fits["all_reduce"].gbs / send_fit.gbs, sum(gather_gbs) / 2 / send_fit.gbs
     if timings.scope == "inside a node":
-        curves: list[tuple[float, ...]] = [(share,) for share in shares]
+        curves: list[tuple[float, ...]] = [(measured_efficiency,) for measured_efficiency in measured_efficiencies]
     else:
         reference = LINKS["infiniband-ndr"]
         doublings = log2(timings.nodes) - 1
-        reference_shares = (
+        reference_efficiencies = (
             reference.get_efficiency("all_reduce", doublings),
             reference.get_efficiency("gather", doublings),
         )
         curves = [
-            tuple(share * efficiency / reference_share for efficiency in curve)
-            for share, reference_share, curve in zip(
-                shares, reference_shares, (reference.all_reduce, reference.gather), strict=True
+            tuple(measured_efficiency * efficiency / reference_efficiency for efficiency in curve)
+            for measured_efficiency, reference_efficiency, curve in zip(
+                measured_efficiencies, reference_efficiencies, (reference.all_reduce, reference.gather), strict=True
             )
         ]
     return Link(f"measured {day}", send_fit.gbs, max(send_fit.alpha_s, _MIN_LATENCY_S), *curves)

@@ -44,7 +44,7 @@ class MemoryFootprint:
 
 
 class MemoryModel:
-    """Estimates memory footprints of a workload. Caches what recurs in a layout search."""
+    """Estimator of the memory footprint of a workload. Caches results for a layout search."""
 
     def __init__(self, workload: Workload):
         self._workload = workload

@@ -60,11 +60,11 @@ def count_parameters_by_pp_rank(spec: ModelSpec, layout: Layout, seq_len: int) -
 def _count_layer_parameters(spec: ModelSpec, tp: int, rank: int) -> int:
     """Count the parameters of a layer without its experts."""
 
-    def share(total: int) -> int:
+    def count_local(total: int) -> int:
         return (rank + 1) * total // tp - rank * total // tp
 
-    queries = share(spec.num_heads) * spec.head_dim
-    channels = share(spec.shared_expert_size if spec.num_experts else spec.ffn_size)
+    queries = count_local(spec.num_heads) * spec.head_dim
+    channels = count_local(spec.shared_expert_size if spec.num_experts else spec.ffn_size)
     kv = 2 * spec.kv_size // (1 if spec.num_kv_heads % tp else tp)
     matrices = spec.num_ffn_matrices
     rows = 2 * queries + kv + matrices * channels + spec.num_experts
@@ -77,7 +77,7 @@ def _count_layer_parameters(spec: ModelSpec, tp: int, rank: int) -> int:
 
 
 def _count_table_parameters(spec: ModelSpec, tp: int, first: bool, last: bool, stages: int) -> int:
-    """Count embedding, position embedding, head and last norm, as far as a rank has the first or the last stage."""
+    """Count embedding, position embedding, head and last norm, for a rank with the first or the last stage."""
     rows = _ceil_div(spec.vocab_size, tp)
     tables = (rows + spec.max_positions) * first + rows * (last and (stages > 1 or not spec.tie_embeddings))
     return tables * spec.hidden_size + spec.num_norm_parameters * last
@@ -93,8 +93,8 @@ def compute_state_bytes(
     """Return the bytes of weights, gradients and optimizer state of a rank with these `parameters` before ZeRO.
 
     PyTorch mixed precision keeps weights and gradients in fp32: 4 + 4 + 8 bytes per parameter, without compute copies.
-    ZeRO-1 shards the optimizer state and keeps full weights beside their shard, ZeRO-2 also shards gradients, and
-    ZeRO-3 shards everything (Rajbhandari et al. 2020, arXiv 1910.02054).
+    ZeRO-1 shards the optimizer state and keeps the full weights in addition to their shard. ZeRO-2 also shards
+    gradients, and ZeRO-3 shards everything (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     Only device memory counts: offloaded moments are excluded, although a CPU device has them in the same memory under
     offload=cpu. Staging buffers for offloaded chunks are not counted either.
@@ -117,5 +117,5 @@ def _compute_bytes(parameters: int, zero: int, shards: int, dtype: str, moments:
         else:
             full += itemsize
     if zero in (1, 2):
-        sharded += itemsize  # the weight shard that the optimizer updates, beside the gathered weights
+        sharded += itemsize  # the weight shard that the optimizer updates, in addition to the gathered weights
     return full * parameters + -(-sharded * parameters // shards)

@@ -39,11 +39,11 @@ def simulate(
                 dependency in done for dependency in _list_dependencies(order[next_index[rank]], num_stages, done)
             ):
                 action = order[next_index[rank]]
-                ready = [
+                ready_times = [
                     done[dependency].end + (transfer_s if done[dependency].rank != rank else 0.0)
                     for dependency in _list_dependencies(action, num_stages, done)
                 ]
-                begin = max([clocks[rank], *ready])
+                begin = max([clocks[rank], *ready_times])
                 clocks[rank] = begin + seconds(action)
                 done[action] = Span(rank, action, begin, clocks[rank])
                 next_index[rank] += 1

@@ -52,19 +52,19 @@ def assign_workers_to_nodes(world_size: int, topology: Topology, group_size: int
             node.id,
         )
 
-    shares, remaining = {}, world_size
+    workers_by_node, remaining = {}, world_size
     for node in sorted(topology.nodes, key=preference):
-        share = min(remaining, node.slots // group_size * group_size)
-        if share:
-            shares[node.id] = share
-            remaining -= share
+        num_workers = min(remaining, node.slots // group_size * group_size)
+        if num_workers:
+            workers_by_node[node.id] = num_workers
+            remaining -= num_workers
     if remaining:
         slots = ", ".join(str(node.slots) for node in topology.nodes)
         raise ClusterError(
             f"parallel.tp={group_size}: {world_size // group_size} groups of {group_size} ranks, each within one node, "
             f"do not fit on nodes with {slots} slots; use a smaller parallel.tp or larger nodes"
         )
-    return shares
+    return workers_by_node
 
 
 def select_active_workers(

@@ -58,7 +58,7 @@ def make_plan(
         "layout": asdict(layout),
         "placement": _describe_placement(workload, choice, machine),
         "microbatches": asdict(choice.batching),
-        "microbatches_per_rank": [len(share) for share in choice.batching.split_by_rank(layout.dp_size)],
+        "microbatches_per_rank": [len(microbatches) for microbatches in choice.batching.split_by_rank(layout.dp_size)],
         "parameters": spec.num_parameters(),
         "state_bytes_per_rank": state_size,
         "memory": {**asdict(best.footprint), "on_device_gib": best.memory_gib},

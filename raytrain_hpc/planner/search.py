@@ -52,11 +52,11 @@ def rank_layouts(
     workload = make_workload(config, spec)
     models = _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
     estimates, reason = [], None
-    for settings in _iter_configs(config, spec, machine, space):
+    for candidate in _iter_configs(config, spec, machine, space):
         try:
             estimates += [
                 _estimate_with_least_savings(choice, models, config, space)
-                for choice in _list_choices(settings, spec, machine, space)
+                for choice in _list_choices(candidate, spec, machine, space)
             ]
         except LayoutError as error:
             reason = error
@@ -134,7 +134,7 @@ def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     """Yield the config for every combination of model-parallel axes, ZeRO stage, schedule and data axes."""
     world_size = machine.num_devices
 
-    def sizes(key: str, limit: int, within: int = world_size) -> Sequence[int]:
+    def list_sizes(key: str, limit: int, within: int = world_size) -> Sequence[int]:
         fixed = getattr(config.parallel, key)
         if key not in space:
             return [int(fixed)]
@@ -142,17 +142,24 @@ def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: Sear
         return allowed if allowed is not None else [n for n in _list_divisors(within) if n <= limit]
 
     max_cp = max(1, config.train.seq_len // 1024)  # shorter sequence shards are not worth their communication
-    for tp in sizes("tp", min(spec.num_heads, machine.per_node), machine.per_node):
-        for pp in sizes("pp", spec.num_layers):
-            for cp in sizes("cp", max_cp):
+    for tp in list_sizes("tp", min(spec.num_heads, machine.per_node), machine.per_node):
+        for pp in list_sizes("pp", spec.num_layers):
+            for cp in list_sizes("cp", max_cp):
                 if world_size % (tp * pp * cp):
                     continue
                 dp_size = world_size // (tp * pp * cp)
-                for ep in sizes("ep", spec.num_experts or 1, dp_size * cp):
+                for ep in list_sizes("ep", spec.num_experts or 1, dp_size * cp):
                     for zero in space["zero"] or (0, 1, 2, 3) if "zero" in space else (config.parallel.zero,):
                         for schedule in _list_schedules(config, pp, space):
-                            parallel = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "schedule": schedule}
-                            yield from _iter_data_axes(config, machine, parallel, dp_size, space)
+                            parallel_settings = {
+                                "tp": tp,
+                                "pp": pp,
+                                "cp": cp,
+                                "ep": ep,
+                                "zero": zero,
+                                "schedule": schedule,
+                            }
+                            yield from _iter_data_axes(config, machine, parallel_settings, dp_size, space)
 
 
 def _list_schedules(config: Config, pp: int, space: SearchSpace) -> Sequence[Any]:
@@ -162,29 +169,31 @@ def _list_schedules(config: Config, pp: int, space: SearchSpace) -> Sequence[Any
 
 
 def _iter_data_axes(
-    config: Config, machine: Machine, parallel: Mapping[str, Any], dp_size: int, space: SearchSpace
+    config: Config, machine: Machine, parallel_settings: Mapping[str, Any], dp_size: int, space: SearchSpace
 ) -> Iterator[Config]:
     """Yield configs with the sizes of the data axes: all ranks shard the state.
 
     Under ZeRO-3, which gathers weights in every pass, also shards within a node with replicas across nodes.
     """
-    if parallel["zero"] == 0:
+    if parallel_settings["zero"] == 0:
         replicas = space.get("dp_replicate")
         if replicas is None or dp_size in replicas:
-            yield _override_parallel(config, **parallel, **({} if replicas is None else {"dp_replicate": dp_size}))
+            yield _override_parallel(
+                config, **parallel_settings, **({} if replicas is None else {"dp_replicate": dp_size})
+            )
         return
     if space.get("dp_shard") is not None:
         shards: Sequence[int] = space["dp_shard"] or []
     elif space.get("dp_replicate") is not None:
         shards = [dp_size // replicas for replicas in space["dp_replicate"] or [] if dp_size % replicas == 0]
     elif config.parallel.dp_shard != AUTO or config.parallel.dp_replicate != AUTO:
-        yield _override_parallel(config, **parallel)
+        yield _override_parallel(config, **parallel_settings)
         return
     else:
-        shards_per_node = max(1, machine.per_node // (parallel["tp"] * parallel["cp"]))
+        shards_per_node = max(1, machine.per_node // (parallel_settings["tp"] * parallel_settings["cp"]))
         shards = sorted(
             {dp_size, shards_per_node}
-            if parallel["zero"] == 3 and dp_size % shards_per_node == 0 and shards_per_node > 1
+            if parallel_settings["zero"] == 3 and dp_size % shards_per_node == 0 and shards_per_node > 1
             else {dp_size}
         )
     allowed_replicas = space.get("dp_replicate")
@@ -194,14 +203,14 @@ def _iter_data_axes(
             and (shard > 1 or dp_size == 1)
             and (allowed_replicas is None or dp_size // shard in allowed_replicas)
         ):
-            yield _override_parallel(config, **parallel, dp_shard=shard, dp_replicate=dp_size // shard)
+            yield _override_parallel(config, **parallel_settings, dp_shard=shard, dp_replicate=dp_size // shard)
 
 
-def _override_parallel(config: Config, **parallel: Any) -> Config:
+def _override_parallel(config: Config, **parallel_settings: Any) -> Config:
     """Return the config with these parallel settings. Only the parallel section is copied."""
-    overridden = copy(config)
-    overridden.parallel = replace(config.parallel, **parallel)
-    return overridden
+    candidate = copy(config)
+    candidate.parallel = replace(config.parallel, **parallel_settings)
+    return candidate
 
 
 def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: SearchSpace) -> list[LayoutChoice]:
@@ -213,10 +222,10 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     allowed, global_batch, choices = space["micro_batch"], config.train.global_batch, []
     reason = None
     for size in _list_divisors(global_batch // layout.dp_size, of=global_batch) if allowed is None else allowed:
-        sized = copy(config)
-        sized.train = replace(config.train, micro_batch=size)
+        sized_config = copy(config)
+        sized_config.train = replace(config.train, micro_batch=size)
         try:
-            choices.append(LayoutChoice(layout, resolve_batching(sized, layout)))
+            choices.append(LayoutChoice(layout, resolve_batching(sized_config, layout)))
         except LayoutError as error:
             reason = error
     if not choices and reason is not None:

@@ -34,8 +34,8 @@ def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_o
     if has_accelerator and config.train.micro_batch == AUTO:
         space["micro_batch"] = None
     for name in _MODEL_PARALLEL_AXES:
-        keep_model_whole = data_parallel_only or config.train.deterministic == "elastic" or config.train.compile
-        if name in space and f"parallel.{name}" not in config.auto_choices and keep_model_whole:
+        skip_model_parallel = data_parallel_only or config.train.deterministic == "elastic" or config.train.compile
+        if name in space and f"parallel.{name}" not in config.auto_choices and skip_model_parallel:
             del space[name]
     if "ep" in space and not config.model.num_experts:
         del space["ep"]

@@ -19,7 +19,7 @@ def split_layers(spec: ModelSpec, seq_len: int, num_stages: int) -> list[range]:
     layer = spec.num_active_matmul_parameters() + spec.attention_size * seq_len
     first, last = spec.hidden_size, spec.hidden_size * spec.vocab_size
 
-    def cost(start: int, stop: int) -> int:
+    def compute_cost(start: int, stop: int) -> int:
         return (stop - start) * layer + first * (start == 0) + last * (stop == layers)
 
     # best[stop]: (slowest stage, sum of squares, starts of the stages) of the layers before `stop`.
@@ -28,7 +28,7 @@ def split_layers(spec: ModelSpec, seq_len: int, num_stages: int) -> list[range]:
         extended = {}
         for stop in range(stage_count, layers - (num_stages - stage_count) + 1):
             extended[stop] = min(
-                (max(slowest, cost(start, stop)), squares + cost(start, stop) ** 2, (*starts, start))
+                (max(slowest, compute_cost(start, stop)), squares + compute_cost(start, stop) ** 2, (*starts, start))
                 for start, (slowest, squares, starts) in best.items()
                 if start < stop
             )

@@ -48,7 +48,7 @@ def draw_line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (
     x_ticks, y_ticks = compute_ticks(min(xs), max(xs), 6), compute_ticks(min(ys), max(ys), 5)
     x_scale = _Scale(min(xs), max(max(xs), min(xs) + 1e-9), _LEFT, WIDTH - _RIGHT)
     y_scale = _Scale(min(*ys, y_ticks[0]), max(*ys, y_ticks[-1]), HEIGHT - _BOTTOM, _TOP)
-    data = [{"name": line.name, "colour": line.color, "points": line.points} for line in shown]
+    data = [{"name": line.name, "color": line.color, "points": line.points} for line in shown]
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" '
         f'data-lines=\'{escape(json.dumps(data), quote=True)}\' data-left="{_LEFT}" data-right="{WIDTH - _RIGHT}" '
@@ -103,12 +103,12 @@ def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
     if len(points) <= max_points:
         return list(points)
     size = math.ceil(2 * len(points) / (max_points - 2))
-    kept = [points[0]]
+    selected = [points[0]]
     for start in range(0, len(points), size):
         indices = range(start, min(start + size, len(points)))
         low, high = min(indices, key=lambda i: points[i][1]), max(indices, key=lambda i: points[i][1])
-        kept += [points[i] for i in sorted({low, high})]
-    return [*kept, points[-1]]
+        selected += [points[i] for i in sorted({low, high})]
+    return [*selected, points[-1]]
 
 
 def compute_ticks(low: float, high: float, target_count: int) -> list[float]:

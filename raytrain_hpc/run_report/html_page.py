@@ -83,10 +83,10 @@ def _make_incident_marks(run: RunRecord) -> Iterable[Mark]:
 
 
 def _describe_incident(incident: dict[str, Any]) -> str:
-    where = "" if incident.get("rank") is None else f": rank {incident['rank']} on {incident.get('node')}"
+    rank_text = "" if incident.get("rank") is None else f": rank {incident['rank']} on {incident.get('node')}"
     seconds = incident.get("recovered_s")
-    after = "" if seconds is None else f"; next step {seconds:.2f} s later"
-    return f"{incident.get('kind')}{where}, at step {incident.get('step')}{after}"
+    recovery_text = "" if seconds is None else f"; next step {seconds:.2f} s later"
+    return f"{incident.get('kind')}{rank_text}, at step {incident.get('step')}{recovery_text}"
 
 
 def _render_run(run: RunRecord) -> list[str]:

@@ -20,7 +20,7 @@ for (const chart of document.querySelectorAll("svg.chart")) {
       ...lines.map((line) => {
         const [at, value] = near(line);
         const row = document.createElement("div");
-        row.style.color = line.colour;
+        row.style.color = line.color;
         row.textContent = `${line.name}, step ${at}: ${Number(value.toPrecision(6))}`;
         return row;
       }),

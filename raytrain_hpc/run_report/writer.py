@@ -1,4 +1,4 @@
-"""Writing of a report to a file."""
+"""Write the HTML report of runs to a file."""
 
 from __future__ import annotations
 

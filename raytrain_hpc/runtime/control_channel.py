@@ -83,7 +83,7 @@ class ControlChannel:
         self._abort = abort
 
     def disarm_abort(self) -> None:
-        """Disable `abort`. Call when the generation has no collectives any more."""
+        """Disable `abort`. Call when the generation no longer has collectives."""
         if self._abort is not None:
             self._abort.disarm()
 

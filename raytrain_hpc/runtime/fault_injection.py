@@ -47,11 +47,11 @@ class FaultInjector:
 
     def _corrupt_loss(self, factor: float) -> None:
         """Multiply the loss of the next microbatch by a factor."""
-        real = self._train_module.loss
+        original_loss = self._train_module.loss
 
         def corrupted(output: Tensor, targets: Tensor) -> Tensor:
-            self._train_module.loss = real  # type: ignore[method-assign]
-            return real(output, targets) * factor
+            self._train_module.loss = original_loss  # type: ignore[method-assign]
+            return original_loss(output, targets) * factor
 
         self._train_module.loss = corrupted  # type: ignore[method-assign]
 
@@ -70,12 +70,12 @@ class FaultInjector:
             weight.view(-1).view(torch.uint8)[0] ^= 1
 
     def _slow_down(self) -> None:
-        real, last_cpu_time = self._train_module.loss, time.thread_time()
+        original_loss, last_cpu_time = self._train_module.loss, time.thread_time()
 
         def slow(output: Tensor, targets: Tensor) -> Tensor:
             nonlocal last_cpu_time
             time.sleep(2 * (time.thread_time() - last_cpu_time))
-            loss = real(output, targets)
+            loss = original_loss(output, targets)
             last_cpu_time = time.thread_time()
             return loss
 
@@ -134,10 +134,10 @@ def _skip_collective() -> None:
     """Skip the next all-reduce. A single rank has none, and must not skip one of a later generation."""
     if not dist.is_initialized():
         return
-    real = dist.all_reduce
+    all_reduce = dist.all_reduce
 
-    def skip(*arguments: object, **named: object) -> None:
-        dist.all_reduce = real
+    def skip(*args: object, **kwargs: object) -> None:
+        dist.all_reduce = all_reduce
 
     dist.all_reduce = skip
 
@@ -146,13 +146,13 @@ def _swap_collectives() -> None:
     """Swap the next two all-reduces."""
     if not dist.is_initialized():
         return
-    real = dist.all_reduce
+    all_reduce = dist.all_reduce
 
-    def defer(*first: Any, **of_first: Any) -> None:
-        def run_both(*second: Any, **of_second: Any) -> None:
-            dist.all_reduce = real
-            real(*second, **of_second)
-            real(*first, **of_first)
+    def defer(*first_args: Any, **first_kwargs: Any) -> None:
+        def run_both(*second_args: Any, **second_kwargs: Any) -> None:
+            dist.all_reduce = all_reduce
+            all_reduce(*second_args, **second_kwargs)
+            all_reduce(*first_args, **first_kwargs)
 
         dist.all_reduce = run_both
 

@@ -80,9 +80,9 @@ class HeartbeatReader:
     """The monitor's side of a heartbeat: reads the file of one worker."""
 
     def __init__(self, pid: int, path: Path):
-        """Open the file. Raises OSError if the worker does not exist any more."""
+        """Open the file. Raises OSError if the worker no longer exists."""
         if _MEMFD_NAME not in os.readlink(path):
-            raise FileNotFoundError(f"process {pid} is not the worker any more: {path} is not a heartbeat")
+            raise FileNotFoundError(f"process {pid} is no longer the worker: {path} is not a heartbeat")
         self.pid = pid
         self._stacks = path.open()
         self._fields = memoryview(mmap.mmap(self._stacks.fileno(), _FIELD_BYTES, prot=mmap.PROT_READ)).cast("q")
@@ -128,10 +128,10 @@ class HeartbeatReader:
             self._other_threads, self._other_wait_s = {}, 0.0
             return 0.0
         wait_s = 0.0
-        for thread in _list_threads(self.pid):
-            if thread != loop_thread and (times := _read_sched_times_s(self.pid, thread)) is not None:
-                thread_wait = self._other_threads.setdefault(thread, _ThreadWait(*times))
-                wait_s += thread_wait.measure_s(*times, state=_read_state(self.pid, thread))
+        for thread_id in _list_threads(self.pid):
+            if thread_id != loop_thread and (times := _read_sched_times_s(self.pid, thread_id)) is not None:
+                thread_wait = self._other_threads.setdefault(thread_id, _ThreadWait(*times))
+                wait_s += thread_wait.measure_s(*times, state=_read_state(self.pid, thread_id))
         # Never less than before: the threads of a process that is being killed end one by one.
         self._other_wait_s = max(self._other_wait_s, wait_s)
         return self._other_wait_s
@@ -169,9 +169,9 @@ def set_thread_name(name: str) -> None:
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
-def _read_state(pid: int, thread: int | None = None) -> str:
+def _read_state(pid: int, thread_id: int | None = None) -> str:
     """Return the kernel's letter for the state of a process or thread; X if it does not exist."""
-    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    path = f"/proc/{pid}/stat" if thread_id is None else f"/proc/{pid}/task/{thread_id}/stat"
     try:
         return Path(path).read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -186,20 +186,20 @@ def _list_threads(pid: int) -> list[int]:
         return []
 
 
-def _read_cpu_wait_s(pid: int, thread: int, default: float) -> float:
+def _read_cpu_wait_s(pid: int, thread_id: int, default: float) -> float:
     """Return the total seconds that a thread was ready to run and had no CPU.
 
     `default`: the last value, returned if the thread has ended. The threads of a killed process end before it does, and
     without the last value their earlier CPU wait would count as silence.
     """
-    times = _read_sched_times_s(pid, thread)
+    times = _read_sched_times_s(pid, thread_id)
     return default if times is None else times[1]
 
 
-def _read_sched_times_s(pid: int, thread: int) -> tuple[float, float] | None:
+def _read_sched_times_s(pid: int, thread_id: int) -> tuple[float, float] | None:
     """Return the seconds that a thread ran, and that it waited for a CPU; None if they cannot be read."""
     try:
-        ran, waited = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[:2]
-        return int(ran) / 1e9, int(waited) / 1e9
+        run_ns, wait_ns = Path(f"/proc/{pid}/task/{thread_id}/schedstat").read_text().split()[:2]
+        return int(run_ns) / 1e9, int(wait_ns) / 1e9
     except (OSError, ValueError):
         return None

@@ -82,8 +82,11 @@ class WorkerSpec:
     def microbatches_per_rank(self) -> list[int]:
         """Microbatches of each rank per step, as a measure of its load; all 1 if every rank runs the same number."""
         layout = self.layout
-        shares = self.batching.split_by_rank(layout.dp_size)
-        return [1 if layout.is_lockstep else len(shares[layout.get_dp_rank(rank)]) for rank in range(layout.world_size)]
+        microbatches_by_dp_rank = self.batching.split_by_rank(layout.dp_size)
+        return [
+            1 if layout.is_lockstep else len(microbatches_by_dp_rank[layout.get_dp_rank(rank)])
+            for rank in range(layout.world_size)
+        ]
 
     @property
     def block_plan(self) -> BlockPlan:

@@ -17,7 +17,7 @@ from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 
 class Checkpointer:
-    """Copies the shards assigned to this rank and writes them in the background.
+    """Writer of the checkpoint shards assigned to this rank: copies them, then writes them in the background.
 
     Each distinct slice is written by exactly one of the ranks that hold it, balanced by bytes.
     """

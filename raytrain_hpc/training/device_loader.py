@@ -119,11 +119,11 @@ class DeviceLoader:
     def _read_one(self, step: int, microbatch: int) -> _PrefetchedBatch:
         return next(self._unpack(next(self._read_blocks(range(step, step + 1), range(microbatch, microbatch + 1), 1))))
 
-    def _unpack(self, read: Block | _PrefetchedBatch) -> Iterator[_PrefetchedBatch]:
+    def _unpack(self, item: Block | _PrefetchedBatch) -> Iterator[_PrefetchedBatch]:
         return (
-            iter((read,))
-            if isinstance(read, _PrefetchedBatch)
-            else map(_PrefetchedBatch, read.split_microbatches(self._batching.size))
+            iter((item,))
+            if isinstance(item, _PrefetchedBatch)
+            else map(_PrefetchedBatch, item.split_microbatches(self._batching.size))
         )
 
     def _read_blocks(

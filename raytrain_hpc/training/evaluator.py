@@ -22,7 +22,7 @@ _STOP_CHECK_INTERVAL = 8  # evaluation passes between two checks for a stop requ
 
 @dataclass
 class Evaluator:
-    """Evaluates the current weights. Batches are split over the data-parallel ranks; the order of sums is fixed."""
+    """Evaluation of the current weights. Batches are split over data-parallel ranks; the order of sums is fixed."""
 
     context: ParallelContext
     model_step: ForwardBackward

@@ -41,7 +41,7 @@ class StepTotals:
 
 
 class LossReducer:
-    """Sums losses over ranks in one order, so that every data-parallel degree gives the same bits.
+    """Sum of losses over ranks in a fixed order, so that every data-parallel degree gives the same bits.
 
     `num_local_microbatches` is the number of microbatches that this rank runs per step. Where collectives run inside a
     microbatch (lockstep layouts) all ranks run equally many, and the last ones of some ranks are padding.

@@ -29,7 +29,7 @@ from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainMo
 
 
 def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModule:
-    """Return what is trained, the decoder or a user's own module, with the loss that fits this rank's layout."""
+    """Build the train module: the decoder or a user's module, with the loss that fits this rank's layout."""
     if isinstance(spec.custom, CustomModel):
         return CustomTrainModule(spec.custom.factory, spec.custom.loss, spec.config)
     model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
@@ -48,7 +48,7 @@ def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModul
 def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelContext) -> ParallelModel:
     """Build and parallelize this rank's stages. Collective over all ranks.
 
-    Weights get their initial values if the run starts afresh; otherwise they are left for the checkpoint or snapshot.
+    Weights get their initial values in a fresh run; otherwise a checkpoint or snapshot is loaded into them later.
     """
     config, layout = spec.config, context.layout
     stages = layout.pipeline.get_stages_of_rank(context.coordinates["pp"])

@@ -15,7 +15,7 @@ from raytrain_hpc.training.expert_bias import ExpertBias
 
 @dataclass
 class ModelUpdate:
-    """Turns the gradients that a backward pass left into an update of this rank's part of the model.
+    """Update of this rank's part of the model from the gradients of a step.
 
     `buffers`: running statistics of a user's module, which each rank computes from the data it saw.
     `max_grad_norm`: limit of the global gradient norm; 0 disables clipping. `world_group`: all ranks; None if single.

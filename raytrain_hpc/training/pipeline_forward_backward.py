@@ -129,19 +129,19 @@ class _PipelineStage:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Implement `pipeline_parallel.Stage.forward`."""
         batch: Batch = self._read_batch(microbatch)
-        passes = self._forward_backward
+        executor = self._forward_backward
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
-        with passes.timers.phase("forward"), autocast(passes.dtype, passes.device):
+        with executor.timers.phase("forward"), autocast(executor.dtype, executor.device):
             inputs = batch.inputs if x is None else x
-            output = passes.train_module.forward(self._module, inputs, self._step, batch)
+            output = executor.train_module.forward(self._module, inputs, self._step, batch)
             if self._is_last:
-                loss = passes.train_module.loss(output, batch.targets)
+                loss = executor.train_module.loss(output, batch.targets)
                 record_loss(self._loss_sums[microbatch], loss, batch)
                 output = loss * 0.0 if batch.is_padding else loss
         if torch.is_grad_enabled():
             self._saved_tensors[microbatch] = (x, output)
-        return None if self._is_last else output.detach().to(passes.activation_dtype)
+        return None if self._is_last else output.detach().to(executor.activation_dtype)
 
     def backward(self, microbatch: int, gradient: Tensor | None, *, split: bool) -> Tensor | None:
         """Implement `pipeline_parallel.Stage.backward`."""

@@ -214,22 +214,24 @@ class ScriptTrainer:
             )
         weights = {num_local_rows / num_rows for num_local_rows, num_rows in self._row_counts}
         if len(weights) > 1:
-            raise ModelError(f"step {self._step}: several batches were shared before backward; share one a step")
+            raise ModelError(
+                f"step {self._step}: local_batch was called with batches of different sizes; use one batch per step"
+            )
         return weights.pop()
 
     def _backward(self, loss: Tensor, weight: float) -> Tensor:
         step = self._step or 0
         self._fault_injector.pre_forward(step)
-        weighted = self._script_loss.loss(loss, loss) * weight
+        weighted_loss = self._script_loss.loss(loss, loss) * weight
         self._snapshots.wait_for_copies()
         requests = (float(self._control.stop_requested), float(self._control.pause_requested))
-        sums = torch.tensor([float(weighted.detach()), *requests], dtype=torch.float64, device=self.device)
+        sums = torch.tensor([float(weighted_loss.detach()), *requests], dtype=torch.float64, device=self.device)
         if self.context.world_group is not None:  # all ranks wait here for the slowest; stalls are timed from here on
             dist.all_reduce(sums, group=self.context.world_group)
         self._control.set_phase("training")
         stashed = self._stash_gradients()
         with self._sync_gradients():
-            weighted.backward()  # type: ignore[no-untyped-call]
+            weighted_loss.backward()  # type: ignore[no-untyped-call]
         self._fault_injector.pre_loss_reduce(step)
         if self.context.world_group is not None:
             for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
@@ -279,15 +281,15 @@ class ScriptTrainer:
         stopped, paused = stop > 0 and before_end, pause > 0 and before_end
         self._fault_injector.post_step(step, self._state)
         self._script_state.capture()
-        saving = self._checkpointer.should_save(step) or not before_end or stopped
+        should_save = self._checkpointer.should_save(step) or not before_end or stopped
         self._snapshots.after_step(step, before_pause=paused)
         record = self._build_metrics(step, loss, self._step_timer.end_step())
         self._control.record_commit(record)
         interval = self._config.fault.compare_every
-        if interval and (saving or step % interval == 0):
+        if interval and (should_save or step % interval == 0):
             self._replica_check.compare()
             self._snapshots.mark_verified(step)
-        if saving:
+        if should_save:
             self._control.set_phase("saving")
             with self._step_timer.exclude():
                 record["time/checkpoint_s"] = self._checkpointer.save(step)

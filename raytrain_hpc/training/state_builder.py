@@ -24,9 +24,11 @@ def build_state(model: ParallelModel, optimizer: Optimizer, recent_losses: torch
     shards = [shard for weight in slices for shard in weight.make_shards("model", weight.tensor)]
     shards += [StateShard.from_tensor(f"model.{name}", buffer) for name, buffer in list_persistent_buffers(model)]
     for kind, moments in optimizer.moments.items():
-        trained = [weight for weight in slices if weight.name in moments]
+        trained_slices = [weight for weight in slices if weight.name in moments]
         shards += [
-            shard for weight in trained for shard in weight.make_shards(f"optimizer.{kind}", moments[weight.name])
+            shard
+            for weight in trained_slices
+            for shard in weight.make_shards(f"optimizer.{kind}", moments[weight.name])
         ]
     if recent_losses is not None:
         shards.append(StateShard.from_tensor(RECENT_LOSSES, recent_losses))
@@ -89,18 +91,18 @@ def build_gradient_norm(
     ranks = context.get_state_ranks()
     slices = [ParameterSlice(model, name) for name in model.parameters]
     names = {f"model.{weight.shard_spec.name}" for weight in slices}
-    owned = find_owned_regions([indexes[rank] for rank in ranks], ranks.index(context.rank), names)
+    owned_regions = find_owned_regions([indexes[rank] for rank in ranks], ranks.index(context.rank), names)
     regions: dict[str, list[Region]] = {}
     next_shard: Counter[str] = Counter()  # shards of a tensor are numbered in the order in which slices make them
     for weight in slices:
         name = f"model.{weight.shard_spec.name}"
         for mapping in weight.mappings:
-            for box in (box for shard, box in owned[name] if shard == next_shard[name]):
+            for box in (box for shard, box in owned_regions[name] if shard == next_shard[name]):
                 offsets = zip(mapping.local_box.offsets, box.offsets, mapping.global_box.offsets, strict=True)
                 region = Box(tuple(local + start - base for local, start, base in offsets), box.sizes)
                 is_whole = box.numel == weight.tensor.numel()
                 slices_in_tensor = region.to_slices(Box.from_shape(weight.tensor.shape))
                 regions.setdefault(weight.name, []).append(None if is_whole else slices_in_tensor)
             next_shard[name] += 1
-    kind = ExactGradientNorm if exact else GradientNorm
-    return kind(regions, context.state_group, context.device)
+    norm_class = ExactGradientNorm if exact else GradientNorm
+    return norm_class(regions, context.state_group, context.device)

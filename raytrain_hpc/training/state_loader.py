@@ -125,11 +125,11 @@ class CheckpointRollback:
 
         Waits for the latest one to be published, so that the choice does not depend on the speed of a disk.
         """
-        due, deadline = (
+        expected_step, deadline = (
             step // self.interval * self.interval if self.interval else 0,
             time.monotonic() + _PUBLISH_TIMEOUT_S,
         )
-        while due and due not in self.store.list_steps() and time.monotonic() < deadline:
+        while expected_step and expected_step not in self.store.list_steps() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
         newest = self.store.find_newest_valid(lambda path, reason: None)
         return -1 if newest is None else newest.step

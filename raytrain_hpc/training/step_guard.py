@@ -18,10 +18,10 @@ BadStepKind = Literal["not finite", "loss spike"]
 
 
 class StepGuard:
-    """Checks loss and gradient norm of steps, and applies `fault.on_nan`. Decisions are the same on every rank.
+    """Check of the loss and gradient norm of each step, with the reaction `fault.on_nan`. Equal on all ranks.
 
-    `recent_losses`: losses of the last steps, [WINDOW], part of the state so that a resumed run decides alike.
-    `find_responsible_rank`: returns the lowest rank that computes one of the given microbatches. `rollback(step)`:
+    `recent_losses`: losses of the last steps, [WINDOW]; part of the state, so that a resumed run decides in the same
+    way. `find_responsible_rank`: returns the lowest rank that computes one of the given microbatches. `rollback(step)`:
     restores the state of an earlier step and returns that step.
     """
 
@@ -70,9 +70,9 @@ class StepGuard:
                 f"{numbers}; {self._num_consecutive} bad steps in a row exceed fault.max_failures="
                 f"{self._fault.max_failures}; lower train.lr or check the data"
             )
-        undone = 0 if self._fault.on_nan == "skip" else step - self._rollback(step)
+        steps_undone = 0 if self._fault.on_nan == "skip" else step - self._rollback(step)
         self._record_loss(step, loss)
-        return undone
+        return steps_undone
 
     def build_incident(self, step: int, loss_and_norm: tuple[float, float], losses: list[float]) -> Record:
         """Build the incident record of a bad step. `losses`: the mean loss of each microbatch."""

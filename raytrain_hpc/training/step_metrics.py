@@ -35,7 +35,7 @@ class StepResult:
 
 @dataclass
 class StepMetrics:
-    """Builds the record of a step and hands it to the driver (`emit`; on rank 0 only, other ranks' do nothing).
+    """Builder of the record of a step. `emit` hands it to the driver on rank 0, and does nothing on other ranks.
 
     `state_memory`: GiB of weights and optimizer moments on this rank, by metric key.
     """

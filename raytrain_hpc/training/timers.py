@@ -38,9 +38,9 @@ class PhaseTimer:
 
     def read_and_reset(self) -> dict[StepPhase, float]:
         """Return the seconds of each phase since the last call, and reset them."""
-        for part, begin, end in self._events:
+        for name, begin, end in self._events:
             end.synchronize()  # type: ignore[no-untyped-call]
-            self._seconds[part] += begin.elapsed_time(end) / 1e3  # type: ignore[no-untyped-call]
+            self._seconds[name] += begin.elapsed_time(end) / 1e3  # type: ignore[no-untyped-call]
         self._events.clear()
         seconds, self._seconds = self._seconds, dict.fromkeys(STEP_PHASES, 0.0)
         return seconds
@@ -54,8 +54,8 @@ class StepTimer:
 
     def end_step(self) -> float:
         """End the current step, begin the next one, and return the seconds of the current one."""
-        since, self._start_s = self._start_s, time.perf_counter()
-        return self._start_s - since
+        step_start_s, self._start_s = self._start_s, time.perf_counter()
+        return self._start_s - step_start_s
 
     @contextmanager
     def exclude(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]
 class WorkerActor:
-    """Runs generations in the default concurrency group; the control group answers while a generation runs."""
+    """Actor that runs generations, one at a time. Methods of the group "control" answer while a generation runs."""
 
     def __init__(self, device: str, threads: int):
         """Import what a rank needs and start the heartbeat."""
@@ -40,7 +40,7 @@ class WorkerActor:
         enable_flight_recorder()
         import torch
 
-        import raytrain_hpc.training.factory  # noqa: F401  before ranks wait for each other
+        import raytrain_hpc.training.factory  # noqa: F401  import it before ranks wait for each other
         from raytrain_hpc.parallel.blocking_collectives import get_blocking_files
         from raytrain_hpc.runtime.control_channel import ControlChannel
         from raytrain_hpc.runtime.heartbeat import Heartbeat
@@ -73,16 +73,16 @@ class WorkerActor:
         if spec is not None:
             self.warm_up(spec)
         gc.freeze()  # these objects stay: spare later garbage collections from scanning them
-        cuda = self._device.type == "cuda"
+        use_cuda = self._device.type == "cuda"
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "rack": ray.get_runtime_context().get_node_labels().get(config.cluster.rack_label, ""),
             "address": address,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
-            "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if cuda else None,
-            "gpu_ids": ray.get_gpu_ids() if cuda else [],
+            "device": torch.cuda.get_device_name(self._device) if use_cuda else "cpu",
+            "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if use_cuda else None,
+            "gpu_ids": ray.get_gpu_ids() if use_cuda else [],
             "pulse": str(self._heartbeat.path),
             "began": self._start_unix,
             "imported": self._imported_unix,
@@ -184,7 +184,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def recall(self, after_step: int) -> list[Record]:
-        """Return the metrics of the steps after `after_step`, as far as they are remembered."""
+        """Return the metrics of the steps after `after_step` that are still in memory."""
         return self._control.recall_metrics(after_step)
 
     @ray.method(concurrency_group="control")

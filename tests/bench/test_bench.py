@@ -80,8 +80,8 @@ def test_windows_with_and_without_a_checkpoint_are_separated():
     unix = [0.0]
     for step in range(2, 83):
         unix.append(unix[-1] + (2.0 if step % 20 == 1 else 1.0))
-    paying, free = measure_windows(unix)
-    assert paying == [11.0, 11.0] and free == [10.0, 10.0, 10.0]
+    with_checkpoint, without_checkpoint = measure_windows(unix)
+    assert with_checkpoint == [11.0, 11.0] and without_checkpoint == [10.0, 10.0, 10.0]
 
 
 def test_snapshots_are_measured_in_all_modes() -> None:

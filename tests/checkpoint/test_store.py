@@ -115,7 +115,7 @@ def test_a_manifest_of_another_step_or_with_a_path_outside_is_refused(store, ran
     path.rename(path.with_name("step-00000009"))
     with pytest.raises(CheckpointCorruptedError, match="manifest.json is that of step 1"):
         store.verify(9)
-    monkeypatch.setattr("raytrain_hpc.checkpoint.manifest._checksum", lambda manifest: manifest.get("checksum"))
+    monkeypatch.setattr("raytrain_hpc.checkpoint.manifest._compute_checksum", lambda manifest: manifest.get("checksum"))
     path = ranks.publish(store, 2) / "manifest.json"
     path.write_text(path.read_text().replace("rank-00001", "../rank-00001"))
     with pytest.raises(CheckpointCorruptedError, match="leaves the directory"):

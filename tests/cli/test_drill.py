@@ -14,10 +14,10 @@ from raytrain_hpc.errors import ConfigError
 
 
 def test_schedule_is_deterministic_and_covers_all_kinds_and_ranks() -> None:
-    made = make_schedule(7, 100, 2000, 3)
-    assert made == make_schedule(7, 100, 2000, 3) != make_schedule(8, 100, 2000, 3)
-    assert {fault.kind for fault in made} == set(FAULT_KINDS) and {fault.rank for fault in made} == {0, 1, 2}
-    steps = [fault.step for fault in made]
+    schedule = make_schedule(7, 100, 2000, 3)
+    assert schedule == make_schedule(7, 100, 2000, 3) != make_schedule(8, 100, 2000, 3)
+    assert {fault.kind for fault in schedule} == set(FAULT_KINDS) and {fault.rank for fault in schedule} == {0, 1, 2}
+    steps = [fault.step for fault in schedule]
     assert steps == sorted(set(steps)) and steps[-1] < 2000
     assert min(b - a for a, b in zip(steps, steps[1:], strict=False)) >= 5
     with pytest.raises(ConfigError, match="train.steps=50 .*10 faults need at least 55 steps"):
@@ -33,9 +33,9 @@ def test_report_matches_faults_with_incidents(tmp_path: Path) -> None:
     ]
     (tmp_path / "injected").mkdir()
     for number, at in ((0, 100.0), (1, 200.0), (3, 300.0)):  # the third was never injected: the run ended before
-        mark = tmp_path / "injected" / str(number)
-        mark.write_text(json.dumps({"rank": faults[number].rank, "pid": 7}))
-        os.utime(mark, (at, at))
+        marker = tmp_path / "injected" / str(number)
+        marker.write_text(json.dumps({"rank": faults[number].rank, "pid": 7}))
+        os.utime(marker, (at, at))
     incidents = [
         {"kind": "died", "rank": 1, "time": 100.2, "recovered_s": 0.5, "steps_lost": 0},
         {"kind": "frozen", "rank": 0, "time": 200.8, "recovered_s": 0.25, "steps_lost": 2},
@@ -43,18 +43,18 @@ def test_report_matches_faults_with_incidents(tmp_path: Path) -> None:
     metrics = [{"step": step, "time/unix": 90.0 + 10 * step, "time/step_s": 8.0} for step in (1, 2, 3, 3, 4)]
     for name, lines in (("incidents", incidents), ("metrics", metrics)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = build_report(faults, tmp_path)
-    plain = found.to_json()
-    assert (plain["planned"], plain["struck"], plain["named"], plain["steps_lost"]) == (4, 3, 1, 2)
-    assert plain["kinds"]["kill"]["detected_s"] == [pytest.approx(0.2)]
-    assert plain["kinds"]["stop"] == {
+    report = build_report(faults, tmp_path)
+    summary = report.to_json()
+    assert (summary["planned"], summary["struck"], summary["named"], summary["steps_lost"]) == (4, 3, 1, 2)
+    assert summary["kinds"]["kill"]["detected_s"] == [pytest.approx(0.2)]
+    assert summary["kinds"]["stop"] == {
         "struck": 1,
         "named": 0,
         "detected_s": [pytest.approx(0.8)],
         "recovered_s": [0.25],
     }
-    assert plain["kinds"]["nan"]["detected_s"] == []
-    assert plain["goodput"] == pytest.approx(24.0 / 30.0), "a repeated step counts once"
+    assert summary["kinds"]["nan"]["detected_s"] == []
+    assert summary["goodput"] == pytest.approx(24.0 / 30.0), "a repeated step counts once"
     assert (
-        "3 of 4 faults injected in 4 steps, 1 attributed correctly; 2 steps lost; goodput 80.0%" in found.format_text()
+        "3 of 4 faults injected in 4 steps, 1 attributed correctly; 2 steps lost; goodput 80.0%" in report.format_text()
     )

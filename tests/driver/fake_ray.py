@@ -96,8 +96,8 @@ class FakeAgent:
     fake_ray: FakeRay
     ranks: Sequence[int] = ()
 
-    def watch(self, pulses: dict[int, Any]) -> None:
-        self.ranks = list(pulses)
+    def watch(self, heartbeats: dict[int, Any]) -> None:
+        self.ranks = list(heartbeats)
 
     def get_health(self) -> NodeHealth:
         step = self.fake_ray.step

@@ -237,21 +237,21 @@ def _format_row(fault: Fault, cost: Cost) -> str:
 
 HEAD = f"""# What a fault costs
 
-Written by `python -m tests.driver.fault_matrix`: medians of {ROUNDS} runs of {STEPS} steps per row (more with a slow
-rank, and to grow), on gloo workers with one thread each, in one Ray cluster on one machine. The rows about a node,
-the driver and the head run on two simulated nodes, the row about a job on a head of its own, and the rows about the
-network with each node in a network namespace of its own.
+Written by `python -m tests.driver.fault_matrix`: medians of {ROUNDS} runs of {STEPS} steps per row (more steps with a
+slow rank, and to grow), on gloo workers with one thread each, in one Ray cluster on one machine. The rows about a
+node, the driver and the head run on two simulated nodes, the row about a job on a head of its own, and the rows about
+the network with each node in a network namespace of its own.
 
 The model is tiny, so the times are those of detection, of forming groups and of moving state in memory. *Detected
 after* counts from the fault. *Next step after* counts from detection to the next committed step, on fewer ranks or
-with a spare. Where the run grows or the head is gone, it is the pause; where the run is started again, it is the
-time from the new command to its first step. *Steps lost* are recomputed steps. At most one checkpoint interval of
-them is asserted (20 steps; 50 where the driver is killed, at least 60 steps after the start). *Bits*: losses and
-gradient norms of all steps, and the final weights and moments, compared with the run without a fault
-(`train.deterministic=elastic`). Targets are in seconds. For a network partition and a frozen node the target is
-only that the side of the driver continues and the other side exits. A step takes about 0.1 s here, and about 0.5 s
-with tp 2: the next step is committed one step after everything is ready for it, and a rank counts as silent after
-nearly three steps.
+with a spare. Where the run grows or the head is gone, it is the pause; where the run is started again, it is the time
+from the new command to its first step. *Steps lost* are recomputed steps. At most one checkpoint interval of them is
+asserted (20 steps; 50 where the driver is killed, at least 60 steps after the start). *Bits*: losses and gradient
+norms of all steps, and the final weights and moments, compared with the run without a fault
+(`train.deterministic=elastic`). Targets are in seconds. For a network partition and a frozen node the target is only
+that the side of the driver continues and the other side exits. A step takes about 0.1 s here, and about 0.5 s with tp
+2: the next step is committed one step after everything is ready for it, and a rank counts as silent after nearly
+three steps.
 
 """
 

@@ -48,10 +48,10 @@ def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
     report = examine_cluster(make_small_config(run_dir, "cluster.workers=3"))
     assert {check.name: check.state for check in report.checks if check.state == "fail"} == {}
     assert report.is_healthy and not run_dir.parent.exists(), "nothing is written"
-    (reach,) = report.timings
-    assert (reach.scope, reach.ranks, reach.nodes) == ("inside a node", 3, 1)
-    assert reach.seconds.keys() == BUS_FACTORS.keys()
-    assert all(took > 0 for seconds in reach.seconds.values() for took in seconds.values())
+    (timings,) = report.timings
+    assert (timings.scope, timings.ranks, timings.nodes) == ("inside a node", 3, 1)
+    assert timings.seconds.keys() == BUS_FACTORS.keys()
+    assert all(took > 0 for seconds in timings.seconds.values() for took in seconds.values())
     text = "\n".join(report.format_lines())
     assert "run.dir" in text and "all_to_all" in text and "3 workers on 1 node" in text
     assert json.loads(json.dumps(report.to_json()))["collectives"][0]["ranks"] == 3

@@ -82,35 +82,35 @@ def test_rank_of_4096_stores_its_shard_of_the_model(layout: str, rank: int) -> N
         stored = count_parameters(config, resolved, rank)
     finally:
         dist.destroy_process_group()
-    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
-    planned = count_parameters_by_pp_rank(shape, resolved, 4096)[resolved.get_coordinates(rank)["pp"]].dense
+    spec = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
+    planned = count_parameters_by_pp_rank(spec, resolved, 4096)[resolved.get_coordinates(rank)["pp"]].dense
     shards = resolved.dp_shard if resolved.zero == 3 else 1
     assert stored == pytest.approx(planned / shards, rel=0.01)
 
 
 def count_parameters(config: Any, layout: Layout, rank: int) -> int:
     """Return the number of parameters that this rank stores."""
-    place = build_parallel_context(rank, layout, torch.device("cpu"), tied_weights=False, balance_experts=False)
-    assert place.coordinates == layout.get_coordinates(rank)
+    context = build_parallel_context(rank, layout, torch.device("cpu"), tied_weights=False, balance_experts=False)
+    assert context.coordinates == layout.get_coordinates(rank)
     if layout.tp > 1:
-        neighbors = dist.get_process_group_ranks(place.axes["tp"].group)
+        neighbors = dist.get_process_group_ranks(context.axes["tp"].group)
         assert len({neighbor // RANKS_PER_NODE for neighbor in neighbors}) == 1 and rank in neighbors
         assert all(after - before == 1 for before, after in pairwise(neighbors))
-    shape = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    stages = split_layers(shape, config.train.seq_len, layout.pipeline.num_stages)
+    spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    stages = split_layers(spec, config.train.seq_len, layout.pipeline.num_stages)
     with torch.device("meta"):
         modules = {
-            stage: Decoder(shape, stages[stage])
-            for stage in layout.pipeline.get_stages_of_rank(place.coordinates["pp"])
+            stage: Decoder(spec, stages[stage])
+            for stage in layout.pipeline.get_stages_of_rank(context.coordinates["pp"])
         }
     meta = torch.device("meta")
     parallel_model = parallelize(
         modules,
         config=config,
         layout=layout,
-        mesh=place.mesh,
-        axes=place.axes,
-        expert_mesh=place.expert_mesh,
+        mesh=context.mesh,
+        axes=context.axes,
+        expert_mesh=context.expert_mesh,
         device=meta,
         reduction_order=None,
         keyed_randomness=True,

@@ -96,7 +96,9 @@ def test_repeated_interruptions(ray_cluster: None, pool: WarmPool, tmp_path: Pat
     assert "Traceback" not in out.read_text() and "authentication" not in out.read_text()
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rest = get_step_metrics(pool.train(make_config(run), resume_step=second)[0])
-    by_step = {metrics["step"]: curve_point(metrics) for metrics in [*lines, *rest]}
-    alone = get_step_metrics(pool.train(make_config(tmp_path / "alone"))[0])
-    assert len(alone) == STEPS and by_step == {metrics["step"]: curve_point(metrics) for metrics in alone}
+    resumed = get_step_metrics(pool.train(make_config(run), resume_step=second)[0])
+    by_step = {metrics["step"]: curve_point(metrics) for metrics in [*lines, *resumed]}
+    uninterrupted = get_step_metrics(pool.train(make_config(tmp_path / "alone"))[0])
+    assert len(uninterrupted) == STEPS and by_step == {
+        metrics["step"]: curve_point(metrics) for metrics in uninterrupted
+    }

@@ -60,8 +60,8 @@ def test_shards_resume_from_the_newest_complete_step(left_workers: str, step: in
 
 
 def test_the_only_holder_of_a_part_is_a_member() -> None:
-    left = parse_workers("a:0/5 a:0/5 a:1/5 a:0/5", num_parts=2)
-    membership = plan_membership(make_config("parallel.zero=3"), BATCH, left, max_workers=2)
+    workers = parse_workers("a:0/5 a:0/5 a:1/5 a:0/5", num_parts=2)
+    membership = plan_membership(make_config("parallel.zero=3"), BATCH, workers, max_workers=2)
     assert membership is not None and 2 in membership.members and membership.step == 5
 
 

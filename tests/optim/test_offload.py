@@ -258,8 +258,8 @@ def test_full_disk_is_rejected_before_it_is_written(small_disk: Path) -> None:
 
 def test_plan_counts_only_device_memory() -> None:
     none, cpu, disk_ = (
-        plan(load_config(None, [f"parallel.offload={home}", "parallel.offload_dir=/x", "cluster.workers=1"]))
-        for home in ("none", "cpu", "disk")
+        plan(load_config(None, [f"parallel.offload={offload}", "parallel.offload_dir=/x", "cluster.workers=1"]))
+        for offload in ("none", "cpu", "disk")
     )
     assert none["state_bytes_per_rank"] == 16 * none["parameters"]
     assert cpu["state_bytes_per_rank"] == disk_["state_bytes_per_rank"] == 8 * none["parameters"]

@@ -188,7 +188,7 @@ def test_collectives_reach_the_measured_bandwidth() -> None:
     assert inside == pytest.approx(2 * 7 / 8 * 256e6 / 436e9, rel=0.2), "as measured, except for the latency"
     across = cluster.estimate_collective_s("all_reduce", 2 * 63 / 64 * 1e9, 64, 8)
     assert across == pytest.approx(2 * 63 / 64 * 1e9 / 100e9, rel=0.2)
-    alone = cluster.estimate_collective_s("all_reduce", 1e9, 8, 1)
-    assert alone >= 1e9 / 50e9, "one rank per node has one adapter"
+    one_rank_per_node_s = cluster.estimate_collective_s("all_reduce", 1e9, 8, 1)
+    assert one_rank_per_node_s >= 1e9 / 50e9, "one rank per node has one adapter"
     assert cluster.estimate_collective_s("gather", 1e9, 1, 1) == 0.0
     assert {device.inside for device in DEVICES.values()} | {device.across for device in DEVICES.values()} <= set(LINKS)

@@ -34,9 +34,9 @@ def test_downsampling_keeps_extremes_and_ends() -> None:
     points = [(float(x), math.sin(x / 50)) for x in range(10_000)]
     points[4321] = (4321.0, 9.0)  # a spike of one step
     points[8765] = (8765.0, -9.0)
-    kept = downsample(points, 400)
-    assert len(kept) <= 400 and set(kept) <= set(points) and kept == sorted(kept)
-    assert {(4321.0, 9.0), (8765.0, -9.0), points[0], points[-1]} <= set(kept)
+    selected = downsample(points, 400)
+    assert len(selected) <= 400 and set(selected) <= set(points) and selected == sorted(selected)
+    assert {(4321.0, 9.0), (8765.0, -9.0), points[0], points[-1]} <= set(selected)
     assert downsample(points[:300], 400) == points[:300]
 
 

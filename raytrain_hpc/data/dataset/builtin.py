@@ -86,7 +86,7 @@ class SyntheticTokens:
         return np.zeros((len(starts), length), dtype=np.int64)
 
     def read_loss_mask(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
-        """Return True bool[n, length]: every token counts as a target."""
+        """Return ones, bool[n, length]: every token counts as a target."""
         return np.ones((len(starts), length), dtype=bool)
 
     def get_document_spans(

@@ -155,15 +155,15 @@ def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes:
             raise DataError(f"{path}: shard is missing; prepare the dataset again")
         if size != shard.bytes:
             raise DataError(f"{path}: shard has {size} bytes instead of {shard.bytes}; prepare the dataset again")
-    hashed = 0
+    hashed_bytes = 0
     for shard in shards:
         path = directory / shard.file
-        if isinstance(path, RemoteFile) or (limit_bytes is not None and hashed + shard.bytes > limit_bytes):
+        if isinstance(path, RemoteFile) or (limit_bytes is not None and hashed_bytes + shard.bytes > limit_bytes):
             continue
         if compute_file_sha256(path) != shard.sha256:
             raise DataError(f"{path}: shard does not match its sha256; prepare the dataset again")
-        hashed += shard.bytes
-    return hashed
+        hashed_bytes += shard.bytes
+    return hashed_bytes
 
 
 def compute_file_sha256(path: Path) -> str:

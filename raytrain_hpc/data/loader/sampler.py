@@ -72,14 +72,14 @@ class Permutation:
 
     def __call__(self, index: Ints) -> Ints:
         """Map index int64[m] to its images, each in [0, n)."""
-        x = self._network(np.asarray(index).astype(np.uint64))
+        x = self._apply_network(np.asarray(index).astype(np.uint64))
         outside = np.flatnonzero(x >= self.n)
         while outside.size:
-            x[outside] = self._network(x[outside])
+            x[outside] = self._apply_network(x[outside])
             outside = outside[x[outside] >= self.n]
         return x.astype(np.int64)
 
-    def _network(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _apply_network(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = x // self._b, x % self._b
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             # Drop the lowest bit of a word so that the sum cannot overflow 64 bits, which would break the bijection.

@@ -43,7 +43,7 @@ class DataState:
     def from_json(cls, data: Mapping[str, Any]) -> DataState:
         """Parse the output of `to_json`. Raises DataError if a key is missing or has the wrong type."""
         try:
-            mixture = tuple(dict(part) for part in data["mixture"])
+            mixture = tuple(dict(source) for source in data["mixture"])
             return cls(int(data["seed"]), int(data["next_sample"]), str(data["dataset_hash"]), mixture)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"data state: not readable ({type(error).__name__}: {error})") from error
@@ -94,8 +94,8 @@ class Block:
 
     def split_microbatches(self, size: int) -> Iterator[Microbatch]:
         """Split into microbatches of `size` samples."""
-        for part in self.split(size):
-            yield Microbatch(part.samples, part.rows)
+        for block in self.split(size):
+            yield Microbatch(block.samples, block.rows)
 
     def split(self, size: int) -> Iterator[Block]:
         """Split into blocks of at most `size` samples without copying."""
@@ -208,8 +208,8 @@ class LocalStream(Stream):
         numbers = samples.reshape(-1)
         if self._sampler.kind == "random":
             draws = [
-                self._sampler.locate_random(step, microbatch, part)
-                for (step, microbatch), part in zip(microbatches, samples, strict=True)
+                self._sampler.locate_random(step, microbatch, row)
+                for (step, microbatch), row in zip(microbatches, samples, strict=True)
             ]
             return (
                 numbers,
@@ -233,11 +233,11 @@ class LocalStream(Stream):
     def get_state(self, step: int) -> DataState:
         """Return the data state after `step` committed steps, with the mixture stages that have begun."""
         dataset, sample = self._dataset, step * self.global_batch
-        mixture = tuple(dict(part) for part in dataset.mixture)
-        for index, part in enumerate(mixture):
+        mixture = tuple(dict(source) for source in dataset.mixture)
+        for index, source in enumerate(mixture):
             changes = [[m.first_sample, m.weights[index]] for m in self._mixtures[1:] if m.first_sample < sample]
             if changes:
-                part["changes"] = changes
+                source["changes"] = changes
         return DataState(self._sampler.seed, sample, dataset.dataset_hash, mixture)
 
     def get_resume_step(self, state: DataState) -> int:

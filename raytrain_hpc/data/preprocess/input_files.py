@@ -65,14 +65,14 @@ def find_input_files(inputs: Iterable[Path | str], exclude: Sequence[Path] = ())
         for path in _expand_input(item):
             if path.is_dir():
                 candidates = [(p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_file()]
-                kept = [
+                included = [
                     (name, p)
                     for name, p in candidates
                     if not any(p.absolute().is_relative_to(folder) for folder in excluded)
                 ]
-                if not kept:
+                if not included:
                     raise DataError(f"{path}: the folder has no files")
-                files += [stat_input_file(p, name) for name, p in sorted(kept)]
+                files += [stat_input_file(p, name) for name, p in sorted(included)]
             else:
                 files.append(stat_input_file(path, path.name))
                 if not files[-1].nbytes:

@@ -170,8 +170,8 @@ def _prepare_locked(
 def _build_dataset(
     job: _PrepareJob, staging: StagingDirectory, executor: Executor, progress: ProgressCallback | None
 ) -> Manifest:
-    has_survey_pass = job.spec.kind == "char"
-    on_bytes = _ProgressMeter((3 if has_survey_pass else 2) * sum(file.nbytes for file in job.files), progress)
+    has_vocabulary_pass = job.spec.kind == "char"
+    on_bytes = _ProgressMeter((3 if has_vocabulary_pass else 2) * sum(file.nbytes for file in job.files), progress)
     tokenizer = _resolve_tokenizer(job, staging, executor, on_bytes)
     dtype = choose_token_dtype(tokenizer.vocab_size)
     reports = read_reports(staging.chunks_dir)

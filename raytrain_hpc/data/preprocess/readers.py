@@ -90,18 +90,18 @@ class DocumentReader:
         """Decode UTF-8 blocks; a character may span two blocks."""
         errors = "surrogateescape" if self.allow_invalid_utf8 else "strict"
         decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        consumed = self.file_range.begin
+        num_consumed = self.file_range.begin
         for block in itertools.chain(blocks, [b""]):
-            begin = consumed - len(decoder.getstate()[0])
+            begin = num_consumed - len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                where = "of the decompressed text " if self.file_range.file.compression else ""
+                text_kind = "of the decompressed text " if self.file_range.file.compression else ""
                 raise DataError(
-                    f"{self.file_range.file.path}: byte {begin + error.start} {where}is not UTF-8 ({error.reason}); "
-                    "convert the file, or use tokenizer byte"
+                    f"{self.file_range.file.path}: byte {begin + error.start} {text_kind}is not UTF-8 "
+                    f"({error.reason}); convert the file, or use tokenizer byte"
                 ) from error
-            consumed += len(block)
+            num_consumed += len(block)
             if text:
                 yield text
 

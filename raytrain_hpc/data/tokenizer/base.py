@@ -154,10 +154,10 @@ def parse_tokenizer_spec(spec: str) -> TokenizerSpec:
 
 def collect_characters(texts: Iterable[str]) -> str:
     """Collect the distinct characters of `texts`, sorted."""
-    seen = np.zeros(_CODE_POINTS, dtype=bool)
+    occurs = np.zeros(_CODE_POINTS, dtype=bool)
     for text in texts:
-        seen[_to_code_points(text)] = True
-    return "".join(chr(code) for code in np.flatnonzero(seen))
+        occurs[_to_code_points(text)] = True
+    return "".join(chr(code) for code in np.flatnonzero(occurs))
 
 
 def validate_ids(ids: npt.ArrayLike, vocab_size: int) -> Ids:

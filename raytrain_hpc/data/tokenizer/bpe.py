@@ -50,8 +50,8 @@ class _RankFileFormat:
 
 def _build_llama3_special_tokens() -> dict[str, int]:
     named = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
-    free = iter(range(256))
-    return {f"<|{named.get(i) or f'reserved_special_token_{next(free)}'}|>": 128000 + i for i in range(256)}
+    reserved_numbers = iter(range(256))
+    return {f"<|{named.get(i) or f'reserved_special_token_{next(reserved_numbers)}'}|>": 128000 + i for i in range(256)}
 
 
 # By number of ranks in the file.
@@ -88,16 +88,16 @@ class TiktokenTokenizer:
         self._ranks = ranks
         ids_by_token = _parse_ranks(ranks)
         next_id = max(ids_by_token.values()) + 1
-        family = _FORMATS_BY_RANK_COUNT.get(len(ids_by_token)) or _RankFileFormat(
+        file_format = _FORMATS_BY_RANK_COUNT.get(len(ids_by_token)) or _RankFileFormat(
             _CL100K, {END_OF_TEXT: next_id}, END_OF_TEXT
         )
         self._encoding = tiktoken.Encoding(
-            "file", pat_str=family.pattern, mergeable_ranks=ids_by_token, special_tokens=family.special_tokens
+            "file", pat_str=file_format.pattern, mergeable_ranks=ids_by_token, special_tokens=file_format.special_tokens
         )
         self.vocab_size = int(self._encoding.n_vocab)
-        self.end_of_text: int | None = family.special_tokens[family.end_of_text]
+        self.end_of_text: int | None = file_format.special_tokens[file_format.end_of_text]
         self._is_valid_id = np.zeros(self.vocab_size, dtype=bool)  # cl100k and o200k have gaps between special tokens
-        self._is_valid_id[[*ids_by_token.values(), *family.special_tokens.values()]] = True
+        self._is_valid_id[[*ids_by_token.values(), *file_format.special_tokens.values()]] = True
 
     def encode(self, text: str) -> Ids:
         """Encode to token ids, int64[n]."""

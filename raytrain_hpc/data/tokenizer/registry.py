@@ -49,7 +49,7 @@ def tokenizer_from_json(data: Mapping[str, Any]) -> Tokenizer:
 
 
 def _find_end_of_text(tokenizer: HfTokenizer, path: Path) -> int | None:
-    """Find the end-of-text id: eos_token of tokenizer_config.json beside the file, else a usual token name."""
+    """Find the end-of-text id: eos_token of tokenizer_config.json next to the file, else a usual token name."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:

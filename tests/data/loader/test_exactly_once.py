@@ -25,8 +25,10 @@ V = BATCH // MICRO
 SIZES = (25_000, 25_000, 50_000)  # samples of the three sources; at their weights, all epochs end together
 STEPS = 840
 WORLDS = (4, 3, 6, 1, 5)
-CUTS = [0, *sorted(random.Random(7).sample(range(60, STEPS - 60), len(WORLDS) - 1)), STEPS]
-SEGMENTS = [(world, range(first, stop)) for world, first, stop in zip(WORLDS, CUTS, CUTS[1:], strict=False)]
+SEGMENT_BOUNDS = [0, *sorted(random.Random(7).sample(range(60, STEPS - 60), len(WORLDS) - 1)), STEPS]
+SEGMENTS = [
+    (world, range(first, stop)) for world, first, stop in zip(WORLDS, SEGMENT_BOUNDS, SEGMENT_BOUNDS[1:], strict=False)
+]
 
 
 @pytest.fixture(scope="module")

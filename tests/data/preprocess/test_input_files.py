@@ -33,17 +33,17 @@ def test_mixed_folder_gives_the_tokens_of_whole_documents(tmp_path, monkeypatch,
     documents = write_mixed(tmp_path / "in")
     write_rank_file(tmp_path / "ranks")
     spec = tokenizer.replace("ranks", str(tmp_path / "ranks"))
-    whole = prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=spec, val_fraction=0)
-    expected = tokenize_documents(documents, tokenizer_from_json(whole.tokenizer))
+    manifest = prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=spec, val_fraction=0)
+    expected = tokenize_documents(documents, tokenizer_from_json(manifest.tokenizer))
     assert read_contents(tmp_path / "whole")[:2] == expected
-    assert format_prepare_summary(whole)[1] == "1 empty document skipped"
+    assert format_prepare_summary(manifest)[1] == "1 empty document skipped"
     monkeypatch.setattr(partition_module, "PARTITION_BYTES", 1000)
     monkeypatch.setattr(partition_module, "BLOCK_BYTES", 17)
     monkeypatch.setattr(readers_module, "SPAN_CHARS", 90)
     if tokenizer != "bpe:300":  # it would be trained on another sample
-        cut = prepare([tmp_path / "in"], tmp_path / "cut", tokenizer=spec, val_fraction=0, shard_tokens=500)
+        split_manifest = prepare([tmp_path / "in"], tmp_path / "cut", tokenizer=spec, val_fraction=0, shard_tokens=500)
         assert read_contents(tmp_path / "cut")[:2] == expected  # some documents are longer than a shard
-        assert [item.name for item in cut.inputs] == sorted(item.name for item in whole.inputs)
+        assert [item.name for item in split_manifest.inputs] == sorted(item.name for item in manifest.inputs)
 
 
 def test_hugging_face_tokenizer_gives_the_tokens_of_whole_documents(tmp_path, monkeypatch):

@@ -50,10 +50,10 @@ def test_char_tokens_are_split_as_in_nanogpt(tmp_path, text_file):
     manifest = prepare([text_file], tmp_path / "out", tokenizer="char")
     chars = sorted(set(TEXT))
     ids = [chars.index(c) for c in TEXT]
-    cut = int(len(ids) * 0.9)
+    num_train = int(len(ids) * 0.9)
     stored = read_tokens(tmp_path / "out")
-    assert stored["train"].tolist() == ids[:cut]
-    assert stored["val"].tolist() == ids[cut:]
+    assert stored["train"].tolist() == ids[:num_train]
+    assert stored["val"].tolist() == ids[num_train:]
     assert (manifest.characters, manifest.vocab_size) == (len(TEXT), len(chars))
     assert load_manifest(tmp_path / "out") == manifest
 
