@@ -27,7 +27,7 @@ class WorkerGroup(Protocol):
         """Start workers in the background until there are `count`; return at once."""
 
     def list_candidates(self) -> list[Candidate]:
-        """Return the workers that can be given a rank now, with the state that each holds in memory."""
+        """Return the ready workers, draining ones included, with the state parts held since their last generation."""
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         """Set the workers of the next generation in rank order, and return host and device facts of each rank.

@@ -81,7 +81,7 @@ def inspect_running_cluster(config: Config) -> Machine:
 def open_cluster_probe(config: Config) -> Iterator[ClusterProbe]:
     """Yield a probe with the workers that a run with `config` would use. No run is started."""
     with open_ray_backend(config) as backend:
-        cluster, store = backend.topology_and_store
+        cluster, store = backend.cluster, backend.store
         pool = ActorPool(config, backend.world_size, cluster)
         try:
             pool.start()

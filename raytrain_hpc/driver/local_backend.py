@@ -32,7 +32,9 @@ class LocalWorkerGroup:
         """Do nothing: this process is the worker."""
 
     def wait_for_workers(self, count: int) -> None:
-        """Do nothing: no other worker can start."""
+        """Raise ClusterError if `count` is more than one: no other worker can start in this process."""
+        if count > 1:
+            raise ClusterError(f"cluster.workers=0 trains in one process; {count} workers need a Ray cluster")
 
     def scale_up_to(self, count: int) -> None:
         """Do nothing: one process is one worker."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -44,30 +45,20 @@ _ABORT_DELAY_S = 0.2  # a collective whose peer has died fails sooner
 WorkerInfo = dict[str, Any]
 
 
+@dataclass
 class RayBackend:
-    """A Ray cluster with room for `world` workers. `ray_readers`: processes on it read training data for them."""
+    """A Ray cluster with room for `world_size` workers. `ray_readers`: processes on it read training data for them."""
 
-    def __init__(
-        self,
-        world_size: int,
-        cluster: Topology,
-        store: RendezvousStore,
-        *,
-        ray_readers: bool,
-        uses_existing_cluster: bool,
-    ):
-        self.world_size, self.uses_existing_cluster = world_size, uses_existing_cluster
-        self.cluster, self._store, self._ray_readers = cluster, store, ray_readers
-
-    @property
-    def topology_and_store(self) -> tuple[Topology, RendezvousStore]:
-        """The nodes of the cluster, and the store for rendezvous of workers on them."""
-        return self.cluster, self._store
+    world_size: int
+    cluster: Topology
+    store: RendezvousStore
+    ray_readers: bool
+    uses_existing_cluster: bool
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
         """Reserve slots for the workers and spares, and return their group."""
         pool = ActorPool(config, self.world_size + config.cluster.spares, self.cluster)
-        return RayWorkerGroup(config, pool, self._store, ray_readers=self._ray_readers)
+        return RayWorkerGroup(config, pool, self.store, ray_readers=self.ray_readers)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Summary of a run, printed before it trains."""
+"""Settings and plan of a run, written to its directory before it trains, and their summary on the console."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_m
 from raytrain_hpc.planner.workload import make_workload
 
 
-def announce_run(
+def write_and_announce_run(
     prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine, print_line: Callable[[str], None]
 ) -> None:
     """Write the settings and the plan to the run directory, and print a summary of the run on `machine`."""

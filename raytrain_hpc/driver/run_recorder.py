@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,24 @@ from raytrain_hpc.observability.console import Console, format_step_line
 from raytrain_hpc.observability.experiment_trackers import Tracker
 from raytrain_hpc.observability.metric_writers import JsonlWriter, TensorBoardWriter
 from raytrain_hpc.observability.metrics import compute_mfu
+from raytrain_hpc.observability.peak_flops import get_peak_tflops
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Peak FLOP/s and memory of a device, for MFU and the share of memory in use. None if unknown."""
+    """Peak TFLOP/s and memory of a device, for MFU and the share of memory in use. None if unknown."""
 
     peak_tflops: float | None
     memory_gib: float | None
+
+
+def get_device_info(config: Config, rank_info: Mapping[str, Any]) -> DeviceInfo:
+    """Return the peak TFLOP/s, as set or looked up by device name, and the memory of a rank's device."""
+    peak = config.observe.peak_tflops
+    peak_tflops = get_peak_tflops(rank_info["device"], config.train.dtype) if peak == "auto" else float(peak)
+    return DeviceInfo(peak_tflops, rank_info["memory_gib"])
 
 
 @dataclass

@@ -1,37 +1,35 @@
-"""A run from preparation to result, as a sequence of generations: each continues from the state of the last one."""
+"""Supervisor of a run, from preparation to result: a sequence of generations, each with a fixed set of ranks."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.auto_layout import build_machine, resolve_auto_layout
-from raytrain_hpc.driver.backend import ExecutionBackend, RegroupRequest, WorkerGroup
+from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.incident_log import IncidentLog
+from raytrain_hpc.driver.membership_planner import MembershipPlanner
 from raytrain_hpc.driver.result import Result
-from raytrain_hpc.driver.run_banner import announce_run
-from raytrain_hpc.driver.run_recorder import DeviceInfo, RunRecorder
+from raytrain_hpc.driver.result_builder import build_result
+from raytrain_hpc.driver.run_banner import write_and_announce_run
+from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
 from raytrain_hpc.driver.run_setup import PreparedRun, find_newest_checkpoint, make_paths_absolute, prepare_run
-from raytrain_hpc.elastic.load_balancing import balance_by_speed
-from raytrain_hpc.elastic.recovery import Candidate, Membership, get_min_workers, plan_membership
+from raytrain_hpc.elastic.recovery import Membership, get_min_workers
 from raytrain_hpc.elastic.state_partition import (
-    compute_state_partition,
     find_newest_complete_step,
     plan_replication_pairs,
 )
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailedError, WorkerFailedError
 from raytrain_hpc.observability.console import Console
 from raytrain_hpc.observability.experiment_trackers import BackgroundTracker, create_trackers
-from raytrain_hpc.observability.peak_flops import get_peak_tflops
 from raytrain_hpc.optim.lr_scheduler import should_evaluate
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.layout import Batching, Layout
@@ -41,7 +39,7 @@ from raytrain_hpc.runtime.worker_spec import CustomModel, Script, WorkerSpec
 
 @dataclass(frozen=True)
 class _RunContext:
-    """What all generations of a run share."""
+    """Objects shared by all generations of a run."""
 
     prepared: PreparedRun
     lease: Lease
@@ -51,21 +49,23 @@ class _RunContext:
 
 
 class Supervisor:
-    """Runs a training through its generations. `stop` may be set from any thread or signal handler."""
+    """Driver of one run. Setting `stop`, from any thread or signal handler, saves and stops after the current step."""
 
     def __init__(self, config: Config, custom: CustomModel | Script | None, console: Console, stop: threading.Event):
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._restarts = 0
-        self._consecutive_failures, self._furthest_step = 0, -1  # without progress; furthest step of any failure
-        self._first_generation_infos: list[dict[str, Any]] = []  # host facts of the ranks of the first generation
+        self._consecutive_failures = 0  # failures in a row, counted from the last one beyond `_furthest_step`
+        self._furthest_step = -1  # furthest committed step at any failure
+        self._first_generation_infos: list[dict[str, Any]] = []  # host facts by rank
         self._warned: set[str] = set()
-        self._target_workers = 0  # set by `resize`; 0: as many as settings and cluster allow
+        self._target_workers = 0  # set by `resize`; 0 until the run knows how many workers it starts with
 
     def resize(self, workers: int) -> None:
-        """Continue with `workers` workers, from a step boundary on, as soon as they are ready; return at once.
+        """Set the target number of workers; return at once.
 
-        May be called from any thread. Raises ConfigError if cluster.min_workers does not allow so few.
+        Missing workers are started. From a step boundary on, the largest legal number of ready workers up to the target
+        trains. May be called from any thread. Raises ConfigError below `cluster.min_workers` (auto: one model replica).
         """
         minimum = get_min_workers(self._config)
         if workers < minimum:
@@ -80,7 +80,7 @@ class Supervisor:
             prepared = resolve_auto_layout(prepared, backend.world_size, backend.cluster, self._console.print_line)
             self._config = prepared.config
             prepared.resolve_layout(backend.world_size)  # refuses an illegal layout before anything is written
-            lease = Lease.acquire(prepared.directory.path, owner=f"{self._config.run.name}")
+            lease = Lease.acquire(prepared.directory.path, owner=self._config.run.name)
             try:
                 with lease.renew_in_background(self._stop_event.set):
                     return self._run_under_lease(prepared, lease, backend)
@@ -88,7 +88,7 @@ class Supervisor:
                 self._release_lease(lease)
 
     def _create_trackers(self, backend: ExecutionBackend) -> list[BackgroundTracker]:
-        """Return the experiment trackers of the settings, each on a thread of its own."""
+        """Return the trackers that the settings ask for, and Ray gauges on a Ray cluster that was running before."""
         trackers = create_trackers(self._config, self._alarm)
         if backend.uses_existing_cluster and self._config.observe.ray_metrics:
             from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
@@ -102,7 +102,7 @@ class Supervisor:
         self._console.print_line(f"alarm: {text}")
 
     def _print_once(self, text: str) -> None:
-        """Print a line once, although preparation and every generation check the same checkpoints."""
+        """Print a line unless it was printed before: preparation and every generation check the same checkpoints."""
         if text not in self._warned:
             self._warned.add(text)
             self._console.print_line(text)
@@ -112,12 +112,12 @@ class Supervisor:
         try:
             lease.release()
         except RunDirectoryError as error:  # another driver holds it, or the disk is full
-            self._console.print_line(f"alarm: {error}")
+            self._alarm(str(error))
 
     def _run_under_lease(self, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend) -> Result:
         """Train, record, and write the result. Call while this driver holds the lease of the run directory."""
         layout, batching = prepared.resolve_layout(backend.world_size)
-        announce_run(
+        write_and_announce_run(
             prepared, layout, batching, build_machine(backend.world_size, backend.cluster), self._console.print_line
         )
         prepared.store.remove_leftovers()
@@ -141,14 +141,19 @@ class Supervisor:
             self._console.stop_progress()
             recorder.close(failed=sys.exc_info()[0] is not None)
         if outcome == "stopped" and recorder.totals.save_error:
-            raise RunFailedError(f"stopped without a checkpoint: {recorder.totals.save_error}")
-        result = self._build_result(layout, recorder, outcome)
+            raise RunFailedError(f"stopped, but the last checkpoint was not saved: {recorder.totals.save_error}")
+        result = build_result(
+            self._config, layout, recorder, outcome, self._restarts, self._timestamps, self._first_generation_infos
+        )
         prepared.directory.write_result(result.to_json())
         sampler.close()
         return result
 
     def _is_already_trained(self, run: _RunContext) -> bool:
-        """Return whether the newest checkpoint is at the last step and has been evaluated."""
+        """Return whether nothing is left to do: the newest checkpoint is of the last step and no evaluation is pending.
+
+        If so, print it and note the checkpoint for the result.
+        """
         newest, steps = find_newest_checkpoint(run.prepared.store, self._print_once), self._config.train.steps
         if newest is None or newest.step < steps or self._find_pending_eval_metrics(run, newest.step) is not None:
             return False
@@ -157,16 +162,26 @@ class Supervisor:
         return True
 
     def _run_generations(self, run: _RunContext, backend: ExecutionBackend) -> str:
-        """Run generations until one ends as "done", or as "stopped" on request; return that outcome.
+        """Run generations until one ends as "done", or as "stopped" while a stop is requested; return that outcome.
 
-        After a failure or a request to regroup, the next generation is formed from the workers then available.
+        The next generation is formed after a failure, after a pause or save to regroup, and after "lost" (part of the
+        state is in no memory), then from the newest checkpoint.
         """
         workers = self._start_worker_group(backend)
+        planner = MembershipPlanner(
+            self._config,
+            run.batching,
+            run.prepared.estimate_comm_bytes,
+            workers,
+            lambda: self._target_workers,
+            self._console.print_line,
+            self._stop_event,
+        )
         try:
             while True:
-                membership = self._wait_for_membership(run, workers)
+                membership = planner.wait_for_membership()
                 try:
-                    outcome = self._run_generation(run, workers, membership)
+                    outcome = self._run_generation(run, workers, planner, membership)
                 except WorkerFailedError as failure:
                     self._handle_failure(run, workers, failure)
                 else:
@@ -174,7 +189,7 @@ class Supervisor:
                         return outcome
                     if outcome == "lost":
                         workers.discard_state()
-                run.lease.next_generation()
+                run.lease.next_generation()  # ranks of the generation that ended can no longer publish
         finally:
             workers.close()
 
@@ -186,36 +201,19 @@ class Supervisor:
         except ClusterError:
             workers.close()
             raise
-        self._timestamps["actors"] = time.time()
         return workers
 
-    def _wait_for_membership(self, run: _RunContext, workers: WorkerGroup) -> Membership:
-        """Return the membership of the next generation, as soon as one is possible.
-
-        It can be smaller if its members hold the state in memory; otherwise wait for all workers until the timeout.
-        """
-        while True:
-            candidates = workers.list_candidates()
-            membership = plan_membership(
-                self._config, run.batching, candidates, self._target_workers, run.prepared.estimate_comm_bytes
-            )
-            complete = membership is not None and membership.layout.world_size == self._target_workers
-            if membership is not None and (complete or membership.step is not None):
-                return membership
-            try:
-                workers.wait_for_workers(len(candidates) + 1)
-            except ClusterError as error:
-                if membership is not None:  # no more workers will start
-                    return membership
-                raise RunFailedError(f"gave up after {self._restarts} failures: {error}") from error
-
-    def _run_generation(self, run: _RunContext, workers: WorkerGroup, membership: Membership) -> str:
+    def _run_generation(
+        self, run: _RunContext, workers: WorkerGroup, planner: MembershipPlanner, membership: Membership
+    ) -> str:
         """Run one generation from the step in memory, the newest checkpoint or initial weights; return its outcome."""
         prepared, recorder, layout = run.prepared, run.recorder, membership.layout
-        batching = self._balance_microbatches(run, membership, workers.list_candidates())
+        batching = planner.begin_generation(membership)
         infos = workers.set_members(membership.members)
         if self._first_generation_infos and membership.step is None:
-            self._console.print_line("no complete state in memory; resuming from the newest checkpoint")
+            self._console.print_line(
+                "no complete state in memory: starting from the newest checkpoint, or from initial weights"
+            )
         sites = [Site(info["rack"], info["node"]) for info in infos]
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
@@ -249,51 +247,8 @@ class Supervisor:
             is_single_node=len({site.node for site in sites}) == 1,
         )
         run.incidents.record_resumption(step, layout.world_size)
-        poll_regroup = self._build_regroup_poll(run, workers, membership, batching)
-        return workers.run_generation(spec, partial(self._handle_record, run), self._stop_event, poll_regroup)
-
-    def _build_regroup_poll(
-        self, run: _RunContext, workers: WorkerGroup, membership: Membership, batching: Batching
-    ) -> Callable[[], RegroupRequest]:
-        """Build the function that the worker group polls during a generation, to ask whether to end it and regroup.
-
-        Reasons are new workers, a resize, draining nodes, and stragglers to rebalance. The answer is "pause", "save" if
-        the remaining workers may not hold the whole state, or None to continue.
-        """
-        last_inputs: tuple[Any, ...] = ()
-
-        def poll_regroup() -> RegroupRequest:
-            nonlocal last_inputs
-            candidates = workers.list_candidates()
-            inputs = (self._target_workers, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
-            if inputs == last_inputs:  # planning takes time, and nothing that it depends on has changed
-                return None
-            last_inputs = inputs
-            workers.scale_up_to(self._target_workers)
-            next_membership = plan_membership(
-                self._config, run.batching, candidates, self._target_workers, run.prepared.estimate_comm_bytes
-            )
-            draining = {candidate.worker_id for candidate in candidates if candidate.is_draining} & set(
-                membership.members
-            )
-            if next_membership is None:
-                if draining:
-                    self._console.print_line("nodes are draining and too few workers remain: saving and stopping")
-                    self._stop_event.set()
-                return None
-            if draining or next_membership.layout.world_size < membership.layout.world_size:
-                return "save" if max(compute_state_partition(membership.layout)) else "pause"
-            larger = next_membership.layout.world_size > membership.layout.world_size
-            return "pause" if larger or self._balance_microbatches(run, membership, candidates) != batching else None
-
-        return poll_regroup
-
-    def _balance_microbatches(self, run: _RunContext, membership: Membership, candidates: list[Candidate]) -> Batching:
-        """Return the microbatches of the step, fewer for slow ranks if fault.on_straggler=rebalance."""
-        if self._config.fault.on_straggler != "rebalance":
-            return run.batching
-        slowdown = {candidate.worker_id: candidate.slowdown for candidate in candidates}
-        return balance_by_speed(run.batching, membership.layout, [slowdown[member] for member in membership.members])
+        on_record = partial(self._handle_record, run)
+        return workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
 
     def _find_pending_eval_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
         """Return the metrics of `step` if its evaluation is due and was interrupted, otherwise None."""
@@ -313,11 +268,12 @@ class Supervisor:
         return bool(is_due) and step not in run.prepared.store.list_steps()
 
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:
-        """Log an incident, or pass the record to the recorder and report a recovery that its step completes."""
+        """Log an incident; pass any other record on. If it commits the first step after a failure, print its cost."""
         previous_step = run.recorder.committed_step
         if record["type"] == "incident":
             run.incidents.record_incident(record, run.lease.generation, previous_step)
-            self._console.print_line(f"{record['operation']}: {record['reason']}")
+            where = f"rank {record['rank']} {record['kind']}, {record['operation']}"
+            self._console.print_line(f"{where}: {record['reason']}")
             return
         run.recorder.handle_record(record)
         if (
@@ -331,9 +287,13 @@ class Supervisor:
             )
 
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
-        """Record a failed generation and its last steps. Raises RunFailedError past fault.max_failures."""
-        newest = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
-        for metrics in workers.recall_metrics(run.recorder.committed_step, newest) if newest is not None else ():
+        """Record a failed generation, with the steps that the driver had not fetched from its ranks.
+
+        Raises RunFailedError after more than `fault.max_failures` failures in a row without a new furthest step.
+        """
+        memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
+        missed = [] if memory_step is None else workers.recall_metrics(run.recorder.committed_step, memory_step)
+        for metrics in missed:
             run.recorder.handle_record({"type": "step", "metrics": metrics})
         step = run.recorder.committed_step
         self._restarts += 1
@@ -354,49 +314,3 @@ class Supervisor:
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
         ]
         run.prepared.directory.write_workers(run.lease.generation, workers)
-
-    def _build_result(self, layout: Layout, recorder: RunRecorder, outcome: str) -> Result:
-        """Return the result of the run, from the totals over all its generations."""
-        totals, wall_s = recorder.totals, time.time() - self._timestamps["began"]
-        return Result(
-            outcome=outcome,
-            train_loss=totals.last_metrics.get("train/loss"),
-            val_loss=totals.val_loss,
-            best_val_loss=totals.best_val_loss,
-            steps=totals.last_metrics.get("step", 0),
-            tokens=totals.last_metrics.get("train/tokens", 0),
-            wall_s=wall_s,
-            goodput=totals.productive_step_s / wall_s,
-            restarts=self._restarts,
-            layout=asdict(layout),
-            checkpoint=totals.checkpoint_path,
-            run_dir=self._config.run.dir,
-            startup=self._compute_startup_times(recorder),
-        )
-
-    def _compute_startup_times(self, recorder: RunRecorder) -> dict[str, float]:
-        """Return the seconds of each phase of the startup, until the first committed step, for the slowest worker."""
-        if not recorder.ready_records or recorder.totals.first_step_unix is None:
-            return {}
-        began, cluster = self._timestamps["began"], self._timestamps["cluster"]
-        imported = max(info["imported"] for info in self._first_generation_infos)
-        actors_started = max(info["began"] for info in self._first_generation_infos)
-        built = max(record["model"] for record in recorder.ready_records.values())
-        ends = {
-            "cluster_s": cluster,
-            "actors_s": actors_started,
-            "imports_s": imported,
-            "model_s": built,
-            "first_step_s": recorder.totals.first_step_unix,
-        }
-        seconds, previous_end = {}, began
-        for name, end in ends.items():
-            seconds[name], previous_end = max(0.0, end - previous_end), max(previous_end, end)
-        return seconds | {"total_s": recorder.totals.first_step_unix - began}
-
-
-def get_device_info(config: Config, info: dict[str, Any]) -> DeviceInfo:
-    """Return peak TFLOP/s, from the settings or looked up by name, and memory of a worker's device."""
-    peak = config.observe.peak_tflops
-    peak_flops = get_peak_tflops(info["device"], config.train.dtype) if peak == "auto" else float(peak)
-    return DeviceInfo(peak_flops, info["memory_gib"])

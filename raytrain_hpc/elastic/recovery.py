@@ -1,4 +1,8 @@
-"""Recovery policy: choose layout, members and step of the next generation after a failure or a join. Pure functions."""
+"""Membership policy: members, layout and start step of the next generation, from the ready workers. Pure functions.
+
+A generation is a set of workers with fixed ranks. A new one is formed at the start, after a failure, and when workers
+join or leave.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,11 @@ from raytrain_hpc.planner.placement import Site, place_ranks, select_active_work
 
 @dataclass(frozen=True)
 class Candidate:
-    """A live worker that can be given a rank.
+    """A ready worker. It is given no rank if `is_draining`: its node is about to be removed.
 
-    `state_parts`: parts of the training state in its memory. `slowdown`: time per microbatch relative to the other
-    workers, as last measured. `is_draining`: its node is about to be removed, so the worker gets no rank.
+    `worker_id`, `node_id`: identifiers within the run and of Ray. `state_parts`: parts of the training state held in
+    memory since its last generation, its own before replicas; empty while one runs. `slowdown`: time per microbatch
+    relative to the median of the other ranks when it was last detected as slow, else 1. `rack`: "" if unknown.
     """
 
     worker_id: int
@@ -41,8 +46,8 @@ class Candidate:
 class Membership:
     """The members of the next generation: worker `members[r]` gets rank r.
 
-    `step`: step to resume from, whose state the members hold in memory together; None: resume from the newest
-    checkpoint.
+    `step`: step to resume from, whose state the members hold in memory together; None: start from the newest
+    checkpoint, or from initial weights.
     """
 
     layout: Layout
@@ -51,7 +56,7 @@ class Membership:
 
 
 def get_min_workers(config: Config) -> int:
-    """Return the fewest workers that a run continues with: `cluster.min_workers`, or one model-parallel replica."""
+    """Return the fewest workers that may train: `cluster.min_workers`, or if auto one model replica (tp x cp x pp)."""
     min_workers = config.cluster.min_workers
     return get_model_parallel_size(config) if min_workers == AUTO else int(min_workers)
 
@@ -63,18 +68,20 @@ def plan_membership(
     max_workers: int,
     estimate_bytes_by_axis: Callable[[Layout, Batching], Mapping[str, float]] = lambda layout, batching: {},
 ) -> Membership | None:
-    """Return the largest legal membership of at most `max_workers` workers, or None if too few workers are left.
+    """Return the largest legal membership of at most `max_workers` workers; None if no size down to the minimum is.
 
-    Call before each generation, with all live workers. The batch keeps its microbatches. Only the data-parallel axes
-    change size; tensor-, context- and pipeline-parallel sizes are kept, and a tensor-parallel group stays on one node.
+    Call with all ready workers: before each generation, and while one runs to decide whether to end it. The batch keeps
+    its microbatches. Only the data-parallel axes change size; tensor-, context- and pipeline-parallel sizes are kept,
+    and a tensor-parallel group stays on one node.
 
-    The generation resumes from the newest step for which the members hold all state parts. Ranks are placed by
-    `estimate_bytes_by_axis`, the bytes sent along each mesh axis; as far as that placement allows, workers get the
-    rank whose state they hold.
+    The generation resumes from the newest step for which the members hold all state parts. Members are not chosen to
+    complete a step: `step` is None if theirs is incomplete. Ranks are placed by `estimate_bytes_by_axis(layout,
+    batching)`, the bytes that a rank sends per step along each mesh axis ({}: mesh order). As far as that placement
+    allows, workers get a rank whose part number they hold, which is the same state if the partition is unchanged.
     """
     candidates = [candidate for candidate in candidates if not candidate.is_draining]
     for world_size in range(min(max_workers, len(candidates)), get_min_workers(config) - 1, -1):
-        layout = find_legal_layout(config, world_size, batching)
+        layout = _find_legal_layout(config, world_size, batching)
         members = None if layout is None else _select_members(candidates, world_size, config.parallel.tp)
         if layout is not None and members is not None:
             step, sites = find_newest_complete_step(m.state_parts for m in members), [m.site for m in members]
@@ -89,11 +96,11 @@ def plan_membership(
     return None
 
 
-def find_legal_layout(config: Config, world_size: int, batching: Batching) -> Layout | None:
-    """Return a layout of `world_size` ranks that fits the settings and the batching, or None if there is none.
+def _find_legal_layout(config: Config, world_size: int, batching: Batching) -> Layout | None:
+    """Return a layout of `world_size` ranks that is legal with `batching`, or None if there is none.
 
-    Data-parallel sizes that the settings fix are kept if possible. Otherwise `dp_replicate` is chosen freely, then
-    `dp_shard` as well.
+    Data-parallel sizes that the settings fix are kept if they give `world_size`. Otherwise `dp_replicate` counts as
+    auto, then `dp_shard` as well (under ZeRO).
     """
     for freed_axes in ((), ("dp_replicate",), ("dp_replicate", "dp_shard")):
         relaxed = deepcopy(config)
@@ -110,10 +117,10 @@ def find_legal_layout(config: Config, world_size: int, batching: Batching) -> La
 
 
 def _select_members(candidates: Sequence[Candidate], world_size: int, group_size: int) -> list[Candidate] | None:
-    """Select `world_size` candidates, sorted by rack and node, or None if they do not fit.
+    """Select `world_size` candidates, sorted by rack, node and pid, or None if too few whole groups fit on nodes.
 
-    Each group of `group_size` is on one node. Workers that hold state are preferred, on each node those that are the
-    only ones to hold a part.
+    Groups of `group_size` ranks (the tensor-parallel size) stay on one node. Nodes with most workers that hold state
+    come first; on a node, those that alone hold some part of a step.
     """
     by_node: dict[str, list[Candidate]] = {}
     holder_counts = Counter(state for candidate in candidates for state in candidate.state_parts)
@@ -137,7 +144,7 @@ def _select_members(candidates: Sequence[Candidate], world_size: int, group_size
 def _count_members_per_node(
     holders_per_node: Mapping[str, int], workers_per_node: Mapping[str, int], world_size: int, group_size: int
 ) -> dict[str, int] | None:
-    """Return the number of members from each node, with as many workers that hold state as possible, or None."""
+    """Return the number of members from each node: whole groups of state holders first, then any workers; or None."""
     counts = dict.fromkeys(workers_per_node, 0)
     for available in (holders_per_node, workers_per_node):
         for node in sorted(counts, key=lambda node: (-available[node], node)):

@@ -60,7 +60,8 @@ class Console:
         self._rich.file.flush()
 
     def start_progress(self, steps: int, done: int) -> None:
-        """Show the progress bar, on a terminal, with `done` of `steps` steps completed."""
+        """Show the progress bar, on a terminal, with `done` of `steps` steps completed. Replaces an earlier one."""
+        self.stop_progress()
         if self._rich.is_terminal and not self._rich.quiet:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self._rich, transient=True)

@@ -124,7 +124,7 @@ def test_stop_without_a_checkpoint_fails(cli: CliRunner, tmp_path) -> None:
     (run / "checkpoints").write_text("in the way")
     code, output = cli.run(tmp_path / "out", "train", *WORDS, f"run.dir={run}", patch=signal_after(5, signal.SIGTERM))
     assert code == 4
-    assert output.splitlines()[-1].startswith("error: stopped without a checkpoint: ")
+    assert output.splitlines()[-1].startswith("error: stopped, but the last checkpoint was not saved: ")
 
 
 class LimitedDisk:

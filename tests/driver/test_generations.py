@@ -192,6 +192,6 @@ def test_restart_appends_to_the_incidents(run, tmp_path) -> None:
 
 def test_permanently_shrunk_cluster_is_a_fault(run, capsys) -> None:
     code, _ = run([3, ClusterError("no slots")], "train.steps=9")
-    assert code == 4 and "error: gave up after 1 failures: no slots" in capsys.readouterr().err
+    assert code == 4 and "error: too few workers to continue: no slots" in capsys.readouterr().err
     code, _ = run([ClusterError("no slots")])
     assert code == 2

@@ -1,0 +1,112 @@
+"""Membership planner: when a generation can be formed, and when the running one is ended to regroup."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.driver.local_backend import LocalWorkerGroup
+from raytrain_hpc.driver.membership_planner import MembershipPlanner
+from raytrain_hpc.elastic.recovery import Candidate
+from raytrain_hpc.elastic.state_partition import StatePart
+from raytrain_hpc.errors import ClusterError, RunFailedError
+from raytrain_hpc.planner.layout import Batching
+
+
+class Workers:
+    """A worker group of fake workers, to which no further worker comes."""
+
+    def __init__(self, *candidates: Candidate):
+        self.candidates, self.waits, self.targets = list(candidates), [], []
+
+    def list_candidates(self) -> list[Candidate]:
+        return list(self.candidates)
+
+    def wait_for_workers(self, count: int) -> None:
+        self.waits.append(count)
+        raise ClusterError("no slots")
+
+    def scale_up_to(self, count: int) -> None:
+        self.targets.append(count)
+
+
+def make_candidates(count: int, *parts: StatePart) -> list[Candidate]:
+    return [Candidate(number, f"node{number}", 100 + number, parts) for number in range(count)]
+
+
+def make_planner(workers: Any, target: int, *overrides: str) -> tuple[MembershipPlanner, threading.Event, list[str]]:
+    stop, lines = threading.Event(), []
+    config = load_config(None, ["train.global_batch=12", "cluster.min_workers=2", *overrides])
+    arguments = (config, Batching(6, 2), lambda layout, batching: {}, workers, lambda: target, lines.append, stop)
+    return MembershipPlanner(*arguments), stop, lines
+
+
+def test_state_in_memory_starts_a_smaller_generation_at_once() -> None:
+    workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
+    membership = make_planner(workers, 3)[0].wait_for_membership()
+    assert (membership.layout.world_size, membership.step, workers.waits) == (2, 7, [])
+
+
+def test_without_state_in_memory_the_target_is_waited_for() -> None:
+    workers = Workers(*make_candidates(2))
+    membership = make_planner(workers, 3)[0].wait_for_membership()
+    assert (membership.layout.world_size, membership.step, workers.waits) == (2, None, [3])
+
+
+def test_too_few_workers_end_the_run() -> None:
+    with pytest.raises(RunFailedError, match="too few workers to continue: no slots"):
+        make_planner(Workers(*make_candidates(1)), 3)[0].wait_for_membership()
+
+
+def test_one_process_continues_alone_when_more_workers_are_asked_for() -> None:
+    workers = LocalWorkerGroup(torch.device("cpu"))
+    membership = make_planner(workers, 2, "cluster.min_workers=1")[0].wait_for_membership()
+    assert membership.layout.world_size == 1
+    with pytest.raises(ClusterError, match="cluster.workers=0 trains in one process; 2 workers need a Ray cluster"):
+        workers.wait_for_workers(2)
+
+
+@pytest.mark.parametrize("overrides, expected", [([], "pause"), (["parallel.zero=1"], "save")])
+def test_a_draining_member_ends_the_generation(overrides: list[str], expected: str) -> None:
+    """With a partitioned state only a checkpoint is sure to hold it all."""
+    workers = Workers(*make_candidates(3))
+    planner, stop, _ = make_planner(workers, 3, *overrides)
+    planner.begin_generation(planner.wait_for_membership())
+    assert planner.poll_regroup() is None and workers.targets == [3]
+    workers.candidates[1] = replace(workers.candidates[1], is_draining=True)
+    assert planner.poll_regroup() == expected
+    assert planner.poll_regroup() is None, "nothing has changed since"
+    assert not stop.is_set()
+
+
+def test_draining_nodes_that_leave_too_few_workers_stop_the_run() -> None:
+    workers = Workers(*make_candidates(2))
+    planner, stop, lines = make_planner(workers, 2)
+    planner.begin_generation(planner.wait_for_membership())
+    workers.candidates[0] = replace(workers.candidates[0], is_draining=True)
+    assert planner.poll_regroup() is None and stop.is_set()
+    assert lines == ["nodes are draining and too few workers remain: saving and stopping"]
+
+
+def test_new_workers_end_the_generation() -> None:
+    workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
+    planner, _, _ = make_planner(workers, 3)
+    planner.begin_generation(planner.wait_for_membership())
+    assert planner.poll_regroup() is None
+    workers.candidates = make_candidates(3)
+    assert planner.poll_regroup() == "pause"
+
+
+def test_a_slow_rank_is_given_fewer_microbatches() -> None:
+    workers = Workers(*make_candidates(2))
+    planner, _, _ = make_planner(workers, 2, "fault.on_straggler=rebalance")
+    planner.begin_generation(planner.wait_for_membership())
+    workers.candidates[1] = replace(workers.candidates[1], slowdown=2.0)
+    assert planner.poll_regroup() == "pause"
+    batching = planner.begin_generation(planner.wait_for_membership())
+    assert [len(rank) for rank in batching.split_by_rank(2)] == [4, 2]
