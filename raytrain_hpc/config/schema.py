@@ -283,7 +283,9 @@ class FaultConfig:
         "Seconds without progress after which a worker counts as failed; auto: nearly 3 steps, at least 0.8 s.",
         above=0,
     )
-    max_failures: int = key(3, "Failures in a row, without a step beyond the furthest one, that a run survives.", minimum=0)
+    max_failures: int = key(
+        3, "Failures in a row, without a step beyond the furthest one, that a run survives.", minimum=0
+    )
     on_nan: Literal["stop", "skip", "rollback"] = key(
         "stop",
         "Reaction to a non-finite step or a loss spike that persists when recomputed, at most max_failures in a row. "
@@ -320,7 +322,9 @@ class ObserveConfig:
     log_every: int = key(10, "Steps between log lines.", minimum=1)
     ranks_every: int = key(10, "Steps between statistics over ranks of step times and memory; 0: none.", minimum=0)
     tensorboard: bool = key(True, "Write TensorBoard events to run.dir/tb.")
-    ray_metrics: bool = key(True, "Export gauges to the Ray dashboard and Prometheus, on a Ray cluster that was running before the run.")
+    ray_metrics: bool = key(
+        True, "Export gauges to the Ray dashboard and Prometheus, on a Ray cluster that was running before the run."
+    )
     wandb: str = key("", "Weights & Biases project to log to; WANDB_MODE=offline keeps the data on this machine.")
     mlflow: str = key("", "MLflow tracking URI to log to, such as http://HOST:5000 or sqlite:///mlflow.db.")
     sample_tokens: int = key(200, "Length of the text sampled at the end, in tokens; 0: none.", minimum=0)
