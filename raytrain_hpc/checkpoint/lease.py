@@ -121,7 +121,7 @@ class Lease:
             self._update(replace(self._record, renewed=time.time()))
 
     def next_generation(self) -> int:
-        """Start the next generation of ranks; ranks of the previous one can no longer publish. Return its number.
+        """Start the next generation of ranks, whose number names its staging directories. Return its number.
 
         A storage failure does not prevent it: nothing is published before the file can be read again. Raises
         LeaseLostError.

@@ -62,7 +62,7 @@ class WorkerGroup(Protocol):
 
 
 class ExecutionBackend(Protocol):
-    """A Ray cluster or this process, with room for `world` workers."""
+    """A Ray cluster or this process, with room for `world_size` workers."""
 
     world_size: int
     cluster: Topology

@@ -43,8 +43,8 @@ class MembershipPlanner:
         """Wait until the next generation can be formed, and return its membership.
 
         Workers that together hold the state in memory start at once, even if fewer than the target. Otherwise wait for
-        the target number of workers, or until no further one is ready within `cluster.start_timeout`. Raises
-        RunFailedError if too few are ready then.
+        the workers that are starting, each for up to `cluster.start_timeout`, until the target is reached; if none is
+        starting, do not wait. Raises RunFailedError if too few are ready then.
         """
         while True:
             candidates, target = self._workers.list_candidates(), self._get_target_workers()
@@ -68,9 +68,10 @@ class MembershipPlanner:
     def poll_regroup(self) -> RegroupRequest:
         """Return whether to end the current generation and form another one. Called again and again while it runs.
 
-        "pause": more workers are ready, or microbatches should be rebalanced. "save": nodes of members are draining, or
-        fewer workers are wanted, and the state is partitioned: a leaving worker may hold a part alone. None: continue.
-        After a change, also starts workers up to the target, and sets `stop_event` if draining nodes leave too few.
+        "pause": more workers are ready, microbatches should be rebalanced, or members leave: their nodes are draining,
+        or fewer workers are wanted. "save" if members leave and the state is partitioned: one may hold a part alone.
+        None: continue. After a change, also starts workers up to the target, besides spares, and sets `stop_event` if
+        draining nodes leave too few.
         """
         membership = self._membership
         if membership is None:

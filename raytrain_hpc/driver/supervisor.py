@@ -49,7 +49,11 @@ class _RunContext:
 
 
 class Supervisor:
-    """Driver of one run. Setting `stop`, from any thread or signal handler, saves and stops after the current step."""
+    """Driver of one run.
+
+    Setting `stop`, from any thread or signal handler, saves and stops after the current step. Between generations, the
+    next one is still formed and trains a step first.
+    """
 
     def __init__(self, config: Config, custom: CustomModel | Script | None, console: Console, stop: threading.Event):
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
@@ -64,8 +68,9 @@ class Supervisor:
     def resize(self, workers: int) -> None:
         """Set the target number of workers; return at once.
 
-        Missing workers are started. From a step boundary on, the largest legal number of ready workers up to the target
-        trains. May be called from any thread. Raises ConfigError below `cluster.min_workers` (auto: one model replica).
+        Missing workers are started while a generation runs; none with `cluster.workers=0`. From a step boundary on, the
+        largest legal number of ready workers up to the target trains; others become spares. May be called from any
+        thread. Raises ConfigError below `cluster.min_workers` (auto: one model replica).
         """
         minimum = get_min_workers(self._config)
         if workers < minimum:
@@ -150,7 +155,7 @@ class Supervisor:
         return result
 
     def _is_already_trained(self, run: _RunContext) -> bool:
-        """Return whether nothing is left to do: the newest checkpoint is of the last step and no evaluation is pending.
+        """Return whether nothing is left to do: a checkpoint of the last step or later, and no evaluation pending.
 
         If so, print it and note the checkpoint for the result.
         """
@@ -164,8 +169,9 @@ class Supervisor:
     def _run_generations(self, run: _RunContext, backend: ExecutionBackend) -> str:
         """Run generations until one ends as "done", or as "stopped" while a stop is requested; return that outcome.
 
-        The next generation is formed after a failure, after a pause or save to regroup, and after "lost" (part of the
-        state is in no memory), then from the newest checkpoint.
+        The next generation is formed after a failure, and after a pause or save to regroup. It resumes from the newest
+        step that its members hold together in memory, even if a checkpoint is newer. If they hold none, and always
+        after "lost" (part of the state is in no memory), it starts from the newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
         planner = MembershipPlanner(
@@ -189,7 +195,7 @@ class Supervisor:
                         return outcome
                     if outcome == "lost":
                         workers.discard_state()
-                run.lease.next_generation()  # ranks of the generation that ended can no longer publish
+                run.lease.next_generation()  # a new number: shards that earlier generations report are ignored
         finally:
             workers.close()
 
@@ -251,7 +257,10 @@ class Supervisor:
         return workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
 
     def _find_pending_eval_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
-        """Return the metrics of `step` if its evaluation is due and was interrupted, otherwise None."""
+        """Return the metrics of `step` if its evaluation is due but not in them, otherwise None.
+
+        None also if there are no metrics of `step` or no validation data, and for a script, which evaluates by itself.
+        """
         train = self._config.train
         if not step or run.prepared.dataset.val is None or not should_evaluate(train, step, train.steps):
             return None
@@ -272,7 +281,8 @@ class Supervisor:
         previous_step = run.recorder.committed_step
         if record["type"] == "incident":
             run.incidents.record_incident(record, run.lease.generation, previous_step)
-            where = f"rank {record['rank']} {record['kind']}, {record['operation']}"
+            rank = "" if record["rank"] is None else f"rank {record['rank']} "
+            where = f"{rank}{record['kind']}, {record['operation']}"
             self._console.print_line(f"{where}: {record['reason']}")
             return
         run.recorder.handle_record(record)
@@ -289,7 +299,8 @@ class Supervisor:
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
         """Record a failed generation, with the steps that the driver had not fetched from its ranks.
 
-        Raises RunFailedError after more than `fault.max_failures` failures in a row without a new furthest step.
+        Raises RunFailedError if this is more than `fault.max_failures` failures in a row. The first one counted is the
+        last failure by which the furthest committed step had advanced.
         """
         memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
         missed = [] if memory_step is None else workers.recall_metrics(run.recorder.committed_step, memory_step)

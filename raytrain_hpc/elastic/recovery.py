@@ -1,7 +1,7 @@
 """Membership policy: members, layout and start step of the next generation, from the ready workers. Pure functions.
 
-A generation is a set of workers with fixed ranks. A new one is formed at the start, after a failure, and when workers
-join or leave.
+A generation is a set of workers with fixed ranks. A new one is formed at the start, after a failure, when part of the
+state is in no memory, when workers join or leave or another number is wanted, and to rebalance slow ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from raytrain_hpc.planner.placement import Site, place_ranks, select_active_work
 class Candidate:
     """A ready worker. It is given no rank if `is_draining`: its node is about to be removed.
 
-    `worker_id`, `node_id`: identifiers within the run and of Ray. `state_parts`: parts of the training state held in
-    memory since its last generation, its own before replicas; empty while one runs. `slowdown`: time per microbatch
-    relative to the median of the other ranks when it was last detected as slow, else 1. `rack`: "" if unknown.
+    `worker_id`, `node_id`: identifiers within the run and of Ray. `state_parts`: parts of the training state in memory,
+    its own before replicas, reported when its rank of the last generation ended; empty until then, and for a worker
+    that was not a member of that generation. `slowdown`: time per microbatch relative to the median of the other ranks
+    when it was last detected as slow, else 1. `rack`: "" if unknown.
     """
 
     worker_id: int
@@ -74,10 +75,11 @@ def plan_membership(
     its microbatches. Only the data-parallel axes change size; tensor-, context- and pipeline-parallel sizes are kept,
     and a tensor-parallel group stays on one node.
 
-    The generation resumes from the newest step for which the members hold all state parts. Members are not chosen to
-    complete a step: `step` is None if theirs is incomplete. Ranks are placed by `estimate_bytes_by_axis(layout,
-    batching)`, the bytes that a rank sends per step along each mesh axis ({}: mesh order). As far as that placement
-    allows, workers get a rank whose part number they hold, which is the same state if the partition is unchanged.
+    The generation resumes from the newest step for which the members hold all state parts. Workers that hold state are
+    preferred as members, but no set is searched that completes a step: `step` is None if theirs is incomplete. Ranks
+    are placed by `estimate_bytes_by_axis(layout, batching)`, the bytes that a rank sends per step along each mesh axis
+    ({}: mesh order). As far as that placement allows, workers get a rank whose part number they hold, which is the same
+    state if the partition is unchanged.
     """
     candidates = [candidate for candidate in candidates if not candidate.is_draining]
     for world_size in range(min(max_workers, len(candidates)), get_min_workers(config) - 1, -1):
@@ -120,7 +122,8 @@ def _select_members(candidates: Sequence[Candidate], world_size: int, group_size
     """Select `world_size` candidates, sorted by rack, node and pid, or None if too few whole groups fit on nodes.
 
     Groups of `group_size` ranks (the tensor-parallel size) stay on one node. Nodes with most workers that hold state
-    come first; on a node, those that alone hold some part of a step.
+    come first; on a node, those that hold state, and of them those that alone hold most parts of a step. If no worker
+    holds state, whole nodes are left as spares if possible; see `select_active_workers`.
     """
     by_node: dict[str, list[Candidate]] = {}
     holder_counts = Counter(state for candidate in candidates for state in candidate.state_parts)
