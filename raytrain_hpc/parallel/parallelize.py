@@ -3,7 +3,7 @@
 The caller has split the model into pipeline stages (training/model_builder.py). Each stage of a rank goes through, in
 this order, 1 to 5 for Decoders only:
 
-1. expert parallelism
+1. expert parallelism, and tensor parallelism of the channels of experts
 2. tensor parallelism
 3. context parallelism
 4. LoRA
@@ -51,9 +51,9 @@ _log = logging.getLogger(__name__)
 class ParallelModel:
     """The stages of a model that a rank holds, parallelized for a layout. Without a pipeline, stage 0 is the model.
 
-    `shard_specs`: by local name, the parameters that are not the whole tensor of their own name: sharded ones, tiles,
-    LoRA base weights and heads. `partial_grads`: parameters whose gradients must be summed over the "tp" axis after the
-    backward passes. `parameters`: all parameters by local name; DTensors if FSDP2 shards them.
+    `shard_specs`: by local name, those of sharded parameters, tiles, LoRA base weights and heads; any other parameter
+    is the whole tensor of its own name. `partial_grads`: parameters whose gradients must be summed over the "tp" axis
+    after the backward passes. `parameters`: all parameters by local name; DTensors if FSDP2 shards them.
     """
 
     modules: dict[int, nn.Module]
@@ -79,9 +79,10 @@ class ParallelModel:
         return self.shard_specs.get(name) or ShardSpec.from_shape(name, self.parameters[name].shape)
 
     def finish_grad_sync(self) -> None:
-        """Sum gradients over data-parallel ranks, partial ones over "tp", and those of tied tables. Collective.
+        """Complete the sums of gradients: over data- and context-parallel ranks, over "tp", and of tied tables.
 
-        Call after the last backward pass of a step. Gradients are sums: the trainer divides them by the token count.
+        Call after the last backward pass of a step; most of the first ran during the backward passes. Collective.
+        Gradients are sums: the trainer divides them by the token count.
         """
         self.gradient_sync.finish_grad_sync()
         if "tp" in self.axes:
@@ -106,12 +107,13 @@ def parallelize(
     reduction_order: ReductionOrder | None,
     keyed_randomness: bool,
 ) -> ParallelModel:
-    """Parallelize the stages of this rank in place, and allocate their parameters on `device`. No communication.
+    """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
-    Steps 1 to 8 do nothing for an axis of size 1 and a feature that is off; data parallelism always allocates the
-    parameters. tp, cp, pp, ep, LoRA and tiling need Decoders; driver/run_setup.py refuses them for other modules.
-    Parameters on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger
-    than a device is never whole in memory.
+    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 8 do nothing for an
+    axis of size 1 and a feature that is off; data parallelism always allocates the parameters. tp, cp, pp, ep, LoRA and
+    tiling need Decoders; driver/run_setup.py refuses them for other modules. Parameters on the meta device stay
+    uninitialized: each rank fills its own slices afterwards, so that a model larger than a device is never whole in
+    memory.
 
     `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
     sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
@@ -157,7 +159,7 @@ def parallelize(
 
 
 def describe_parallelism(config: Config, layout: Layout) -> list[str]:
-    """Return one line per dimension and feature that the settings turn on, in the order of `parallelize`."""
+    """Return one line per dimension and feature that `parallelize` applies, in its order."""
     settings, train = config.parallel, config.train
     tile_elements = _get_max_tile_elements(config, layout)
     applied = {

@@ -1,9 +1,10 @@
 """State index: which slices of which global tensors a rank, a checkpoint or a snapshot holds. Without tensor content.
 
-A tensor is identified by its canonical name ("model.layers.0.attention.qkv.weight", "optimizer.exp_avg.<parameter>";
-other state, such as recent losses, has a name of its own), its global shape and its dtype. Slices are boxes in global
-coordinates. Resharding, checkpoint reads and writes, the layout of a snapshot and the gradient norm are all computed
-from indexes. Plain data, standard library only.
+A tensor is identified by its name, its global shape and its dtype. The name is KIND.CANONICAL_NAME for weights and
+buffers ("model.layers.0.attention.qkv.weight") and for moments ("optimizer.exp_avg.layers.0.attention.qkv.weight");
+other state, such as recent losses, has a name of its own. Slices are boxes in global coordinates. Resharding,
+checkpoint reads and writes, the layout of a snapshot and the gradient norm are all computed from indexes. Plain data,
+standard library only.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class TensorSlices:
 
 
 class StateIndex(Mapping[str, TensorSlices]):
-    """An immutable mapping from canonical name to the slices held of that tensor, in the order given.
+    """An immutable mapping from tensor name to the slices held of that tensor, in the order given.
 
     Equality ignores the order of names. Raises ValueError if a name occurs twice.
     """

@@ -39,7 +39,10 @@ class SliceMapping:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The canonical name and shape of a global tensor, and the mappings of its slices that form a local tensor."""
+    """The canonical name and shape of a global tensor, and the mappings of its slices that form a local tensor.
+
+    A canonical name has no kind: "layers.0.attention.qkv.weight", which a state index lists as "model.layers.0...".
+    """
 
     name: str
     shape: tuple[int, ...]

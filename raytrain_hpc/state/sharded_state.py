@@ -1,4 +1,4 @@
-"""A rank's part of the training state as shards of global tensors: copying and hashing in any layout, replica check."""
+"""A rank's part of the training state as shards of global tensors: hashing in any layout, replica check."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raytrain_hpc.state.shard_index import ITEM_BYTES, Box, StateIndex, TensorSlices, plan_copies
+from raytrain_hpc.state.shard_index import ITEM_BYTES, Box, StateIndex, TensorSlices
 
-BUCKET_BYTES = 25 * 2**20  # target size of one broadcast
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
@@ -44,7 +43,11 @@ class StateShard:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: torch.Tensor) -> StateShard:
-        """Build the shard that this rank stores of `tensor`, a DTensor or a plain (unsharded) tensor. Shares memory."""
+        """Build the shard that this rank stores of `tensor`, a DTensor or a plain tensor. Shares memory.
+
+        The shape of `tensor` is taken as global. A parameter that is part of a larger tensor (see `ShardSpec`) needs
+        `training.state_builder.ParameterSlice`.
+        """
         shape, box, local = get_local_slice(tensor)
         return cls(name, shape, get_dtype_name(local.dtype), box, local)
 
@@ -124,28 +127,6 @@ def get_local_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.T
     return get_dtensor_slice(tensor)
 
 
-def copy_overlap(source: ShardedState, destination: ShardedState) -> int:
-    """Copy the regions that both states hold from `source` into `destination`, in place. Return the elements copied.
-
-    The two may have different layouts and devices. Regions that `source` lacks are left unchanged; check with
-    `shard_index.find_missing` if all must be covered. Raises ValueError if a tensor's global shape or dtype differs.
-    """
-    copied = 0
-    for copy in plan_copies(source.to_index(), destination.to_index()):
-        origin, target = (
-            source.get_shard(copy.name, copy.source_box_number),
-            destination.get_shard(copy.name, copy.destination_box_number),
-        )
-        if (origin.shape, origin.dtype) != (target.shape, target.dtype):
-            raise ValueError(
-                f"{copy.name} is {origin.dtype} {origin.shape} in the source and {target.dtype} {target.shape} in the "
-                "destination"
-            )
-        target.tensor[copy.destination_slices].copy_(origin.tensor[copy.source_slices])
-        copied += copy.region.numel
-    return copied
-
-
 def compute_digest(state: ShardedState) -> int:
     """Compute a content hash that does not depend on the layout, 0 <= digest < 2**64.
 
@@ -217,44 +198,6 @@ def _to_int64(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def broadcast_state(state: ShardedState, source_rank: int, group: dist.ProcessGroup) -> None:
-    """Overwrite every rank's shards in place with those of `source_rank`, a rank within `group`.
-
-    Collective: all ranks of the group must hold the same names and boxes in the same order.
-    """
-    is_source = dist.get_rank(group) == source_rank
-    for bucket in _iter_buckets(state):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.broadcast(bucket[0], group=group, group_src=source_rank)
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, group=group, group_src=source_rank)
-        if is_source:
-            continue
-        for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(values.view_as(tensor))
-
-
-def _iter_buckets(state: ShardedState) -> Iterator[list[torch.Tensor]]:
-    """Group the non-empty local tensors by dtype and device into buckets of about BUCKET_BYTES.
-
-    A larger tensor gets its own bucket. The order is the same on every rank.
-    """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for shard in state:
-        if not shard.box.numel:
-            continue
-        if shard.nbytes >= BUCKET_BYTES:
-            yield [shard.tensor]
-            continue
-        key = (shard.tensor.dtype, shard.tensor.device)
-        bucket = open_buckets.setdefault(key, [])
-        bucket.append(shard.tensor)
-        if sum(tensor.nbytes for tensor in bucket) >= BUCKET_BYTES:
-            yield open_buckets.pop(key)
-    yield from open_buckets.values()
-
-
 def compute_checksum(state: ShardedState) -> int:
     """Compute a checksum at memory bandwidth, 0 <= sum < 2**64, to compare ranks that hold the same shards.
 
@@ -278,8 +221,8 @@ def compute_checksum(state: ShardedState) -> int:
 def find_divergent_ranks(state: ShardedState, group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """Return the group ranks whose checksum differs from that of the majority; empty if all replicas are equal.
 
-    All ranks must hold the same boxes in the same order. Called by `ReplicaCheck` after loading, every
-    `fault.compare_every` steps and before checkpoints.
+    All ranks must hold the same boxes in the same order. Called by `ReplicaCheck` after loading and,
+    unless `fault.compare_every` is 0, every `fault.compare_every` steps and before checkpoints.
 
     Without a majority, the most frequent content is the reference, and the lowest rank's on a tie. Collective;
     `device` is the device on which the group communicates.

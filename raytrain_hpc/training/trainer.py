@@ -30,8 +30,8 @@ from raytrain_hpc.training.step_metrics import StepMetrics, StepResult
 from raytrain_hpc.training.timers import PhaseTimer, StepTimer
 from raytrain_hpc.training.train_module import Batch
 
-# done: `end_step` is reached; stopped: ended on request after a checkpoint; paused: ended on request, and saved only if
-# a checkpoint was due. The driver can start another generation after the last two.
+# done: `end_step` is reached; stopped: ended on request, after a checkpoint was written or its storage error reported;
+# paused: ended on request, and saved only if a checkpoint was due. Another generation can follow the last two.
 TrainOutcome = Literal["done", "stopped", "paused"]
 # (step, slot) -> microbatch of this rank; a slot past its microbatches gives a padding one.
 ReadMicrobatch = Callable[[int, int], Batch]
@@ -39,10 +39,10 @@ ReadMicrobatch = Callable[[int, int], Batch]
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Work of the start step that the previous generation did not finish, to be done before the first step.
+    """Work of the start step that an earlier generation or process did not finish, to be done before the first step.
 
-    `eval_metrics`: metrics of that step, if it lacks its validation loss. `checkpoint`: whether its checkpoint was due
-    and has not been published.
+    `eval_metrics`: metrics of that step, if its evaluation was due and they lack a validation loss. `checkpoint`: its
+    checkpoint was due and has not been published; only if the state was recovered from memory.
     """
 
     eval_metrics: Record | None = None
@@ -112,6 +112,7 @@ class Trainer:
         if self.step_guard.check(result.loss, result.grad_norm) is not None:
             result, accepted = self.retry_step(step, result)
             if not accepted:
+                self.raise_if_aborted()
                 return result
         self.model_update.sync_buffers()
         self.snapshots.before_update()
@@ -140,7 +141,7 @@ class Trainer:
         return StepResult(mean_loss, float(grad_norm), stop, pause, reader.seconds, totals.get_microbatch_losses())
 
     def wait_for_background_copies(self) -> None:
-        """Wait for snapshot copies and checkpoint staging, which read the live state.
+        """Wait for snapshots and checkpoint staging, which read the live state, and for copies of snapshots to peers.
 
         Call after the backward passes and before the all-reduce of losses. A rank that passes that all-reduce then
         knows that all earlier snapshots are complete on all ranks.
@@ -188,8 +189,9 @@ class Trainer:
     def _after_step(self, step: int, end_step: int, result: StepResult, timer: StepTimer) -> TrainOutcome | None:
         """Snapshot, record, check, save, evaluate and report committed step `step`.
 
-        Returns "stopped" or "paused" if training ends after it on request, else None. Requests are ignored at the end,
-        except for a stop during the last evaluation. An evaluation due at a stop or pause stays pending.
+        Returns "stopped" or "paused" if training ends after it on request, else None. At the end a pause is ignored,
+        and so is a stop unless there is a validation split: a stop requested by then prevents or ends the last
+        evaluation. An evaluation due at a stop or pause stays pending.
         """
         is_end = step == end_step
         stop, pause = result.stop and not is_end, result.pause and not is_end
@@ -214,7 +216,10 @@ class Trainer:
         return "stopped" if stop else "paused" if pause else None
 
     def _complete_pending_work(self, step: int) -> TrainOutcome | None:
-        """Do what an interruption after step `step` left undone. Returns "stopped" if a stop is requested meanwhile."""
+        """Do what an interruption after step `step` left undone.
+
+        Returns "stopped" if a stop is requested before or during a pending evaluation, else None.
+        """
         if self.pending.checkpoint:
             self._save_checkpoint(step)
         record = self.pending.eval_metrics
@@ -239,9 +244,10 @@ class Trainer:
         return loss is not None
 
     def _check_replicas(self, step: int, save: bool) -> None:
-        """Compare replicas if a comparison or a checkpoint (`save`) is due, and mark the state as verified.
+        """Compare replicas if a comparison or a checkpoint (`save`) is due; keep the state if `fault.keep_agreed`.
 
-        `fault.compare_every=0` never compares. Raises ReplicaMismatchError on all ranks if replicas differ.
+        `fault.compare_every=0`: never here; after loading, replicas are always compared (training/builder.py). Raises
+        ReplicaMismatchError on all ranks if replicas differ.
         """
         interval = self.config.fault.compare_every
         if interval > 0 and (save or step % interval == 0):
@@ -249,7 +255,10 @@ class Trainer:
             self.snapshots.mark_verified(step)
 
     def _save_checkpoint(self, step: int) -> float:
-        """Save the current state, in the background unless `checkpoint.async=false`. Return the seconds waited."""
+        """Save the current state, in the background unless `checkpoint.async=false`. Return the seconds waited.
+
+        Waits for an earlier write first. A storage error is reported to the driver, not raised.
+        """
         self.control.set_phase("saving")
         waited_s = self.checkpointer.save(step)
         self.model_update.optimizer.release_memory()  # the copy has read the moments

@@ -17,7 +17,6 @@ from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import (
     ShardedState,
     StateShard,
-    broadcast_state,
     compute_digest,
     find_divergent_ranks,
     get_local_slice,
@@ -79,7 +78,10 @@ def run_rank(rank, port, results):
     tensors += [torch.randn(14_000_000).bfloat16(), torch.randn(6, 4).t(), torch.nn.Parameter(torch.randn(5))]
     state = ShardedState(StateShard.from_tensor(f"t{number}", tensor) for number, tensor in enumerate(tensors))
     before_broadcast = find_divergent_ranks(state, group, torch.device("cpu"))
-    broadcast_state(state, 2, group)
+    for shard in state:
+        contiguous = shard.tensor.contiguous()
+        dist.broadcast(contiguous, 2)
+        shard.tensor.copy_(contiguous)
     after_broadcast = find_divergent_ranks(state, group, torch.device("cpu"))
     if rank == 3:
         tensors[1].view(torch.int32)[1_999_999] ^= 1 << 30

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.state.sharded_state import copy_overlap
+from raytrain_hpc.state.reshard import reshard_state
 from raytrain_hpc.training.script_state import ScriptState
 
 Script = tuple[nn.Module, torch.optim.Optimizer, Any]
@@ -83,7 +83,7 @@ def test_capture_changes_no_loss_and_restore_continues_the_curve(optimizer: str,
     state.capture()
     second = make_script(optimizer, scheduler, 1)  # other weights
     restored = ScriptState(*second)
-    copy_overlap(state.to_sharded_state(), restored.to_sharded_state())
+    reshard_state(restored.to_sharded_state(), state.to_sharded_state(), None, torch.device("cpu"))
     restored.restore()
     assert restored.lr == state.lr
     assert train(second, 5, 12) == expected[5:]
@@ -121,7 +121,7 @@ def test_parameter_whose_first_gradient_comes_late() -> None:
     assert train_steps(first, range(5)) == expected[:5]
     state.capture()
     restored = ScriptState(*second, None)
-    copy_overlap(state.to_sharded_state(), restored.to_sharded_state())
+    reshard_state(restored.to_sharded_state(), state.to_sharded_state(), None, torch.device("cpu"))
     restored.restore()
     assert train_steps(second, range(5, 10)) == expected[5:]
 
@@ -153,7 +153,7 @@ def test_optimizer_with_plain_numbers_and_replaced_tensors() -> None:
         train(first, step, step + 1)
         script_state.capture()
     restored = ScriptState(*second)
-    copy_overlap(script_state.to_sharded_state(), restored.to_sharded_state())
+    reshard_state(restored.to_sharded_state(), script_state.to_sharded_state(), None, torch.device("cpu"))
     restored.restore()
     assert train(second, 4, 8) == expected[4:]
 
