@@ -71,7 +71,7 @@ def tensor_parallel(
     return rows
 
 
-def a_layer(rows: Iterable[Row], cores: int) -> list[Row]:
+def fit_layer_time(rows: Iterable[Row], cores: int) -> list[Row]:
     """Compute the time per layer and of the rest of a step, by the line through the most and the fewest layers."""
     times: dict[int, dict[int, float]] = {}
     for row in rows:
@@ -104,12 +104,14 @@ def microbatches(
         row[f"tok/s times m={counts[0]}"] = rate / float(first["tok/s"])
         row["ideal"] = share / float(first["ideal share"])
         row["bubble"] = (STAGES - 1) / (m + STAGES - 1)
-        row["recorded idle"] = median(idle(path) for path in sorted(run_dir.glob("timeline/*.json"))[WARMUP:])
+        row["recorded idle"] = median(
+            compute_idle_fraction(path) for path in sorted(run_dir.glob("timeline/*.json"))[WARMUP:]
+        )
         rows.append(row)
     return rows
 
 
-def idle(timeline: Path) -> float:
+def compute_idle_fraction(timeline: Path) -> float:
     """Return the idle share of all pipeline ranks between the first and the last pass of the timeline."""
     passes: list[tuple[float, float]] = [(begin, end) for *_, begin, end in json.loads(timeline.read_text())["rows"]]
     wall = max(end for _, end in passes) - min(begin for begin, _ in passes)
@@ -143,7 +145,7 @@ def _cell(value: str | int | float) -> str:
 
 
 @contextmanager
-def one_ray() -> Iterator[None]:
+def start_shared_ray() -> Iterator[None]:
     """Start one Ray on this machine that all runs of this process use, instead of one Ray per run."""
     import ray
 
@@ -167,7 +169,7 @@ def report(part: str, words: Sequence[str], out: Path, steps: int) -> None:
     elif part == "tp":
         rows = tensor_parallel(words, out, steps)
         print(f"## tp: iteration times on {cores} CPU cores, one thread per rank\n\n{markdown(rows)}")
-        print(markdown(a_layer(rows, cores)))
+        print(markdown(fit_layer_time(rows, cores)))
         print("arithmetic alone: a layer's time at the first tp, divided by the smaller number of ranks and cores.\n")
     else:
         rows = microbatches(words, out, steps)
@@ -185,7 +187,7 @@ def main(arguments: list[str]) -> None:
     parts = [word for word in given.words if "=" not in word] or PARTS
     if set(parts) - set(PARTS) or given.steps < WARMUP + 2:
         parser.error(f"the parts are {', '.join(PARTS)}; --steps is at least {WARMUP + 2}")
-    with one_ray() if set(parts) - {"fits"} else nullcontext(), TemporaryDirectory(prefix="scale-") as scratch:
+    with start_shared_ray() if set(parts) - {"fits"} else nullcontext(), TemporaryDirectory(prefix="scale-") as scratch:
         for part in parts:
             report(part, settings, given.out or Path(scratch), given.steps)
 

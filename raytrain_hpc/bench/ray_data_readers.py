@@ -32,7 +32,9 @@ class Consumer:
         notes: list[str] = []
         stream = BlockStream(spec.open_stream(spec.open_dataset()), RayBlockSource(feeder, plan, 0), notes.append)
         start, tokens = time.perf_counter(), 0
-        for microbatch in stream.iter_microbatches(range(plan.first, plan.stop), plan.microbatches_per_rank[0]):
+        for microbatch in stream.iter_microbatches(
+            range(plan.first_step, plan.stop_step), plan.microbatches_by_dp_rank[0]
+        ):
             inputs, targets = microbatch.inputs, microbatch.targets
             tokens += min(inputs.size, targets.size)
         seconds = time.perf_counter() - start

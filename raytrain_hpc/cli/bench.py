@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 from raytrain_hpc.bench import BENCHMARKS
-from raytrain_hpc.cli.options import one_line_errors
+from raytrain_hpc.cli.options import print_errors_on_one_line
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -17,7 +17,7 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.option(
     "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Number of measurement rounds."
 )
-@one_line_errors
+@print_errors_on_one_line
 def bench(what: str, as_json: bool, rounds: int) -> None:
     """Run a benchmark; most alternate between raytrain-hpc and a baseline, such as plain PyTorch or Ray Train."""
     table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds)

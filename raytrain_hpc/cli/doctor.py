@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import click
 
-from raytrain_hpc.cli.options import one_line_errors, split_words
+from raytrain_hpc.cli.options import print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.link_fit import CollectiveTimings, compute_bus_gbs, fit_link
 from raytrain_hpc.planner.topology import Topology
@@ -206,7 +206,7 @@ def _pluralize_nodes(count: int) -> str:
 @click.command()
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@one_line_errors
+@print_errors_on_one_line
 def doctor(words: tuple[str, ...], as_json: bool) -> None:
     """Check the cluster: nodes, versions, clocks, directories, devices, and collectives between workers."""
     from raytrain_hpc.config.loader import load_config

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from raytrain_hpc.api import train
-from raytrain_hpc.cli.options import one_line_errors, split_words
+from raytrain_hpc.cli.options import print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
 from raytrain_hpc.errors import CheckpointError, ConfigError
 
@@ -225,7 +225,7 @@ def _format_seconds(seconds: Sequence[float]) -> str:
     "--compare", is_flag=True, help="Compare bit by bit with a run without faults (train.deterministic=elastic)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@one_line_errors
+@print_errors_on_one_line
 def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
     """Train with injected faults and report their cost: killed, frozen, hung and out-of-step ranks, exceptions, NaN."""
     from raytrain_hpc.config.loader import load_config

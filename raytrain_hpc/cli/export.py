@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from raytrain_hpc.cli.options import POSITIVE_FLOAT, one_line_errors
+from raytrain_hpc.cli.options import POSITIVE_FLOAT, print_errors_on_one_line
 
 
 @click.command()
@@ -15,7 +15,7 @@ from raytrain_hpc.cli.options import POSITIVE_FLOAT, one_line_errors
 @click.option(
     "--shard-gib", default=4.0, show_default=True, type=POSITIVE_FLOAT, help="Maximum size of a weight file, in GiB."
 )
-@one_line_errors
+@print_errors_on_one_line
 def export(run_dir: str, out: str, step: int | None, dtype: str | None, shard_gib: float) -> None:
     """Export the model of a run to Hugging Face format: safetensors, config.json, tokenizer files."""
     from raytrain_hpc.huggingface.exporter import export_model

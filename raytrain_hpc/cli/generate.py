@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import one_line_errors
+from raytrain_hpc.cli.options import print_errors_on_one_line
 
 
 @click.command()
@@ -23,7 +23,7 @@ from raytrain_hpc.cli.options import one_line_errors
 )
 @click.option("--seed", default=0, show_default=True)
 @click.option("--step", type=click.IntRange(min=0), help="Checkpoint to sample from.  [default: the newest valid one]")
-@one_line_errors
+@print_errors_on_one_line
 def generate(run_dir: str, prompt: str, **options: Any) -> None:
     """Sample text from a run's newest checkpoint."""
     from raytrain_hpc.text_generation import generate as sample

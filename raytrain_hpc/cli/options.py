@@ -15,7 +15,7 @@ EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a check
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
-def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+def print_errors_on_one_line(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command: print a RaytrainError as one line on stderr and exit with its code, without a traceback."""
 
     @wraps(command)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import POSITIVE_FLOAT, one_line_errors, split_words
+from raytrain_hpc.cli.options import POSITIVE_FLOAT, print_errors_on_one_line, split_words
 
 
 @click.command()
@@ -43,7 +43,7 @@ from raytrain_hpc.cli.options import POSITIVE_FLOAT, one_line_errors, split_word
     "--steps", default=8, show_default=True, type=click.IntRange(min=1), help="Steps per layout, with --measure."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: all legal layouts, ranked.")
-@one_line_errors
+@print_errors_on_one_line
 def plan(
     words: tuple[str, ...], restart_seconds: float, measure: int | None, steps: int, as_json: bool, **options: Any
 ) -> None:

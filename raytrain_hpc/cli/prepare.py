@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import one_line_errors
+from raytrain_hpc.cli.options import print_errors_on_one_line
 
 
 @click.command()
@@ -29,7 +29,7 @@ from raytrain_hpc.cli.options import one_line_errors
 @click.option("--engine", default="auto", show_default=True, help="local, ray, or auto: ray for large inputs.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes or Ray tasks at a time.  [default: all CPUs]")
 @click.option("--address", help="Ray cluster to use.  [default: $RAY_ADDRESS, else start Ray]")
-@one_line_errors
+@print_errors_on_one_line
 def prepare(inputs: tuple[str, ...], out: str, **options: Any) -> None:
     """Tokenize text, JSONL and Parquet (also .gz, .zst) from files, folders and glob patterns into token shards."""
     from rich.progress import Progress

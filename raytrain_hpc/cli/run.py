@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from raytrain_hpc.cli.options import EXIT_STOPPED, one_line_errors, split_words
+from raytrain_hpc.cli.options import EXIT_STOPPED, print_errors_on_one_line, split_words
 
 _SCRIPT_DEFAULTS = (
     "data.path=synthetic",
@@ -18,7 +18,7 @@ _SCRIPT_DEFAULTS = (
 @click.command()
 @click.argument("script")
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
-@one_line_errors
+@print_errors_on_one_line
 def run(script: str, words: tuple[str, ...]) -> None:
     """Run your own training script (rt.attach) on the workers; repeat the command to resume."""
     from pathlib import Path

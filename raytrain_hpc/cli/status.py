@@ -11,7 +11,7 @@ import click
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.cli.options import one_line_errors
+from raytrain_hpc.cli.options import print_errors_on_one_line
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.console import format_duration, format_step_line
 from raytrain_hpc.run_report.run_reader import RunRecord, read_run
@@ -63,7 +63,7 @@ def _describe_state(run: RunRecord) -> str:
 
 @click.command()
 @click.argument("run_dir")
-@one_line_errors
+@print_errors_on_one_line
 def status(run_dir: str) -> None:
     """Show the state of a run from another shell: progress, incidents, checkpoints."""
     for line in format_status(run_dir):

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import one_line_errors, split_words
+from raytrain_hpc.cli.options import print_errors_on_one_line, split_words
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.run_report.run_reader import read_run
@@ -164,7 +164,7 @@ def format_table(trials: Sequence[Trial]) -> list[str]:
 )
 @click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Runs at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@one_line_errors
+@print_errors_on_one_line
 def sweep(words: tuple[str, ...], over: tuple[str, ...], at_once: int, as_json: bool) -> None:
     """Train with several settings or layouts and compare them in one table."""
     path, overrides = split_words(words)

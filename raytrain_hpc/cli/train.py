@@ -6,12 +6,12 @@ import sys
 
 import click
 
-from raytrain_hpc.cli.options import EXIT_STOPPED, one_line_errors, split_words
+from raytrain_hpc.cli.options import EXIT_STOPPED, print_errors_on_one_line, split_words
 
 
 @click.command()
 @click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
-@one_line_errors
+@print_errors_on_one_line
 def train(words: tuple[str, ...]) -> None:
     """Train a model. Without a config: a small byte-level model of the Python standard library's source code."""
     from raytrain_hpc.config.loader import load_config

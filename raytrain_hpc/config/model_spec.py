@@ -83,7 +83,7 @@ class ModelSpec:
             return self.ffn_size
         return self.experts_per_token * self.ffn_size + self.shared_expert_size
 
-    def num_active_matmul_parameters(self) -> int:
+    def count_active_matmul_parameters(self) -> int:
         """Count the weights of one block that are multiplied per token; biases and norms excluded.
 
         These are queries, keys, values, output projection and feed-forward. In a mixture of experts, the feed-forward
@@ -92,11 +92,11 @@ class ModelSpec:
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         return attention + self.hidden_size * (self.num_ffn_matrices * self.active_ffn_size + self.num_experts)
 
-    def num_expert_parameters(self) -> int:
+    def count_expert_parameters(self) -> int:
         """Count the parameters of all routed experts of one block; 0 for a dense feed-forward."""
         return self.num_experts * self.num_ffn_matrices * self.hidden_size * self.ffn_size
 
-    def num_layer_parameters(self) -> int:
+    def count_layer_parameters(self) -> int:
         """Count all parameters of one block."""
         biases, dense = 0, self.shared_expert_size if self.num_experts else self.ffn_size
         if self.bias:
@@ -106,12 +106,12 @@ class ModelSpec:
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         feed_forward = self.hidden_size * (self.num_ffn_matrices * dense + self.num_experts)
         norms = 2 * self.num_norm_parameters + self.num_qk_norm_parameters
-        return attention + feed_forward + self.num_expert_parameters() + biases + norms
+        return attention + feed_forward + self.count_expert_parameters() + biases + norms
 
-    def num_parameters(self) -> int:
+    def count_parameters(self) -> int:
         """Count all parameters of the model. A tied head is counted once."""
         tables = self.vocab_size * (1 if self.tie_embeddings else 2) + self.max_positions
-        return tables * self.hidden_size + self.num_layers * self.num_layer_parameters() + self.num_norm_parameters
+        return tables * self.hidden_size + self.num_layers * self.count_layer_parameters() + self.num_norm_parameters
 
 
 def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: int) -> ModelSpec:

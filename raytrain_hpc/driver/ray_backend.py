@@ -203,13 +203,13 @@ class RayWorkerGroup:
         self._generation = spec.generation
         self._state_partitions[spec.generation] = compute_state_partition(spec.layout)
         self._past_ranks |= {(spec.generation, worker.worker_id): rank for rank, worker in enumerate(self._workers)}
-        self._microbatch_counts = spec.microbatches_per_rank
+        self._microbatch_counts = spec.num_microbatches_by_rank
         rendezvous = self._store.create_rendezvous(spec.generation)
         self._kill_feeder()
         if self._ray_readers and spec.block_plan.num_groups:
             from raytrain_hpc.data.loader.ray_loader import start_feeder  # slow import that few runs need
 
-            self._feeder = start_feeder(spec.stream_recipe, spec.block_plan)
+            self._feeder = start_feeder(spec.stream_spec, spec.block_plan)
         spec_ref = ray.put(spec)  # serialize once for all ranks
         self._rank_of_run = {
             worker.actor.run.remote(spec_ref, rank, rendezvous, self._feeder): rank

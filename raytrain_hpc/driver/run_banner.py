@@ -48,7 +48,7 @@ def write_and_announce_run(
         print_line("model   given by the caller")
     else:
         print_line(
-            f"model   {format_count(model_spec.num_parameters())} parameters: {model_spec.num_layers} layers, width "
+            f"model   {format_count(model_spec.count_parameters())} parameters: {model_spec.num_layers} layers, width "
             f"{model_spec.hidden_size}, {model_spec.num_heads} heads, vocabulary {model_spec.vocab_size}; {train.dtype}"
         )
     print_line(f"data    {_describe_data(prepared)}")

@@ -135,7 +135,7 @@ def find_stragglers(
     previous: Mapping[int, WorkerHealth],
     current: Mapping[int, WorkerHealth],
     factor: float,
-    microbatches_per_rank: Sequence[int],
+    num_microbatches_by_rank: Sequence[int],
 ) -> dict[int, float] | None:
     """Return the ranks that are at least `factor` times slower than the median of the other ranks, and how much slower.
 
@@ -144,7 +144,7 @@ def find_stragglers(
 
     All ranks take equally long per step because they wait for the slowest. The time that a rank takes per microbatch
     is therefore measured as the share of stack samples in which it does not wait for other ranks, divided by
-    `microbatches_per_rank[rank]`.
+    `num_microbatches_by_rank[rank]`.
     """
     work_shares: dict[int, float] = {}
     for rank, health in current.items():
@@ -158,12 +158,12 @@ def find_stragglers(
         samples = health.num_samples - earlier.num_samples
         work_shares[rank] = (
             1.0 - (health.num_waiting_samples - earlier.num_waiting_samples) / samples
-        ) / microbatches_per_rank[rank]
+        ) / num_microbatches_by_rank[rank]
     slowdowns = {}
     for rank, share in work_shares.items():
         peer_shares = [peer_share for peer_rank, peer_share in work_shares.items() if peer_rank != rank]
         # The lower bound keeps the quotient finite if the other ranks only wait.
-        typical = max(median(peer_shares), 1.0 / _MIN_SAMPLES / max(microbatches_per_rank)) if peer_shares else share
+        typical = max(median(peer_shares), 1.0 / _MIN_SAMPLES / max(num_microbatches_by_rank)) if peer_shares else share
         if share >= factor * typical:
             slowdowns[rank] = share / typical
     return slowdowns

@@ -138,11 +138,8 @@ def parallelize(
         blocks[stage] = find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         apply_activation_checkpointing(units, settings.recompute, keyed_randomness=keyed_randomness)
-        if layout.pp > 1 and layout.pipeline.splits_backward:
-            weight_grad_store.attach(module)
-        if train.compile:
-            for unit in units:
-                unit.compile()
+        _apply_deferred_wgrad(module, layout, weight_grad_store)
+        _apply_compile(units, enabled=train.compile)
     gradient_sync = apply_data_parallel(
         stages,
         blocks,
@@ -183,6 +180,19 @@ def get_local_positions(seq_len: int, axes: Mapping[str, Axis]) -> list[int]:
     ring_size, ring_rank = (1, 0) if ring is None else (ring.size, ring.rank)
     ulysses_size, ulysses_rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
     return get_rank_positions(seq_len, ring_size, ulysses_size, ring_rank, ulysses_rank)
+
+
+def _apply_deferred_wgrad(module: nn.Module, layout: Layout, store: WeightGradStore) -> None:
+    """Defer the weight gradients of a stage into `store` if the pipeline schedule splits backward passes."""
+    if layout.pp > 1 and layout.pipeline.splits_backward:
+        store.attach(module)
+
+
+def _apply_compile(units: list[nn.Module], *, enabled: bool) -> None:
+    """Compile each unit by itself, so that blocks of one structure share the compiled code."""
+    if enabled:
+        for unit in units:
+            unit.compile()
 
 
 def _get_lora_spec(config: Config) -> LoraSpec | None:

@@ -16,6 +16,6 @@ def compute_flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = Tru
     is the channels of all heads (Narayanan et al. 2021, arXiv 2104.04473; Chowdhery et al. 2022, arXiv 2204.02311,
     appendix B). Recomputation is not counted, as model FLOPs utilization requires.
     """
-    weights = spec.num_layers * spec.num_active_matmul_parameters() + spec.hidden_size * spec.vocab_size
+    weights = spec.num_layers * spec.count_active_matmul_parameters() + spec.hidden_size * spec.vocab_size
     attention = (6 if causal else 12) * spec.num_layers * spec.attention_size * seq_len
     return float(6 * weights + attention)

@@ -59,7 +59,7 @@ def make_plan(
         "placement": _describe_placement(workload, choice, machine),
         "microbatches": asdict(choice.batching),
         "microbatches_per_rank": [len(microbatches) for microbatches in choice.batching.split_by_rank(layout.dp_size)],
-        "parameters": spec.num_parameters(),
+        "parameters": spec.count_parameters(),
         "state_bytes_per_rank": state_size,
         "memory": {**asdict(best.footprint), "on_device_gib": best.memory_gib},
         "flops_per_token": compute_flops_per_token(spec, workload.seq_len),

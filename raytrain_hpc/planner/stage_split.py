@@ -16,7 +16,7 @@ def split_layers(spec: ModelSpec, seq_len: int, num_stages: int) -> list[range]:
     layers = spec.num_layers
     if not 1 <= num_stages <= layers:
         raise ValueError(f"{num_stages} stages of {layers} layers")
-    layer = spec.num_active_matmul_parameters() + spec.attention_size * seq_len
+    layer = spec.count_active_matmul_parameters() + spec.attention_size * seq_len
     first, last = spec.hidden_size, spec.hidden_size * spec.vocab_size
 
     def compute_cost(start: int, stop: int) -> int:

@@ -66,7 +66,7 @@ class WorkerSpec:
         return self.resume_step or 0 if self.memory_step is None else self.memory_step
 
     @property
-    def stream_recipe(self) -> StreamSpec:
+    def stream_spec(self) -> StreamSpec:
         """Recipe of the training stream."""
         train = self.config.train
         return StreamSpec(
@@ -79,7 +79,7 @@ class WorkerSpec:
         )
 
     @property
-    def microbatches_per_rank(self) -> list[int]:
+    def num_microbatches_by_rank(self) -> list[int]:
         """Microbatches of each rank per step, as a measure of its load; all 1 if every rank runs the same number."""
         layout = self.layout
         microbatches_by_dp_rank = self.batching.split_by_rank(layout.dp_size)

@@ -180,7 +180,10 @@ class SnapshotStore:
         )
 
     def reset(
-        self, generation: int, own: SnapshotRing | None = None, attached: Mapping[int, RankSnapshots] | None = None
+        self,
+        generation: int,
+        own_snapshots: SnapshotRing | None = None,
+        attached_snapshots: Mapping[int, RankSnapshots] | None = None,
     ) -> None:
         """Discard everything, release the memory, and start a generation, whose state is sharded differently.
 
@@ -189,5 +192,5 @@ class SnapshotStore:
         """
         self.generation = generation
         self.discard_unverified()
-        self._own_snapshots, self._attached = own or SnapshotRing(), attached or {}
+        self._own_snapshots, self._attached = own_snapshots or SnapshotRing(), attached_snapshots or {}
         self._verified = SnapshotSlot()

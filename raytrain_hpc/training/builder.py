@@ -66,7 +66,7 @@ def build_trainer(
     device: torch.device,
     rendezvous: Rendezvous | None,
     control: ControlChannel,
-    blocks: BlockSource | None = None,
+    block_source: BlockSource | None = None,
     snapshot_store: SnapshotStore | None = None,
 ) -> Trainer:
     """Build the trainer of one rank in a generation, with its state loaded and equal on all replicas. Collective.
@@ -95,7 +95,7 @@ def build_trainer(
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
     checkpointer = _build_checkpointer(spec, state, peer_info, context, store, control)
     optimizer.release_memory()
-    loader, eval_set = _build_loaders(spec, context, control, blocks)
+    loader, eval_set = _build_loaders(spec, context, control, block_source)
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
     emit, timers = control.emit if rank == 0 else _ignore_record, PhaseTimer(device)
@@ -255,8 +255,8 @@ def _build_loaders(
 ) -> tuple[DeviceLoader, EvaluationSet | None]:
     """Return the loader of this rank's training microbatches, and the validation set if the dataset has one."""
     config, layout = spec.config, spec.layout
-    dataset = spec.stream_recipe.open_dataset()
-    local_stream = spec.stream_recipe.open_stream(dataset)
+    dataset = spec.stream_spec.open_dataset()
+    local_stream = spec.stream_spec.open_stream(dataset)
     stream: Stream = local_stream
     if blocks is not None:
         stream = BlockStream(local_stream, blocks, control.log if context.rank == 0 else _ignore_record)

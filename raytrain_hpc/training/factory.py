@@ -29,11 +29,11 @@ def build_rank_trainer(
     device: torch.device,
     rendezvous: Rendezvous | None,
     control: ControlChannel,
-    blocks: BlockSource | None = None,
+    block_source: BlockSource | None = None,
     snapshot_store: SnapshotStore | None = None,
 ) -> RankTrainer:
     """Build the trainer for `spec.custom`: a script, a custom model or the decoder. See `builder.build_trainer`."""
     if isinstance(spec.custom, Script):
         configure_torch(spec.config, device)
         return ScriptTrainer(spec, rank, device, rendezvous, control, snapshot_store)
-    return build_trainer(spec, rank, device, rendezvous, control, blocks, snapshot_store)
+    return build_trainer(spec, rank, device, rendezvous, control, block_source, snapshot_store)

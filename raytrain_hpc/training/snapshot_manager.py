@@ -38,14 +38,14 @@ class SnapshotManager:
         step: int,
         generation: int,
         own_snapshots: SnapshotRing | None = None,
-        attached: Mapping[int, RankSnapshots] | None = None,
+        attached_snapshots: Mapping[int, RankSnapshots] | None = None,
     ) -> None:
         """Replace earlier snapshots. Call when the state has been restored and is equal on all replicas.
 
         `own_snapshots`, `attached`: see `SnapshotStore.reset`.
         """
         if self.store is not None:
-            self.store.reset(generation, own_snapshots, attached)
+            self.store.reset(generation, own_snapshots, attached_snapshots)
             if self.config.fault.compare_every:
                 self.mark_verified(step)
             if snapshots_enabled(self.config):

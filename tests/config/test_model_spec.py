@@ -24,7 +24,7 @@ def count_module_parameters(spec: ModelSpec) -> int:
 )
 def test_presets_have_the_published_parameter_counts(preset: str, published: int):
     spec = resolve_model_spec(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=1024)
-    assert spec.num_parameters() == published == count_module_parameters(spec)
+    assert spec.count_parameters() == published == count_module_parameters(spec)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -44,16 +44,16 @@ def test_presets_have_the_published_parameter_counts(preset: str, published: int
 )
 def test_parameter_counts_match_the_module(tiny, family: str, keys: dict):
     spec = tiny(family, **keys)
-    assert spec.num_parameters() == count_module_parameters(spec)
+    assert spec.count_parameters() == count_module_parameters(spec)
     with torch.device("meta"):
         block = Decoder(spec).layers["0"]
-    assert spec.num_layer_parameters() == sum(parameter.numel() for parameter in block.parameters())
+    assert spec.count_layer_parameters() == sum(parameter.numel() for parameter in block.parameters())
     matrices = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 2)
     stacked = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 3)
-    assert spec.num_expert_parameters() == stacked
+    assert spec.count_expert_parameters() == stacked
     if stacked:
         matrices += stacked // spec.num_experts * spec.experts_per_token
-    assert spec.num_active_matmul_parameters() == matrices
+    assert spec.count_active_matmul_parameters() == matrices
 
 
 def test_auto_settings_are_resolved():

@@ -71,7 +71,7 @@ def test_tensor_parallel_is_measured(ray_cluster: None, tmp_path: Path) -> None:
 def test_time_of_a_layer_is_the_slope_over_depth() -> None:
     times = {(8, 1): 90.0, (2, 1): 30.0, (8, 4): 200.0, (2, 4): 80.0}
     rows: list[scale.Row] = [{"layers": layers, "tp": tp, "step ms": ms} for (layers, tp), ms in times.items()]
-    assert scale.a_layer(rows, cores=2) == [
+    assert scale.fit_layer_time(rows, cores=2) == [
         {"tp": 1, "ms / layer": 10.0, "arithmetic alone": 10.0, "ms outside of layers": 10.0},
         {"tp": 4, "ms / layer": 20.0, "arithmetic alone": 5.0, "ms outside of layers": 40.0},
     ]

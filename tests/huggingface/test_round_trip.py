@@ -128,7 +128,7 @@ def test_weight_mappings_cover_the_decoder_exactly_once(name: str) -> None:
         TensorSlices(key, size, "float32", (type(boxes[key][0]).from_shape(size),)) for key, size in shapes.items()
     )
     assert not find_missing([mapped], expected)
-    assert sum(box.numel for parameter_boxes in boxes.values() for box in parameter_boxes) == spec.num_parameters()
+    assert sum(box.numel for parameter_boxes in boxes.values() for box in parameter_boxes) == spec.count_parameters()
 
 
 def test_bf16_weights_are_imported_as_fp32_and_exported_as_requested(tmp_path: Path) -> None:

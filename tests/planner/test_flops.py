@@ -35,7 +35,7 @@ def test_presets_have_the_expected_parameters_and_flops(preset: str):
     spec = resolve_model_spec(ModelConfig(**PRESETS[preset]), vocab_size=None, seq_len=32)
     with torch.device("meta"):
         decoder, tokens = Decoder(spec), torch.zeros(1, 32, dtype=torch.int64)
-    assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.num_parameters()
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.count_parameters()
     with FlopCounterMode(display=False) as counter:
         loss_sum(decoder(tokens), tokens).backward()
     assert counter.get_total_flops() == compute_flops_per_token(spec, 32, causal=False) * tokens.numel()

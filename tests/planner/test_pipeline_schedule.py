@@ -153,7 +153,7 @@ def test_the_svg_shows_every_action() -> None:
 
 
 def compute_cost(spec, seq_len: int, layers: range) -> int:
-    layer = spec.num_active_matmul_parameters() + spec.hidden_size * seq_len
+    layer = spec.count_active_matmul_parameters() + spec.hidden_size * seq_len
     ends = spec.hidden_size * (layers.start == 0) + spec.hidden_size * spec.vocab_size * (
         layers.stop == spec.num_layers
     )

@@ -25,39 +25,39 @@ _MAX_GROUP_STEPS = 64  # a worker waits for its whole first group
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Division of the steps [first, stop) of a generation into groups of `group_steps`.
+    """Division of the steps [first_step, stop_step) of a generation into groups of `group_steps`.
 
-    `microbatches_per_rank`: the microbatches of each data-parallel rank; `dp_ranks`: data-parallel rank of each rank.
+    `microbatches_by_dp_rank`: the microbatches of each data-parallel rank; `dp_ranks`: data-parallel rank of each rank.
     """
 
-    first: int
-    stop: int
+    first_step: int
+    stop_step: int
     group_steps: int
-    microbatches_per_rank: tuple[range, ...]
+    microbatches_by_dp_rank: tuple[range, ...]
     dp_ranks: tuple[int, ...]
 
     @classmethod
     def build(
         cls,
-        first: int,
-        stop: int,
-        microbatches_per_rank: tuple[range, ...],
+        first_step: int,
+        stop_step: int,
+        microbatches_by_dp_rank: tuple[range, ...],
         dp_ranks: tuple[int, ...],
         microbatch_bytes: int,
     ) -> BlockPlan:
         """Build a plan whose groups hold about BLOCK_BYTES per data-parallel rank."""
-        steps = BLOCK_BYTES // (microbatch_bytes * max(len(microbatches) for microbatches in microbatches_per_rank))
-        return cls(first, stop, min(max(1, steps), _MAX_GROUP_STEPS), microbatches_per_rank, dp_ranks)
+        steps = BLOCK_BYTES // (microbatch_bytes * max(len(microbatches) for microbatches in microbatches_by_dp_rank))
+        return cls(first_step, stop_step, min(max(1, steps), _MAX_GROUP_STEPS), microbatches_by_dp_rank, dp_ranks)
 
     @property
     def num_groups(self) -> int:
         """Number of groups."""
-        return -(-(self.stop - self.first) // self.group_steps)
+        return -(-(self.stop_step - self.first_step) // self.group_steps)
 
     def get_steps(self, group: int) -> range:
         """Return the steps of a group."""
-        first = self.first + group * self.group_steps
-        return range(first, min(first + self.group_steps, self.stop))
+        first = self.first_step + group * self.group_steps
+        return range(first, min(first + self.group_steps, self.stop_step))
 
 
 class BlocksUnavailableError(Exception):
@@ -86,13 +86,13 @@ class BlockStream(Stream):
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
         """Implement `Stream.iter_blocks`."""
         plan = self._source.plan
-        if microbatches not in plan.microbatches_per_rank or (steps.start - plan.first) % plan.group_steps:
+        if microbatches not in plan.microbatches_by_dp_rank or (steps.start - plan.first_step) % plan.group_steps:
             # Not whole groups: a single microbatch is read again.
             yield from self._local.iter_blocks(steps, microbatches, max_microbatches)
             return
         for start in range(steps.start, steps.stop, plan.group_steps):
             steps_in_group = range(start, min(start + plan.group_steps, steps.stop))
-            block = None if self._is_disconnected else self._get_block((start - plan.first) // plan.group_steps)
+            block = None if self._is_disconnected else self._get_block((start - plan.first_step) // plan.group_steps)
             if block is None:
                 yield from self._local.iter_blocks(steps_in_group, microbatches, max_microbatches)
                 continue

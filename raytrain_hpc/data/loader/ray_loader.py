@@ -41,9 +41,9 @@ class BlockReader:
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         """Read the block whose number is the only entry of the batch."""
-        group, dp_rank = divmod(int(batch["id"][0]), len(self._plan.microbatches_per_rank))
+        group, dp_rank = divmod(int(batch["id"][0]), len(self._plan.microbatches_by_dp_rank))
         return block_to_table(
-            self._stream.read_block(self._plan.get_steps(group), self._plan.microbatches_per_rank[dp_rank])
+            self._stream.read_block(self._plan.get_steps(group), self._plan.microbatches_by_dp_rank[dp_rank])
         )
 
 
@@ -73,13 +73,14 @@ class Feeder:
             if self._failure is not None:
                 return "lost", self._failure
             is_near = (
-                self._num_produced > 0 and abs(group - self._num_produced // len(self._plan.microbatches_per_rank)) <= 1
+                self._num_produced > 0
+                and abs(group - self._num_produced // len(self._plan.microbatches_by_dp_rank)) <= 1
             )
         return ("soon" if is_near else "later"), None
 
     def _drop_consumed(self) -> None:
         """Drop the blocks that all their ranks have passed."""
-        slowest = [self._plan.stop] * len(self._plan.microbatches_per_rank)
+        slowest = [self._plan.stop_step] * len(self._plan.microbatches_by_dp_rank)
         for dp_rank, group in zip(self._plan.dp_ranks, self._requested_groups, strict=True):
             slowest[dp_rank] = min(slowest[dp_rank], group)
         for key in [key for key in self._blocks if key[0] < slowest[key[1]]]:
@@ -88,7 +89,7 @@ class Feeder:
     def _run(self) -> None:
         try:
             num_readers = self._count_available_readers()
-            total = self._plan.num_groups * len(self._plan.microbatches_per_rank)
+            total = self._plan.num_groups * len(self._plan.microbatches_by_dp_rank)
             for first in range(0, total, BLOCKS_PER_EXECUTION):
                 for reference, size in _iter_block_refs(
                     self._spec,
@@ -106,9 +107,9 @@ class Feeder:
     def _store_block(self, reference: Any, size: int) -> None:
         """Store the next block once it is inside the window of the slowest rank."""
         with self._condition:
-            group, dp_rank = divmod(self._num_produced, len(self._plan.microbatches_per_rank))
+            group, dp_rank = divmod(self._num_produced, len(self._plan.microbatches_by_dp_rank))
             self._window_groups = min(
-                max(2, self._max_bytes // max(1, size * len(self._plan.microbatches_per_rank))), _MAX_WINDOW_GROUPS
+                max(2, self._max_bytes // max(1, size * len(self._plan.microbatches_by_dp_rank))), _MAX_WINDOW_GROUPS
             )
             self._condition.wait_for(lambda: group <= min(self._requested_groups) + self._window_groups)
             self._blocks[group, dp_rank] = reference

@@ -165,10 +165,10 @@ def test_seeking_to_a_far_step_costs_no_extra_reads(stream: LocalStream, monkeyp
     counts: dict[int, list[int]] = {}
     from raytrain_hpc.data.loader.sampler import Permutation
 
-    read, permute = TokenArray.read, Permutation._network
+    read, permute = TokenArray.read, Permutation._apply_network
     calls = []
     monkeypatch.setattr(TokenArray, "read", lambda self, *a: calls.append("read") or read(self, *a))
-    monkeypatch.setattr(Permutation, "_network", lambda self, *a: calls.append("network") or permute(self, *a))
+    monkeypatch.setattr(Permutation, "_apply_network", lambda self, *a: calls.append("network") or permute(self, *a))
     for step in (1, 10**9):
         calls.clear()
         stream.read_microbatch(step, 3)
