@@ -46,7 +46,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def main(words: list[str]) -> None:
     settings = ["run.name=byte_lstm", "model.hidden_size=128", "model.num_heads=1", "model.num_layers=2"]
-    settings += ["model.dropout=0.1", "train.steps=200", "train.lr=3e-3", "train.micro_batch=4"]
+    settings += ["model.dropout=0.1", "train.steps=200", "optimizer.lr=3e-3", "train.micro_batch_size=4"]
     config = rt.load_config(None, [*settings, *words])
     result = rt.train(config, model=build, loss=loss)
     print(f"{result.outcome}: {result.steps} steps, validation loss {result.val_loss:.3f} nats per byte")

@@ -25,7 +25,7 @@ from raytrain_hpc import plan
 Row = dict[str, str | int | float]
 
 DEVICE_GIB = 80
-LARGE = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=64", "train.micro_batch=1"]
+LARGE = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch_size=64", "train.micro_batch_size=1"]
 LARGE += ["train.dtype=bf16", "parallel.pp=1", "parallel.cp=1"]  # otherwise plan chooses them
 # (ranks, tp, ZeRO stage): data parallelism only, then sharded state, then tensor parallelism as well.
 CANDIDATES = [(1, 1, 0), (8, 1, 0), (64, 1, 0), (8, 1, 1), (8, 1, 2), (8, 1, 3)]
@@ -33,8 +33,8 @@ CANDIDATES += [(8, 2, 1), (8, 2, 2), (8, 2, 3), (8, 4, 1), (8, 4, 3), (8, 8, 0)]
 PARTS = ("fits", "tp", "microbatches")
 
 SMALL = ["model.hidden_size=256", "model.num_layers=8", "model.num_heads=8", "model.vocab_size=256"]
-SMALL += ["data.path=synthetic", "train.seq_len=128", "train.schedule=constant", "train.warmup=0"]
-SMALL += ["train.eval_samples=1", "observe.sample_tokens=0", "observe.tensorboard=false", "cluster.device=cpu"]
+SMALL += ["data.path=synthetic", "train.seq_len=128", "lr_scheduler.name=constant", "lr_scheduler.warmup_steps=0"]
+SMALL += ["eval.samples=1", "logging.sample_tokens=0", "logging.tensorboard=false", "cluster.device=cpu"]
 SMALL += ["run.resume=never"]  # refuse an --out with existing runs instead of reading them as measurements
 WARMUP = 2  # steps at the start of a run that are not measured
 STAGES = 2  # pipeline stages, one per rank
@@ -56,7 +56,7 @@ def tensor_parallel(
     words: Sequence[str], out: Path, steps: int, degrees: Sequence[int] = (1, 2, 4), parts: Sequence[int] = (1, 2, 4)
 ) -> list[Row]:
     """Measure step times of a model, and of the model with a half and a quarter of its layers, for every tp degree."""
-    words = [*SMALL, "train.global_batch=4", "train.micro_batch=4", *words]
+    words = [*SMALL, "train.global_batch_size=4", "train.micro_batch_size=4", *words]
     layers = rt.load_config(None, words).model.num_layers
     rows: list[Row] = []
     for count in (layers // part for part in parts):
@@ -91,11 +91,11 @@ def microbatches(
     words: Sequence[str], out: Path, steps: int, counts: Sequence[int] = (1, 2, 4, 8, 16), size: int = 2
 ) -> list[Row]:
     """Measure the throughput of 1F1B by number of microbatches, with the closed form and the recorded timeline."""
-    words = [*SMALL, f"train.micro_batch={size}", *words, f"parallel.pp={STAGES}", f"cluster.workers={STAGES}"]
-    words += ["parallel.schedule=1f1b", "observe.timeline_every=1"]
+    words = [*SMALL, f"train.micro_batch_size={size}", *words, f"parallel.pp={STAGES}", f"cluster.workers={STAGES}"]
+    words += ["parallel.pp_schedule=1f1b", "logging.pipeline_timeline_interval=1"]
     rows: list[Row] = []
     for m in counts:
-        run_dir, settings = out / f"microbatches{m}", [*words, f"train.global_batch={m * size}"]
+        run_dir, settings = out / f"microbatches{m}", [*words, f"train.global_batch_size={m * size}"]
         seconds = median(measure(settings, run_dir, steps))
         rate = m * size * rt.load_config(None, settings).train.seq_len / seconds
         share = m / (m + STAGES - 1)

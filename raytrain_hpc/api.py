@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.loader import complete_config, load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, ModelError
 
@@ -55,6 +55,7 @@ def run_script(config: Config, script: str | Path, arguments: Sequence[str] = ()
     from raytrain_hpc.observability.console import Console
     from raytrain_hpc.runtime.worker_spec import Script
 
+    complete_config(config)
     path = Path(script).expanduser().absolute()
     if not path.is_file():
         raise ConfigError("SCRIPT", str(script), "run", "no such file; give the path of a Python script")
@@ -184,8 +185,7 @@ def plan(
             The default is the minimum that the settings allow.
         nodes: Number of nodes.
         gpus_per_node: Devices per node.
-        device: Name of a preset in planner.hardware, with overrides ("h100,memory_gib=64"). The default is h100 if
-            nodes, GPUs or train.dtype=bf16 are given, else cpu.
+        device: Name in planner.hardware, with overrides ("h100,memory_gib=64"); h100 for nodes, GPUs or bf16, else cpu.
         inside: Links inside a node. The default is the measurement of `bench comm` for the device, else its usual link.
         across: Links between nodes; default as for `inside`.
         running: Plan for the running Ray cluster, which is inspected.
@@ -199,6 +199,7 @@ def plan(
     from raytrain_hpc.planner.measured_links import load_calibration, load_links
     from raytrain_hpc.planner.plan import make_plan
 
+    complete_config(config)
     plan_cluster = partial(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
     )
@@ -230,6 +231,7 @@ def _build_supervisor(
 
     if (model is None) != (loss is None):
         raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
+    complete_config(config)
     custom = None if model is None or loss is None else CustomModel(model, loss)
     return Supervisor(config, custom, Console(quiet=quiet), stop)
 

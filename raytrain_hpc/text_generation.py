@@ -75,7 +75,7 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decode
         raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None:
         raise CheckpointError(f"{checkpoint.path}: holds a custom model; load it with the model's own class")
-    spec = ModelSpec(**checkpoint.meta["model"])
+    spec = ModelSpec.from_json(checkpoint.meta["model"])
     dtype = torch.float64 if checkpoint.meta["dtype"] == "fp64" else torch.float32
     with torch.device("meta"):
         model = Decoder(spec).to(dtype)

@@ -230,13 +230,13 @@ SMALL_OVERRIDES = [
     "model.num_layers=2",
     "model.num_heads=4",
     "train.steps=5",
-    "train.warmup=2",
+    "lr_scheduler.warmup_steps=2",
     "train.seq_len=16",
-    "train.global_batch=12",
-    "train.eval_samples=4",
+    "train.global_batch_size=12",
+    "eval.samples=4",
     "cluster.workers=1",
-    "observe.tensorboard=false",
-    "observe.sample_tokens=0",
+    "logging.tensorboard=false",
+    "logging.sample_tokens=0",
 ]
 
 

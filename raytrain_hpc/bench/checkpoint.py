@@ -40,10 +40,10 @@ def run(rounds: int) -> Table:
 
 def _measure_throughput(workers: int, cycles: int, address: str, table: Table) -> None:
     steps = 2 * INTERVAL * (cycles + 1) + 2  # the last step is excluded: evaluation and saving follow it
-    overrides, config = make_settings((*MEDIUM, f"checkpoint.every={2 * INTERVAL}"), workers, steps)
+    overrides, config = make_settings((*MEDIUM, f"checkpoint.interval={2 * INTERVAL}"), workers, steps)
     platform_run = run_platform([*overrides, f"cluster.address={address}"])
     with_checkpoint, without_checkpoint = measure_windows(platform_run.commit_times)
-    tokens = INTERVAL * config.train.global_batch * config.train.seq_len
+    tokens = INTERVAL * config.train.global_batch_size * config.train.seq_len
     lost_fractions = [
         1 - (before + after) / 2 / between
         for between, before, after in zip(with_checkpoint, without_checkpoint, without_checkpoint[1:], strict=False)

@@ -122,7 +122,7 @@ def _write_dataset(directory: Path) -> BenchDataset:
             flat.write(tokens.tobytes())
     manifest = Manifest({"name": "byte"}, VOCAB, "uint16", False, None, {}, (), {"train": writer.close()})
     (dataset / MANIFEST_FILE).write_text(json.dumps(manifest.to_json()))
-    data = DataConfig(path=str(dataset), readers=READERS)
+    data = DataConfig(path=str(dataset), num_readers=READERS)
     spec = StreamSpec(data, VOCAB, 1, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH)
     return BenchDataset(spec, directory / "flat", TOKENS)
 

@@ -29,12 +29,12 @@ WARMUP_STEPS = 5
 STEPS_PER_ROUND = 15
 
 BASE_OVERRIDES = (*COMMON_OVERRIDES, "data.path=synthetic", "cluster.workers=0", "cluster.device=cuda")
-LLAMA = ("model.preset=llama3_1b", "train.seq_len=4096", "train.global_batch=8", "train.micro_batch=4")
-GPT2 = ("model.preset=gpt2_124m", "train.seq_len=1024", "train.global_batch=32", "train.micro_batch=16")
-BF16 = ("train.dtype=bf16",)
+LLAMA = ("model.preset=llama3_1b", "train.seq_len=4096", "train.global_batch_size=8", "train.micro_batch_size=4")
+GPT2 = ("model.preset=gpt2_124m", "train.seq_len=1024", "train.global_batch_size=32", "train.micro_batch_size=16")
+FP32, BF16 = ("train.dtype=fp32",), ("train.dtype=bf16",)
 BF16_COMPILED = (*BF16, "train.compile=true")
 NO_RECOMPUTE, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE = (
-    (f"parallel.recompute={mode}",) for mode in ("none", "selective", "full")
+    (f"parallel.activation_checkpointing={mode}",) for mode in ("none", "selective", "full")
 )
 
 
@@ -49,16 +49,16 @@ class Case:
 
 CASES = (
     Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE), with_baselines=True),
-    Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, "train.micro_batch=8")),
+    Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, "train.micro_batch_size=8")),
     Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *SELECTIVE_RECOMPUTE)),
     Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *FULL_RECOMPUTE)),
-    Case("llama3_1b", (*LLAMA, *BF16, *NO_RECOMPUTE, "train.micro_batch=2")),
-    Case("llama3_1b", (*LLAMA, *BF16, *SELECTIVE_RECOMPUTE, "train.micro_batch=2")),
+    Case("llama3_1b", (*LLAMA, *BF16, *NO_RECOMPUTE, "train.micro_batch_size=2")),
+    Case("llama3_1b", (*LLAMA, *BF16, *SELECTIVE_RECOMPUTE, "train.micro_batch_size=2")),
     Case("gpt2_124m, compiled", (*GPT2, *BF16_COMPILED, *NO_RECOMPUTE)),
     Case("gpt2_124m, compiled", (*GPT2, *BF16_COMPILED, *SELECTIVE_RECOMPUTE)),
     Case("gpt2_124m", (*GPT2, *BF16, *NO_RECOMPUTE)),
-    Case("gpt2_124m", (*GPT2, *NO_RECOMPUTE, "train.micro_batch=8")),
-    Case("gpt2_124m", (*GPT2, *FULL_RECOMPUTE, "train.micro_batch=8")),
+    Case("gpt2_124m", (*GPT2, *FP32, *NO_RECOMPUTE, "train.micro_batch_size=8")),
+    Case("gpt2_124m", (*GPT2, *FP32, *FULL_RECOMPUTE, "train.micro_batch_size=8")),
 )
 
 
@@ -81,7 +81,17 @@ def run(rounds: int) -> Table:
     device_name = torch.cuda.get_device_name(device)
     table = Table(
         "bench device: one process on one accelerator",
-        ("model", "by", "microbatch", "recompute", "dtype", "tok/s", "MFU %", "expected tok/s", "waiting for data %")
+        (
+            "model",
+            "by",
+            "microbatch",
+            "activation checkpointing",
+            "dtype",
+            "tok/s",
+            "MFU %",
+            "expected tok/s",
+            "waiting for data %",
+        )
         + ("peak GiB", "planned GiB", "off by %", "met"),
         notes=[device_name],
     )
@@ -106,7 +116,7 @@ def _measure(case: Case, steps: int, device: torch.device, table: Table) -> None
     release_memory()
     planned_gib = plan.footprint.allocated / 2**30
     error_percent = 100 * (planned_gib / platform.peak_gib - 1)
-    rate = config.train.global_batch * config.train.seq_len / plan.step_s
+    rate = config.train.global_batch_size * config.train.seq_len / plan.step_s
     remaining: list[Value] = [
         rate,
         platform.data_percent,
@@ -149,7 +159,11 @@ def _add_row(
     remaining: list[Value],
 ) -> None:
     log_progress(f"{case.name} by {system}: {measurement.tokens_per_sec:.0f} tok/s, {measurement.peak_gib:.2f} GiB")
-    settings: list[Value] = [config.train.micro_batch, config.parallel.recompute, config.train.dtype]
+    settings: list[Value] = [
+        config.train.micro_batch_size,
+        config.parallel.activation_checkpointing,
+        config.train.dtype,
+    ]
     row = [case.name, system, *settings, measurement.tokens_per_sec, mfu_percent, *remaining]
     table.add_row(*row, *[None] * (len(table.columns) - len(row)))
 
@@ -180,7 +194,7 @@ def measure_platform(config: Config, device: torch.device) -> Measurement:
             seconds.append(time.perf_counter() - start)
             waits.append(result.data_s / seconds[-1])
         peak = torch.cuda.max_memory_allocated(device) / 2**30
-    rate = config.train.global_batch * config.train.seq_len / median(seconds[WARMUP_STEPS:])
+    rate = config.train.global_batch_size * config.train.seq_len / median(seconds[WARMUP_STEPS:])
     return Measurement(rate, peak, 100 * median(waits[WARMUP_STEPS:]))
 
 
@@ -193,4 +207,4 @@ def measure_baseline(config: Config, model_kind: str) -> Measurement:
         records = read_jsonl(steps)
     end_times = [line["unix"] for line in records[WARMUP_STEPS - 1 :]]
     seconds = median(later - earlier for earlier, later in zip(end_times, end_times[1:], strict=False))
-    return Measurement(config.train.global_batch * config.train.seq_len / seconds, records[-1]["peak_gib"])
+    return Measurement(config.train.global_batch_size * config.train.seq_len / seconds, records[-1]["peak_gib"])

@@ -41,13 +41,13 @@ def measure_prefetch(stream: LocalStream, steps: int) -> float:
     prefetcher: Prefetcher[Block] = Prefetcher(
         stream.iter_blocks(range(steps), microbatches, _PREFETCH // 4),
         size=lambda block: block.nbytes,
-        count=lambda block: len(block.samples) // stream.micro_batch,
+        count=lambda block: len(block.samples) // stream.micro_batch_size,
         max_items=_PREFETCH,
         max_bytes=1 << 30,
     )
     num_taken = tokens = 0
     while num_taken < steps * len(microbatches):
-        for microbatch in prefetcher.take().split_microbatches(stream.micro_batch):
+        for microbatch in prefetcher.take().split_microbatches(stream.micro_batch_size):
             inputs, targets = microbatch.inputs, microbatch.targets
             tokens += min(inputs.size, targets.size)
             num_taken += 1
@@ -93,9 +93,9 @@ class WindowDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def measure_dataloader(dataset: BenchDataset, steps: int) -> float:
     """Measure tokens per second of a torch DataLoader with workers, after its first batch."""
-    batch = dataset.stream_spec.micro_batch
+    batch = dataset.stream_spec.micro_batch_size
     windows = WindowDataset(dataset.flat_file, dataset.num_tokens, dataset.stream_spec.seq_len)
-    batches = min(steps * dataset.stream_spec.global_batch // batch, len(windows) // batch - 1)
+    batches = min(steps * dataset.stream_spec.global_batch_size // batch, len(windows) // batch - 1)
     # Ray may be initialized here, and forking a process with Ray's threads can hang.
     loader = DataLoader(windows, batch, shuffle=True, num_workers=NUM_WORKERS, multiprocessing_context="forkserver")
     batches_iter = iter(loader)

@@ -18,10 +18,10 @@ PAIRS_PER_ROUND = 8
 WARMUP_STEPS = 4
 STEPS = 1_000_000
 WORKERS = 2
-NO_FAULT_TOLERANCE = ("checkpoint.snapshot_every=0", "fault.compare_every=0")
-LIVE_SNAPSHOTS = ("checkpoint.snapshot_every=1", "fault.compare_every=0")
-REPLICA_CHECK = ("checkpoint.snapshot_every=1", "fault.compare_every=1")
-FAULT_TOLERANCE = ("checkpoint.snapshot_every=1", "fault.compare_every=10")
+NO_FAULT_TOLERANCE = ("checkpoint.snapshot_interval=0", "fault.replica_check_interval=0")
+LIVE_SNAPSHOTS = ("checkpoint.snapshot_interval=1", "fault.replica_check_interval=0")
+REPLICA_CHECK = ("checkpoint.snapshot_interval=1", "fault.replica_check_interval=1")
+FAULT_TOLERANCE = ("checkpoint.snapshot_interval=1", "fault.replica_check_interval=10")
 _SAMPLE_S = 5.0
 
 
@@ -47,7 +47,7 @@ CASES = (
     Case(
         "replicas compared, verified state kept",
         LIVE_SNAPSHOTS,
-        (*REPLICA_CHECK, "fault.keep_agreed=true"),
+        (*REPLICA_CHECK, "fault.keep_verified_state=true"),
         GOAL,
         interval=10,
     ),

@@ -29,13 +29,13 @@ def train(config: dict[str, Any]) -> None:
     job = BaselineJob.from_json(config["job"])
     torch.set_num_threads(job.threads)
     context = ray.train.get_context()
-    rank, local_batch = context.get_world_rank(), job.global_batch // context.get_world_size()
+    rank, local_batch = context.get_world_rank(), job.global_batch_size // context.get_world_size()
     model = prepare_model(build_model(job), parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     optimizer = build_optimizer(model, job)
     tokens = np.load(job.tokens, mmap_mode="r")
     marks["model"] = time.time()
     for step in range(job.steps):
-        first = step * job.global_batch + rank * local_batch
+        first = step * job.global_batch_size + rank * local_batch
         loss = train_step(model, optimizer, np.array(tokens[first : first + local_batch]), job)
         marks.setdefault("first step", time.time())
         ray.train.report({"loss": loss})

@@ -33,7 +33,7 @@ def train_loop(job: BaselineJob, directory: Path, rank: int, world_size: int, on
     torch.set_num_threads(job.threads)
     model: nn.Module = DistributedDataParallel(build_model(job), gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
-    tokens, local_batch, first_step = np.load(job.tokens, mmap_mode="r"), job.global_batch // world_size, 0
+    tokens, local_batch, first_step = np.load(job.tokens, mmap_mode="r"), job.global_batch_size // world_size, 0
     checkpoint = directory / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
@@ -43,7 +43,7 @@ def train_loop(job: BaselineJob, directory: Path, rank: int, world_size: int, on
     (directory / f"{rank}.pid").write_text(str(os.getpid()))
     with (directory / "steps.jsonl").open("a") if rank == 0 else open(os.devnull, "w") as file:
         for step in range(first_step, job.steps):
-            offset = (step * job.global_batch) % len(tokens) + rank * local_batch
+            offset = (step * job.global_batch_size) % len(tokens) + rank * local_batch
             train_step(model, optimizer, np.array(tokens[offset : offset + local_batch]), job)
             print(json.dumps({"step": step + 1, "time/unix": time.time()}), file=file, flush=True)
             if (step + 1) % CHECKPOINT_INTERVAL == 0:

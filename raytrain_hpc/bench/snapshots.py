@@ -24,11 +24,11 @@ OVERRIDES = (
     "cluster.device=cuda",
     "model.preset=llama3_1b",
     "train.seq_len=4096",
-    "train.global_batch=8",
-    "train.micro_batch=4",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=4",
     "train.dtype=bf16",
     "train.compile=true",
-    "parallel.recompute=full",
+    "parallel.activation_checkpointing=full",
 )
 STEPS_PER_BLOCK = 5  # consecutive steps per mode; the first two of a block are not measured
 MODES = ("none", "overlapped", "blocking")

@@ -29,7 +29,7 @@ class Case:
 
 # A quarter of the medium workload's tokens per step, so that several steps fit into a turn. The overhead per step
 # weighs more then.
-MEDIUM_SHORT = (*MEDIUM, "train.seq_len=128", "train.global_batch=2", "train.micro_batch=1")
+MEDIUM_SHORT = (*MEDIUM, "train.seq_len=128", "train.global_batch_size=2", "train.micro_batch_size=1")
 CASES = (
     Case("25M", MEDIUM_SHORT, 1, 0.98),
     Case("25M", MEDIUM_SHORT, 2, 0.98),
@@ -68,7 +68,7 @@ def _measure(case: Case, rounds: int, address: str, table: Table) -> None:
     ):
         times = alternate(baseline, platform_process, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
         peaks = baseline.read_peak_rss_mib(), platform_process.read_peak_rss_mib()
-    tokens = config.train.global_batch * config.train.seq_len
+    tokens = config.train.global_batch_size * config.train.seq_len
     ratios = [baseline_s / platform_s for baseline_s, platform_s in times]
     log_progress(
         f"{case.name}, {case.workers} workers: {median(ratios):.3f} of {len(ratios)} pairs of turns; peaks {peaks} MiB"

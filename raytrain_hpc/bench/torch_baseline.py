@@ -35,7 +35,7 @@ from raytrain_hpc.model.param_init import init_weights
 class BaselineJob:
     """Model, data and optimizer of the baseline.
 
-    `tokens`: path of a .npy file with windows int64 [n * global_batch, seq_len + 1] for n steps, used cyclically.
+    `tokens`: path of a .npy file with windows int64 [n * global_batch_size, seq_len + 1] for n steps, used cyclically.
     `model`: "decoder", or "transformers" for the Llama of that library with the same sizes.
     """
 
@@ -43,8 +43,8 @@ class BaselineJob:
     tokens: str
     seed: int
     steps: int
-    global_batch: int
-    micro_batch: int
+    global_batch_size: int
+    micro_batch_size: int
     threads: int
     lr: float
     betas: tuple[float, float]
@@ -124,7 +124,7 @@ def train_step(
 ) -> float:
     """Run one optimizer step on this rank's windows int64 [b, seq_len + 1]. Return their mean loss."""
     optimizer.zero_grad()
-    microbatches = [windows[i : i + job.micro_batch] for i in range(0, len(windows), job.micro_batch)]
+    microbatches = [windows[i : i + job.micro_batch_size] for i in range(0, len(windows), job.micro_batch_size)]
     total = torch.zeros((), device=job.device)
     loss_of = torch.compile(compute_loss) if job.compile else compute_loss
     for number, microbatch in enumerate(microbatches, start=1):
@@ -161,11 +161,11 @@ def main(job: BaselineJob, report: Path) -> None:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
     tokens = np.load(job.tokens, mmap_mode="r")
-    local_batch = job.global_batch // world_size
+    local_batch = job.global_batch_size // world_size
     report.with_name(f"{rank}.pid").write_text(str(os.getpid()))
     with report.open("a") if rank == 0 else open(os.devnull, "w") as file:
         for step in range(job.steps):
-            first = (step * job.global_batch) % len(tokens) + rank * local_batch
+            first = (step * job.global_batch_size) % len(tokens) + rank * local_batch
             loss = train_step(model, optimizer, np.array(tokens[first : first + local_batch]), job)
             line = {"unix": time.time(), "loss": loss}
             if job.device == "cuda":

@@ -15,7 +15,12 @@ from raytrain_hpc.data.loader.stream import open_stream
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 
 # Evaluation and samples at the end of a run are never measured. A constant learning rate is the same for both sides.
-COMMON_OVERRIDES = ("train.schedule=constant", "train.warmup=0", "train.eval_samples=1", "observe.sample_tokens=0")
+COMMON_OVERRIDES = (
+    "lr_scheduler.name=constant",
+    "lr_scheduler.warmup_steps=0",
+    "eval.samples=1",
+    "logging.sample_tokens=0",
+)
 
 # 25.0 M parameters; 1,024 tokens per step in two microbatches.
 MEDIUM = (
@@ -25,10 +30,10 @@ MEDIUM = (
     "model.num_layers=6",
     "model.num_heads=8",
     "model.vocab_size=11264",
-    "train.lr=3e-4",
+    "optimizer.lr=3e-4",
     "train.seq_len=256",
-    "train.global_batch=4",
-    "train.micro_batch=2",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
 )
 
 # The defaults, as the quickstart trains them.
@@ -40,7 +45,7 @@ BASELINE_DATA_STEPS = 50  # steps of tokens written for the baseline, which cycl
 
 def build_baseline_job(config: Config, workers: int, directory: Path) -> BaselineJob:
     """Build a job with the same weights and the same tokens in the same order. Writes the tokens to `directory`."""
-    train = config.train
+    train, optimizer = config.train, config.optimizer
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     stream = open_stream(
@@ -48,8 +53,8 @@ def build_baseline_job(config: Config, workers: int, directory: Path) -> Baselin
         config.data,
         seed=config.run.seed,
         seq_len=train.seq_len,
-        global_batch=train.global_batch,
-        micro_batch=train.global_batch,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.global_batch_size,
     )
     steps = [stream.read_microbatch(step, 0) for step in range(min(train.steps, BASELINE_DATA_STEPS))]
     windows = [np.concatenate((step.inputs, step.targets[:, -1:]), axis=1) for step in steps]
@@ -59,14 +64,14 @@ def build_baseline_job(config: Config, workers: int, directory: Path) -> Baselin
         tokens=str(directory / "tokens.npy"),
         seed=config.run.seed,
         steps=train.steps,
-        global_batch=train.global_batch,
-        micro_batch=resolve_batching(config, resolve_layout(config, workers)).size,
-        threads=config.cluster.threads,
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        grad_clip=train.grad_clip,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=resolve_batching(config, resolve_layout(config, workers)).size,
+        threads=config.cluster.cpu_threads,
+        lr=optimizer.lr,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        grad_clip=train.max_grad_norm,
         dtype=train.dtype,
         compile=train.compile,
         device="cuda" if config.cluster.device == "cuda" else "cpu",

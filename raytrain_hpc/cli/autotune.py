@@ -71,8 +71,8 @@ class AutotuneResult:
         rows = [
             {
                 "layout": asdict(trial.estimate.choice.layout),
-                "micro_batch": trial.estimate.choice.batching.size,
-                "recompute": trial.estimate.choice.recompute,
+                "micro_batch_size": trial.estimate.choice.batching.size,
+                "activation_checkpointing": trial.estimate.choice.recompute,
                 "expected_s": trial.estimate.step_s,
                 "measured_s": trial.step_s,
                 "expected_gib": trial.estimate.memory_gib,
@@ -122,8 +122,8 @@ def _make_minimal_config(config: Config) -> Config:
     vocabulary = 256 if config.model.vocab_size == "auto" else config.model.vocab_size
     minimal.model = replace(config.model, vocab_size=vocabulary)
     minimal.data = replace(config.data, path="synthetic", sources=[])
-    minimal.checkpoint = replace(config.checkpoint, every=0)
-    minimal.observe = replace(config.observe, tensorboard=False, sample_tokens=0)
+    minimal.checkpoint = replace(config.checkpoint, interval=0)
+    minimal.logging = replace(config.logging, tensorboard=False, sample_tokens=0)
     return minimal
 
 
@@ -133,7 +133,8 @@ def _run_trial(config: Config, estimate: Estimate, world_size: int, steps: int, 
     with TemporaryDirectory(dir=_make_runs_dir(config)) as directory:
         trial_config = apply_choice(config, estimate.choice)
         trial_config.run = replace(config.run, dir=str(Path(directory) / "run"))
-        trial_config.train = replace(trial_config.train, steps=steps + _WARMUP_STEPS, eval_samples=1)
+        trial_config.train = replace(trial_config.train, steps=steps + _WARMUP_STEPS)
+        trial_config.eval = replace(config.eval, samples=1)
         trial_config.cluster = replace(config.cluster, workers=world_size)
         log(f"{estimate.choice.layout.describe()}: {estimate.step_s:.4f} s per step expected")
         try:

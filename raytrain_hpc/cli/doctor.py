@@ -183,7 +183,9 @@ def _check_directory(facts: Sequence[dict[str, Any]], directory: str) -> Check:
 def _check_network(facts: Sequence[dict[str, Any]]) -> Check:
     addresses = sorted({str(fact["address"]) for fact in facts})
     if len(addresses) > 1 and any(address.startswith("127.") for address in addresses):
-        remedy = "start Ray with the --node-ip-address of an interface that other nodes reach; see cluster.interface"
+        remedy = (
+            "start Ray with the --node-ip-address of an interface that other nodes reach; see cluster.network_interface"
+        )
         return Check("network", "fail", f"workers are at {', '.join(addresses)}", remedy)
     return Check("network", "ok", f"workers are at {', '.join(addresses[:8])}{' ...' if len(addresses) > 8 else ''}")
 

@@ -49,8 +49,8 @@ def plan(
 ) -> None:
     """Show the best layout and why, whether it fits, its expected speed, and the cost of failures.
 
-    Needs no cluster, torch or GPU, except with --running and --measure. Keys of parallel and train.micro_batch also
-    take `auto` or a list to choose from.
+    Needs no cluster, torch or GPU, except with --running and --measure. Keys of parallel and train.micro_batch_size
+    also take `auto` or a list to choose from.
     """
     from raytrain_hpc.api import plan as make_plan
     from raytrain_hpc.cli.plan_table import format_plan

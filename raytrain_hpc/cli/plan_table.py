@@ -42,8 +42,12 @@ def _format_omitted(layouts: list[dict[str, Any]], max_rows: int) -> list[str]:
 def _format_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["dp_rep dp_shard  tp  cp  pp  ep zero  micro x acc  recompute    step s     tok/s    mfu     GiB  why"]
     for row in rows:
-        microbatches = f"{row['micro_batch']} x {row['grad_acc']}"
-        recompute = row["recompute"] if row["offload"] == "none" else f"{row['recompute']}+{row['offload']}"
+        microbatches = f"{row['micro_batch_size']} x {row['grad_acc']}"
+        recompute = (
+            row["activation_checkpointing"]
+            if row["offload"] == "none"
+            else f"{row['activation_checkpointing']}+{row['offload']}"
+        )
         lines.append(
             f"{row['dp_replicate']:>6} {row['dp_shard']:>8} {row['tp']:>3} {row['cp']:>3} {row['pp']:>3} "
             f"{row['ep']:>3} {row['zero']:>4}  {microbatches:>11}  {recompute:<10} {row['step_time_s']:>8.3f} "

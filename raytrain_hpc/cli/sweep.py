@@ -65,7 +65,7 @@ def run_sweep(
     max_parallel: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> list[Trial]:
-    """Train every combination of the values in `over` ("train.lr=1e-3,3e-3", ...), at most `max_parallel` at a time.
+    """Train every combination of the values in `over` ("train.steps=9,99", ...), at most `max_parallel` at a time.
 
     All runs use the configured or running cluster; without one, each starts its own Ray. Each run has a directory below
     the sweep's run.dir and writes its output to output.log there. An existing run is resumed, unless it is done.
@@ -96,7 +96,7 @@ def build_trials(path: str | None, overrides: Sequence[str], over: Sequence[str]
     """
     choices = [_parse_choices(text) for text in over]
     if not choices:
-        raise ConfigError("--over", "", "command line", "name a key to vary, as in --over train.lr=1e-3,3e-3")
+        raise ConfigError("--over", "", "command line", "name a key to vary, as in --over optimizer.lr=1e-3,3e-3")
     base = Path(load_config(path, overrides).run.dir)
     trials = []
     for chosen in product(*choices):
@@ -107,7 +107,7 @@ def build_trials(path: str | None, overrides: Sequence[str], over: Sequence[str]
 
 
 def _parse_choices(text: str) -> list[str]:
-    """Split "train.lr=1e-3,3e-3" into ["train.lr=1e-3", "train.lr=3e-3"], but not at commas inside brackets."""
+    """Split "run.seed=1,2" into ["run.seed=1", "run.seed=2"], but not at commas inside brackets."""
     key, equals, values = text.partition("=")
     choices, depth = [""], 0
     for character in values:

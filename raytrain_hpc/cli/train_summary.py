@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def format_sample(config: Config, result: Result) -> Iterator[str]:
     """Yield lines with text sampled from the trained model, if the run has a tokenizer and a checkpoint."""
     run_dir = Path(config.run.dir)
-    if result.outcome != "done" or not config.observe.sample_tokens or not (run_dir / "tokenizer.json").exists():
+    if result.outcome != "done" or not config.logging.sample_tokens or not (run_dir / "tokenizer.json").exists():
         return
     if result.checkpoint is None:
         return
     from raytrain_hpc.text_generation import generate
 
     yield "sample of the model's own text:"
-    text = "".join(generate(run_dir, max_tokens=config.observe.sample_tokens))
+    text = "".join(generate(run_dir, max_tokens=config.logging.sample_tokens))
     for line in text.splitlines():
         yield f"  | {line}"
 
@@ -42,7 +42,7 @@ def format_summary(config: Config, result: Result) -> Iterator[str]:
     )
     run_dir = config.run.dir
     yield f"  metrics      {run_dir}/metrics.jsonl"
-    if config.observe.tensorboard:
+    if config.logging.tensorboard:
         yield f"  tensorboard  tensorboard --logdir {run_dir}/tb"
     if result.checkpoint:
         yield f"  checkpoint   {_display_path(config, result)}"

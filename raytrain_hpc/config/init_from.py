@@ -25,6 +25,9 @@ def read_model_settings(directory: str, origin: str) -> dict[str, Any]:
         meta = json.loads(manifests[-1].read_text())["meta"]
         if meta["model"] is None:  # custom model
             return {}
-        return {"max_positions": meta.get("positions", meta["seq_len"]), **spec_to_settings(ModelSpec(**meta["model"]))}
+        return {
+            "max_positions": meta.get("positions", meta["seq_len"]),
+            **spec_to_settings(ModelSpec.from_json(meta["model"])),
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(INIT_FROM_KEY, directory, origin, f"{manifests[-1]} cannot be read ({error!r})") from error

@@ -11,12 +11,21 @@ from raytrain_hpc.errors import ConfigError
 VOCAB_SIZE_MULTIPLE = 64  # the head is padded to whole matrix-multiplication tiles
 
 _FFN_MULTIPLE = 64
-_BALANCE_KEYS = ("balance", "balance_weight", "balance_rate")
+_BALANCE_KEYS = ("load_balancing", "load_balancing_weight", "expert_bias_rate")
+_FORMER_FIELDS = {
+    "positions": "position_embedding",
+    "balance": "load_balancing",
+    "balance_weight": "load_balancing_weight",
+    "balance_rate": "expert_bias_rate",
+    "rope_low_factor": "rope_low_freq_factor",
+    "rope_high_factor": "rope_high_freq_factor",
+    "rope_original": "rope_original_max_positions",
+}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """ModelConfig with every `auto` resolved. Stored as JSON by `dataclasses.asdict`, read by `ModelSpec(**...)`."""
+    """ModelConfig with every `auto` resolved. Stored as JSON by `dataclasses.asdict`, read by `from_json`."""
 
     vocab_size: int
     hidden_size: int
@@ -28,7 +37,7 @@ class ModelSpec:
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float
     activation: Literal["gelu", "swiglu"]
-    positions: Literal["learned", "rotary"]
+    position_embedding: Literal["learned", "rotary"]
     rope_theta: float
     tie_embeddings: bool
     bias: bool
@@ -37,15 +46,24 @@ class ModelSpec:
     num_experts: int = 0  # 0: dense feed-forward
     experts_per_token: int = 0
     shared_expert_size: int = 0  # width of the expert that every token passes through; 0: none
-    balance: Literal["loss", "bias", "none"] = "none"
-    balance_weight: float = 0.0  # weight of the load-balancing loss
-    balance_rate: float = 0.0  # change of the expert bias per step
+    load_balancing: Literal["loss", "bias", "none"] = "none"
+    load_balancing_weight: float = 0.0  # weight of the load-balancing loss
+    expert_bias_rate: float = 0.0  # change of the expert bias per step
     head_dim: int = 0  # channels per head; 0 becomes hidden_size / num_heads
     qk_norm: bool = False  # normalize queries and keys per head
     rope_factor: float = 1.0  # scaling of long rotary wavelengths (Llama 3); 1: none
-    rope_low_factor: float = 1.0  # wavelengths above rope_original / rope_low_factor are scaled in full
-    rope_high_factor: float = 4.0  # wavelengths below rope_original / rope_high_factor are not scaled
-    rope_original: int = 8192  # context length before scaling
+    rope_low_freq_factor: float = (
+        1.0  # wavelengths above rope_original_max_positions / rope_low_freq_factor are scaled in full
+    )
+    rope_high_freq_factor: float = (
+        4.0  # wavelengths below rope_original_max_positions / rope_high_freq_factor are not scaled
+    )
+    rope_original_max_positions: int = 8192  # context length before scaling
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> ModelSpec:
+        """Build a spec from the JSON of a checkpoint. Former field names of older checkpoints are translated."""
+        return cls(**{_FORMER_FIELDS.get(name, name): value for name, value in stored.items()})
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -136,7 +154,7 @@ def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: i
         norm=model.norm,
         norm_eps=model.norm_eps,
         activation=model.activation,
-        positions=model.positions,
+        position_embedding=model.position_embedding,
         rope_theta=model.rope_theta,
         tie_embeddings=model.tie_embeddings,
         bias=model.bias,
@@ -145,9 +163,9 @@ def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: i
         head_dim=0 if model.head_dim == AUTO else int(model.head_dim),
         qk_norm=model.qk_norm,
         rope_factor=model.rope_factor,
-        rope_low_factor=model.rope_low_factor,
-        rope_high_factor=model.rope_high_factor,
-        rope_original=model.rope_original,
+        rope_low_freq_factor=model.rope_low_freq_factor,
+        rope_high_freq_factor=model.rope_high_freq_factor,
+        rope_original_max_positions=model.rope_original_max_positions,
         **_resolve_experts(model),
     )
 
@@ -155,14 +173,14 @@ def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: i
 def spec_to_settings(spec: ModelSpec) -> dict[str, Any]:
     """Return the `model.*` settings that resolve to this spec, independent of the dataset and train.seq_len."""
     settings = asdict(spec)
-    excluded = [] if spec.positions == "learned" else ["max_positions"]
+    excluded = [] if spec.position_embedding == "learned" else ["max_positions"]
     if not spec.num_experts:
         excluded += ["num_experts", "experts_per_token", "shared_expert_size", *_BALANCE_KEYS]
     return {key: value for key, value in settings.items() if key not in excluded}
 
 
 def _resolve_max_positions(model: ModelConfig, seq_len: int) -> int:
-    if model.positions != "learned":
+    if model.position_embedding != "learned":
         return 0
     if model.max_positions == AUTO:
         return seq_len
@@ -179,9 +197,9 @@ def _resolve_experts(model: ModelConfig) -> dict[str, Any]:
         "num_experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
         "shared_expert_size": model.shared_expert_size,
-        "balance": model.balance,
-        "balance_weight": model.balance_weight,
-        "balance_rate": model.balance_rate,
+        "load_balancing": model.load_balancing,
+        "load_balancing_weight": model.load_balancing_weight,
+        "expert_bias_rate": model.expert_bias_rate,
     }
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-
-from raytrain_hpc.config.schema import AUTO, Config, DataConfig, TrainConfig
+from raytrain_hpc.config.schema import AUTO, Config, DataConfig, LoraConfig, LrSchedulerConfig, get_fields
+from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
 
 
 def validate_config(config: Config) -> None:
     """Raise ConfigError for the first rule that the config violates."""
-    _check_ranges(config)
-    for rule in (_check_run, _check_model, _check_data, _check_train, _check_parallel, _check_fault, _check_observe):
+    _check_values(config)
+    for rule in _RULES:
         rule(config)
 
 
@@ -23,21 +21,23 @@ def _make_error(config: Config, key: str, remedy: str) -> ConfigError:
     return ConfigError(key, value, config.origin(key), remedy)
 
 
-def _check_ranges(config: Config) -> None:
-    for section_field in fields(config):
-        section = getattr(config, section_field.name)
-        for f in fields(section):
-            value = getattr(section, f.name)
-            key = f"{section_field.name}.{f.name.rstrip('_')}"
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            minimum, above = f.metadata["minimum"], f.metadata["above"]
-            if value != value or value in (float("inf"), float("-inf")):
-                raise _make_error(config, key, "needs a finite number")
-            if minimum is not None and value < minimum:
-                raise _make_error(config, key, f"needs at least {minimum:g}")
-            if above is not None and value <= above:
-                raise _make_error(config, key, f"needs more than {above:g}")
+def _check_values(config: Config) -> None:
+    """Check types, which matters for a config made or changed in Python, and bounds."""
+    for key, f in get_fields().items():
+        value = getattr(getattr(config, key.partition(".")[0]), f.name)
+        try:
+            convert_value(value, get_type(key))
+        except ValueError as error:
+            raise _make_error(config, key, str(error)) from None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        minimum, above = f.metadata["minimum"], f.metadata["above"]
+        if value != value or value in (float("inf"), float("-inf")):
+            raise _make_error(config, key, "needs a finite number")
+        if minimum is not None and value < minimum:
+            raise _make_error(config, key, f"needs at least {minimum:g}")
+        if above is not None and value <= above:
+            raise _make_error(config, key, f"needs more than {above:g}")
 
 
 def _check_run(config: Config) -> None:
@@ -53,10 +53,12 @@ def _check_model(config: Config) -> None:
         remedy = f"must divide model.hidden_size={m.hidden_size}; or set model.head_dim"
         raise _make_error(config, "model.num_heads", remedy)
     head_dim = m.hidden_size // m.num_heads if m.head_dim == AUTO else int(m.head_dim)
-    if m.positions == "rotary" and head_dim % 2:
+    if m.position_embedding == "rotary" and head_dim % 2:
         raise _make_error(config, "model.num_heads", "rotary positions need an even number of channels per head")
-    if m.rope_factor > 1 and m.rope_high_factor <= m.rope_low_factor:
-        raise _make_error(config, "model.rope_high_factor", f"must exceed model.rope_low_factor={m.rope_low_factor:g}")
+    if m.rope_factor > 1 and m.rope_high_freq_factor <= m.rope_low_freq_factor:
+        raise _make_error(
+            config, "model.rope_high_freq_factor", f"must exceed model.rope_low_freq_factor={m.rope_low_freq_factor:g}"
+        )
     if m.num_kv_heads != AUTO and m.num_heads % int(m.num_kv_heads):
         raise _make_error(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
     if m.num_experts and m.experts_per_token > m.num_experts:
@@ -69,7 +71,8 @@ def _check_model(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     d = config.data
-    # A default value is accepted, since a resolved config.yaml spells out all defaults; likewise for train.warmup.
+    # A default value is accepted, since a resolved config.yaml spells out all defaults; likewise for
+    # lr_scheduler.warmup_steps.
     if d.sources and d.path != DataConfig().path:
         raise _make_error(config, "data.path", "give data.path or data.sources, not both")
     for source in d.sources:
@@ -102,37 +105,35 @@ def _check_stages(config: Config) -> None:
 
 def _check_train(config: Config) -> None:
     t = config.train
-    if t.micro_batch != AUTO and t.global_batch % int(t.micro_batch):
-        divisor = _find_nearest_divisor(t.global_batch, int(t.micro_batch))
-        raise _make_error(
-            config, "train.micro_batch", f"must divide train.global_batch={t.global_batch}; {divisor} would"
-        )
-    if isinstance(t.deterministic, str) and t.deterministic != "elastic":
-        raise _make_error(config, "train.deterministic", "needs false, true or elastic")
-    if t.min_lr != AUTO and float(t.min_lr) > t.lr:
-        raise _make_error(config, "train.min_lr", f"must not exceed train.lr={t.lr:g}")
-    if t.warmup != TrainConfig().warmup and t.warmup > t.steps > 0:
-        raise _make_error(config, "train.warmup", f"must not exceed train.steps={t.steps}")
-    if t.lr_scaling != "none" and t.lr_base_batch == 0:
-        raise _make_error(config, "train.lr_base_batch", "lr_scaling needs the global batch at which lr was tuned")
-    _check_lora(config)
-    checks: list[tuple[str, float, Callable[[float], bool], str]] = [
-        ("train.beta1", t.beta1, lambda v: v < 1, "needs a number below 1"),
-        ("train.beta2", t.beta2, lambda v: v < 1, "needs a number below 1"),
-        ("train.decay_fraction", t.decay_fraction, lambda v: v <= 1, "needs a fraction of at most 1"),
-    ]
-    for key, value, is_valid, remedy in checks:
-        if not is_valid(value):
-            raise _make_error(config, key, remedy)
+    if t.micro_batch_size != AUTO and t.global_batch_size % int(t.micro_batch_size):
+        divisor = _find_nearest_divisor(t.global_batch_size, int(t.micro_batch_size))
+        remedy = f"must divide train.global_batch_size={t.global_batch_size}; {divisor} would"
+        raise _make_error(config, "train.micro_batch_size", remedy)
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, scheduler, steps = config.optimizer, config.lr_scheduler, config.train.steps
+    for name in ("beta1", "beta2"):
+        if getattr(optimizer, name) >= 1:
+            raise _make_error(config, f"optimizer.{name}", "needs a number below 1")
+    if scheduler.decay_fraction > 1:
+        raise _make_error(config, "lr_scheduler.decay_fraction", "needs a fraction of at most 1")
+    if scheduler.min_lr != AUTO and float(scheduler.min_lr) > optimizer.lr:
+        raise _make_error(config, "lr_scheduler.min_lr", f"must not exceed optimizer.lr={optimizer.lr:g}")
+    if scheduler.warmup_steps != LrSchedulerConfig().warmup_steps and scheduler.warmup_steps > steps > 0:
+        raise _make_error(config, "lr_scheduler.warmup_steps", f"must not exceed train.steps={steps}")
+    if scheduler.batch_scaling != "none" and scheduler.base_batch_size == 0:
+        remedy = "lr_scheduler.batch_scaling needs the global batch size at which optimizer.lr was tuned"
+        raise _make_error(config, "lr_scheduler.base_batch_size", remedy)
 
 
 def _check_lora(config: Config) -> None:
-    t, p = config.train, config.parallel
-    if not t.lora_rank:
+    lora, p = config.lora, config.parallel
+    if not lora.rank:
         return
-    default_targets = TrainConfig().lora_targets
-    if not t.lora_targets or not set(t.lora_targets) <= set(default_targets):
-        raise _make_error(config, "train.lora_targets", f"choose from {', '.join(default_targets)}")
+    all_targets = LoraConfig().target_modules
+    if not lora.target_modules or not set(lora.target_modules) <= set(all_targets):
+        raise _make_error(config, "lora.target_modules", f"choose from {', '.join(all_targets)}")
     for axis in ("tp", "cp", "pp", "ep"):
         if getattr(p, axis) > 1:
             raise _make_error(
@@ -146,8 +147,8 @@ def _check_parallel(config: Config) -> None:
     p = config.parallel
     if max([p.zero, *(config.auto_choices.get("parallel.zero") or ())]) > 3:
         raise _make_error(config, "parallel.zero", "must be one of the stages 0, 1, 2 and 3")
-    if p.offload != "none" and config.train.optimizer == "sgd":
-        raise _make_error(config, "parallel.offload", "train.optimizer=sgd keeps no state to offload; use none")
+    if p.offload != "none" and config.optimizer.name == "sgd":
+        raise _make_error(config, "parallel.offload", "optimizer.name=sgd keeps no state to offload; use none")
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
         raise _make_error(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 
@@ -160,10 +161,23 @@ def _check_fault(config: Config) -> None:
         raise _make_error(config, "fault.inject", "cluster.workers=0 runs in one process, which would die; use workers")
 
 
-def _check_observe(config: Config) -> None:
-    steps = config.observe.profile_steps
+def _check_profiler(config: Config) -> None:
+    steps = config.profiler.steps
     if len(steps) != 2 or steps[0] >= steps[1] or steps[0] < 0:
-        raise _make_error(config, "observe.profile_steps", "needs [first, end] with first < end")
+        raise _make_error(config, "profiler.steps", "needs [first, end] with first < end")
+
+
+_RULES = (
+    _check_run,
+    _check_model,
+    _check_data,
+    _check_train,
+    _check_optimizer,
+    _check_lora,
+    _check_parallel,
+    _check_fault,
+    _check_profiler,
+)
 
 
 def _find_nearest_divisor(number: int, target: int) -> int:

@@ -35,8 +35,8 @@ class ReplicaCheck:
     def compare(self) -> None:
         """Compare all replicas. Collective over all ranks.
 
-        Call after the state was loaded, every `fault.compare_every` steps after the optimizer step, and before a
-        checkpoint. Raises ReplicaMismatchError on all ranks if any replicas differ.
+        Call after the state was loaded, every `fault.replica_check_interval` steps after the optimizer step, and
+        before a checkpoint. Raises ReplicaMismatchError on all ranks if any replicas differ.
         """
         if self._world_group is None:
             return

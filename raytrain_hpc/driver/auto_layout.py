@@ -34,8 +34,8 @@ def resolve_auto_layout(
         build_search_space(config, has_accelerator=has_accelerator, data_parallel_only=prepared.custom is not None)
     )
     if prepared.stored_batching is not None:  # the batch was split when the run first started
-        free_settings.pop("micro_batch", None)
-        config.train = replace(config.train, micro_batch=prepared.stored_batching.size)
+        free_settings.pop("micro_batch_size", None)
+        config.train = replace(config.train, micro_batch_size=prepared.stored_batching.size)
     if not free_settings:
         return prepared
     machine = build_machine(world, cluster)

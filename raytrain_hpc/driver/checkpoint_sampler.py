@@ -1,4 +1,4 @@
-"""Sample text from published checkpoints during training (observe.prompts), each prompt in a subprocess."""
+"""Sample text from published checkpoints during training (logging.prompts), each prompt in a subprocess."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CheckpointSampler:
 
         Of several checkpoints published while another is sampled, only the newest is sampled.
         """
-        if not self._config.observe.prompts:
+        if not self._config.logging.prompts:
             return
         with self._lock:
             self._pending_step = step
@@ -59,14 +59,14 @@ class CheckpointSampler:
             self._sample(step)
 
     def _sample(self, step: int) -> None:
-        run_dir, tokens = Path(self._config.run.dir), self._config.observe.sample_tokens
-        for prompt in self._config.observe.prompts:
+        run_dir, tokens = Path(self._config.run.dir), self._config.logging.sample_tokens
+        for prompt in self._config.logging.prompts:
             args = ["--prompt", prompt, "--max-tokens", str(max(1, tokens)), "--temperature", "0", "--step", str(step)]
             command = ["nice", "-n", str(_NICE), sys.executable, "-m", "raytrain_hpc", "generate", str(run_dir), *args]
             output, error = _run_command(command)
             if error:
                 if not self._has_alarmed:
-                    self._alarm(f"observe.prompts: {error}; training continues")
+                    self._alarm(f"logging.prompts: {error}; training continues")
                 self._has_alarmed = True
                 return
             answer = output.removeprefix(prompt).rstrip("\n")

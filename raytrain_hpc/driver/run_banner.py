@@ -29,7 +29,7 @@ def write_and_announce_run(
     state_size = (
         None
         if prepared.custom
-        else compute_state_bytes(parameters, layout, train.dtype, train.optimizer, config.parallel.offload)
+        else compute_state_bytes(parameters, layout, train.dtype, config.optimizer.name, config.parallel.offload)
     )
     plan = {
         "layout": asdict(layout),
@@ -60,7 +60,7 @@ def write_and_announce_run(
         print_line(f"expect  {describe_expectation(estimate, workload, machine)}")
     print_line(
         f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
-        f"(observe.peak_tflops={config.observe.peak_tflops})"
+        f"(logging.peak_tflops={config.logging.peak_tflops})"
     )
 
 

@@ -35,7 +35,7 @@ class DeviceInfo:
 
 def get_device_info(config: Config, rank_info: Mapping[str, Any]) -> DeviceInfo:
     """Return the peak TFLOP/s, as set or looked up by device name, and the memory of a rank's device."""
-    peak = config.observe.peak_tflops
+    peak = config.logging.peak_tflops
     peak_tflops = get_peak_tflops(rank_info["device"], config.train.dtype) if peak == "auto" else float(peak)
     return DeviceInfo(peak_tflops, rank_info["memory_gib"])
 
@@ -168,7 +168,7 @@ class RunRecorder:
                 self.totals.first_step_unix = metrics["time/unix"]
         self._update_totals(metrics)  # also for a committed step that is reported again with its evaluation
         self._jsonl.write(metrics)
-        if self._config.observe.tensorboard:
+        if self._config.logging.tensorboard:
             if self._tensorboard is None:  # imported late: workers would wait for it
                 self._tensorboard = TensorBoardWriter(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
@@ -177,7 +177,7 @@ class RunRecorder:
         self._console.advance(self._committed_step)
         steps = self._config.train.steps
         if (
-            self._committed_step % self._config.observe.log_every == 0
+            self._committed_step % self._config.logging.interval == 0
             or self._committed_step in (1, steps)
             or "val/loss" in metrics
         ):

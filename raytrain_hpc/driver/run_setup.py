@@ -44,7 +44,7 @@ from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 
 # Fields of the model spec that may differ from those of the run in run.init_from.
-_INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "balance", "balance_weight", "balance_rate"}
+_INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "load_balancing", "load_balancing_weight", "expert_bias_rate"}
 _RAY_WORKING_DIRS = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
@@ -94,12 +94,12 @@ class PreparedRun:
     def build_identity(self) -> dict[str, Any]:
         """Return the properties that a checkpoint must share to resume this run."""
         model_spec = None if self.custom else asdict(self.model_spec)
-        train, data = self.config.train, self.config.data
+        train, data, lora = self.config.train, self.config.data, self.config.lora
         return {
             "model": model_spec,
             "dtype": train.dtype,
-            "optimizer": train.optimizer,
-            **({LORA_META_KEY: {"rank": train.lora_rank, "alpha": train.lora_alpha}} if train.lora_rank else {}),
+            "optimizer": self.config.optimizer.name,
+            **({LORA_META_KEY: {"rank": lora.rank, "alpha": lora.alpha}} if lora.rank else {}),
             "data": {
                 "seed": self.config.run.seed,
                 "dataset_hash": self.dataset.dataset_hash,
@@ -115,10 +115,10 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
 
     Call before the cluster is used. Nothing is written. Raises the RaytrainError that the user should see.
     """
-    check_profiler(config.observe)
-    check_trackers(config.observe)
-    if config.train.lora_rank and find_spec("peft") is None:
-        raise MissingDependencyError(f"train.lora_rank={config.train.lora_rank}: needs peft; run `pip install peft`")
+    check_profiler(config.profiler)
+    check_trackers(config.logging)
+    if config.lora.rank and find_spec("peft") is None:
+        raise MissingDependencyError(f"lora.rank={config.lora.rank}: needs peft; run `pip install peft`")
     check_axes(config)
     world = get_fixed_world_size(config)
     if world is not None:
@@ -140,8 +140,8 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         config.data,
         seed=config.run.seed,
         seq_len=config.train.seq_len,
-        global_batch=config.train.global_batch,
-        micro_batch=1,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=1,
     )
     if _RAY_WORKING_DIRS in directory.path.parts:
         warn(
@@ -174,7 +174,7 @@ def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path
         raise CheckpointError(f"run.init_from={directory.path}: has no checkpoint; choose another run or checkpoint")
     init_model, model = checkpoint.meta["model"], None if run.custom else asdict(run.model_spec)
     if init_model is not None and model is not None:
-        init_model = asdict(ModelSpec(**init_model))
+        init_model = asdict(ModelSpec.from_json(init_model))
         for key in model.keys() - _INDEPENDENT_MODEL_KEYS:
             if init_model[key] != model[key]:
                 remedy = f"the model in {directory.path} has {init_model[key]!r}; leave the key out"
@@ -194,9 +194,10 @@ def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, w
     paths = [source.path for source in config.data.sources] or [config.data.path]
     for path, source, num_samples in zip(paths, dataset.train, stream.source_sizes, strict=True):
         packing = build_packing(config.data.packing, config.train.seq_len)
-        if num_samples < stream.global_batch:
+        if num_samples < stream.global_batch_size:
             warn(
-                f"data: {path} has {num_samples} samples, a step takes {stream.global_batch}; some repeat within a step"
+                f"data: {path} has {num_samples} samples, a step takes {stream.global_batch_size}; some repeat "
+                "within a step"
             )
         if isinstance(packing, PaddedPacking) and (num_truncated := packing.count_truncated(source)):
             warn(
@@ -226,8 +227,8 @@ def _check_data_parallel(config: Config) -> None:
             raise LayoutError(
                 key, size, config.origin(key), "a user-supplied model trains data-parallel only; set it to 1"
             )
-    if rank := config.train.lora_rank:
-        key = "train.lora_rank"
+    if rank := config.lora.rank:
+        key = "lora.rank"
         raise LayoutError(
             key, rank, config.origin(key), "LoRA adapts the layers of the built-in decoder; set it to 0 and adapt yours"
         )
@@ -253,7 +254,7 @@ def make_paths_absolute(config: Config) -> Config:
     result = deepcopy(config)
     result.run.dir = str(Path(config.run.dir).absolute())
     result.data.path = _to_absolute(config.data.path)
-    result.data.preload = _to_absolute(config.data.preload)
+    result.data.local_cache = _to_absolute(config.data.local_cache)
     result.parallel.offload_dir = _to_absolute(config.parallel.offload_dir)
     for source in result.data.sources:
         source.path = _to_absolute(source.path)
@@ -289,7 +290,7 @@ def _check_same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
     for name, current in identity.items():
         stored = checkpoint.meta.get(name)
         if name == "model" and stored is not None:  # adds fields that older checkpoints lack
-            stored = asdict(ModelSpec(**stored))
+            stored = asdict(ModelSpec.from_json(stored))
         if stored == current:
             continue
         key, old, new = _find_difference(name, stored, current)

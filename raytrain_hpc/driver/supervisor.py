@@ -95,7 +95,7 @@ class Supervisor:
     def _create_trackers(self, backend: ExecutionBackend) -> list[BackgroundTracker]:
         """Return the trackers that the settings ask for, and Ray gauges on a Ray cluster that was running before."""
         trackers = create_trackers(self._config, self._alarm)
-        if backend.uses_existing_cluster and self._config.observe.ray_metrics:
+        if backend.uses_existing_cluster and self._config.logging.ray_metrics:
             from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
 
             trackers.append(
@@ -249,7 +249,9 @@ class Supervisor:
             pending_eval_metrics=self._find_pending_eval_metrics(run, step),
             has_pending_checkpoint=membership.step is not None and self._is_checkpoint_missing(run, step),
             init_checkpoint=prepared.init_checkpoint,
-            replication_pairs=plan_replication_pairs(layout, sites) if self._config.checkpoint.buddies else (),
+            replication_pairs=plan_replication_pairs(layout, sites)
+            if self._config.checkpoint.replicate_snapshots
+            else (),
             is_single_node=len({site.node for site in sites}) == 1,
         )
         run.incidents.record_resumption(step, layout.world_size)
@@ -262,7 +264,7 @@ class Supervisor:
         None also if there are no metrics of `step` or no validation data, and for a script, which evaluates by itself.
         """
         train = self._config.train
-        if not step or run.prepared.dataset.val is None or not should_evaluate(train, step, train.steps):
+        if not step or run.prepared.dataset.val is None or not should_evaluate(self._config.eval, step, train.steps):
             return None
         if isinstance(self._custom, Script):  # a script evaluates by itself
             return None
@@ -272,7 +274,7 @@ class Supervisor:
 
     def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
         """Return whether a checkpoint of `step` is due and was not published."""
-        interval = self._config.checkpoint.every
+        interval = self._config.checkpoint.interval
         is_due = step == self._config.train.steps or (step and interval and step % interval == 0)
         return bool(is_due) and step not in run.prepared.store.list_steps()
 

@@ -171,7 +171,7 @@ class ActorPool:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=slot[0], placement_group_bundle_index=slot[1]
             ),
-        ).remote(self._cluster.device, self._config.cluster.threads)
+        ).remote(self._cluster.device, self._config.cluster.cpu_threads)
         description_ref = actor.describe.remote(self._config, self.warmup_spec)
         self._starting.append(Worker(self._num_started, actor, slot, description_ref))
         self._num_started += 1

@@ -70,7 +70,7 @@ def export_model(
     """
     run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
     checkpoint = _find_checkpoint(run_dir, step)
-    spec = ModelSpec(**checkpoint.meta["model"])
+    spec = ModelSpec.from_json(checkpoint.meta["model"])
     mappings = build_weight_mappings(spec)
     stored_dtype = checkpoint.index[f"model.{mappings[0].name}"].dtype
     dtype = stored_dtype if dtype is None else dtype

@@ -84,7 +84,7 @@ def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHAR
 def _locate_tensors(source: Path, spec: ModelSpec, mappings: Sequence[WeightMapping]) -> dict[str, tuple[Path, str]]:
     """Return the file of every tensor and its name there, by `WeightMapping.hf_name`."""
     locations = {name: (path, name) for path in _list_weight_files(source) for name in _list_tensor_names(path)}
-    if spec.positions == "learned" and not any(name.startswith("transformer.") for name in locations):
+    if spec.position_embedding == "learned" and not any(name.startswith("transformer.") for name in locations):
         locations = {f"transformer.{name}": location for name, location in locations.items()}  # saved without head
     expected = {mapping.hf_name for mapping in mappings}
     if missing := sorted(expected - locations.keys()):

@@ -48,7 +48,7 @@ def get_max_positions(config: Mapping[str, Any]) -> int:
 
 def get_family(spec: ModelSpec) -> Family:
     """Return the Hugging Face model family that can represent this spec. Raises ModelError if there is none."""
-    if spec.positions == "learned":
+    if spec.position_embedding == "learned":
         _require_spec_values(spec, norm="layernorm", activation="gelu", bias=True, qk_norm=False, num_experts=0)
         if (spec.num_kv_heads, spec.attention_size) != (spec.num_heads, spec.hidden_size):
             raise ModelError("export: GPT-2 needs num_kv_heads equal to num_heads, and hidden_size channels in them")
@@ -56,10 +56,10 @@ def get_family(spec: ModelSpec) -> Family:
     _require_spec_values(spec, norm="rmsnorm", activation="swiglu")
     if spec.num_experts:
         _require_spec_values(spec, bias=False, qk_norm=False, shared_expert_size=0, rope_factor=1.0)
-        if spec.balance == "bias" or spec.experts_per_token < 2:
+        if spec.load_balancing == "bias" or spec.experts_per_token < 2:
             raise ModelError(
                 f"export: Mixtral needs at least 2 experts per token and has no routing bias; got "
-                f"model.balance={spec.balance}, model.experts_per_token={spec.experts_per_token}"
+                f"model.load_balancing={spec.load_balancing}, model.experts_per_token={spec.experts_per_token}"
             )
         return "mixtral"
     if spec.qk_norm:
@@ -120,16 +120,16 @@ def _build_rotary_config(spec: ModelSpec, family: Family, positions: int) -> dic
     }
     if family == "mixtral":
         experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.experts_per_token}
-        balance = spec.balance_weight if spec.balance == "loss" else 0.0
+        balance = spec.load_balancing_weight if spec.load_balancing == "loss" else 0.0
         return config | experts | {"router_aux_loss_coef": balance, "sliding_window": None}
     config["rope_scaling"] = None
     if spec.rope_factor > 1:
         config["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": spec.rope_factor,
-            "low_freq_factor": spec.rope_low_factor,
-            "high_freq_factor": spec.rope_high_factor,
-            "original_max_position_embeddings": spec.rope_original,
+            "low_freq_factor": spec.rope_low_freq_factor,
+            "high_freq_factor": spec.rope_high_freq_factor,
+            "original_max_position_embeddings": spec.rope_original_max_positions,
         }
     config["attention_bias"] = spec.bias
     return config | ({"mlp_bias": spec.bias} if family == "llama" else {"use_sliding_window": False})
@@ -157,9 +157,9 @@ def _parse_mixtral(config: Mapping[str, Any]) -> ModelSpec:
         config,
         num_experts=int(config["num_local_experts"]),
         experts_per_token=int(config["num_experts_per_tok"]),
-        balance="loss" if weight else "none",
-        balance_weight=weight,
-        balance_rate=_BALANCE_RATE,
+        load_balancing="loss" if weight else "none",
+        load_balancing_weight=weight,
+        expert_bias_rate=_BALANCE_RATE,
     )
 
 
@@ -177,7 +177,7 @@ def _parse_rotary_decoder(config: Mapping[str, Any], **overrides: Any) -> ModelS
         "norm": "rmsnorm",
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "activation": "swiglu",
-        "positions": "rotary",
+        "position_embedding": "rotary",
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "bias": False,
         "dropout": 0.0,
@@ -198,9 +198,9 @@ def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise _make_value_error("rope_scaling", kind, "only llama3 scaling is supported")
     return theta | {
         "rope_factor": float(rope["factor"]),
-        "rope_low_factor": float(rope["low_freq_factor"]),
-        "rope_high_factor": float(rope["high_freq_factor"]),
-        "rope_original": int(rope["original_max_position_embeddings"]),
+        "rope_low_freq_factor": float(rope["low_freq_factor"]),
+        "rope_high_freq_factor": float(rope["high_freq_factor"]),
+        "rope_original_max_positions": int(rope["original_max_position_embeddings"]),
     }
 
 
@@ -222,7 +222,7 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
         norm="layernorm",
         norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
         activation="gelu",
-        positions="learned",
+        position_embedding="learned",
         rope_theta=10000.0,
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
         bias=True,
@@ -246,5 +246,5 @@ def _require_spec_values(spec: ModelSpec, **expected: Any) -> None:
         if getattr(spec, name) != value:
             raise ModelError(
                 f"export: no supported model family has model.{name}={getattr(spec, name)} with "
-                f"model.positions={spec.positions}; it would need {value}"
+                f"model.position_embedding={spec.position_embedding}; it would need {value}"
             )

@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.spec = spec
         layers = range(spec.num_layers) if layers is None else layers
         has_embedding, has_head = layers.start == 0, layers.stop == spec.num_layers
-        has_positions = has_embedding and spec.positions == "learned"
+        has_positions = has_embedding and spec.position_embedding == "learned"
         self.embedding = _make_embedding(spec.vocab_size, spec.hidden_size) if has_embedding else None
         self.positions = _make_embedding(spec.max_positions, spec.hidden_size) if has_positions else None
         self.layers = nn.ModuleDict({str(layer): Block(spec) for layer in layers})
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             x = self._embed(self.embedding, x, keys, positions)
         rotary = None
-        if self.spec.positions == "rotary":
+        if self.spec.position_embedding == "rotary":
             rotary = make_rotary_tables(positions, self.spec, x.dtype)
         for layer, block in self.blocks().items():
             layer_keys = None if keys is None else fold_in(keys, layer + 1)
@@ -302,8 +302,10 @@ def make_rotary_tables(positions: Tensor, spec: ModelSpec, dtype: torch.dtype) -
 
 def _scale_frequencies(frequencies: Tensor, spec: ModelSpec) -> Tensor:
     """Divide low rotary frequencies by rope_factor, keep high ones, and interpolate between (Llama 3.1 model card)."""
-    rotations = spec.rope_original * frequencies / (2 * math.pi)  # rotations within the original context length
-    low, high = spec.rope_low_factor, spec.rope_high_factor
+    rotations = (
+        spec.rope_original_max_positions * frequencies / (2 * math.pi)
+    )  # rotations within the original context length
+    low, high = spec.rope_low_freq_factor, spec.rope_high_freq_factor
     weight = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (weight + (1 - weight) / spec.rope_factor)
 

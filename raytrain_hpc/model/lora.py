@@ -42,7 +42,7 @@ def apply_lora(decoder: Decoder, lora: LoraSpec | None) -> dict[str, ShardSpec]:
 
     names = [name for name, module in decoder.named_modules() if _is_target(name, module, lora.target_modules)]
     if not names:
-        raise ModelError(f"train.lora_targets={list(lora.target_modules)}: the decoder has none of these layers")
+        raise ModelError(f"lora.target_modules={list(lora.target_modules)}: the decoder has none of these layers")
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)  # type: ignore[arg-type]
     with torch.device("meta"):
         inject_adapter_in_model(config, decoder)

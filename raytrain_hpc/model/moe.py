@@ -71,13 +71,13 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size))
         self.top_k = spec.experts_per_token
-        self.balance_weight = spec.balance_weight if spec.balance == "loss" else 0.0
+        self.balance_weight = spec.load_balancing_weight if spec.load_balancing == "loss" else 0.0
         # Scale of the gradient of the balancing loss: 1 / n if n ranks route the same positions.
         self.balance_scale = 1.0
         # Sums counts over ranks if a sequence is sharded over them.
         self.reduce_counts: Callable[[Tensor], Tensor] = _identity
-        # Zero unless `model.balance` is "bias". Then it is saved, since routing in a resumed run depends on it.
-        self.register_buffer("bias", torch.zeros(spec.num_experts), persistent=spec.balance == "bias")
+        # Zero unless `model.load_balancing` is "bias". Then it is saved, since routing in a resumed run depends on it.
+        self.register_buffer("bias", torch.zeros(spec.num_experts), persistent=spec.load_balancing == "bias")
         # Positions per expert in this step, for the bias. Counted in backward passes, since forward passes may be
         # recomputed.
         self.register_buffer("load", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)

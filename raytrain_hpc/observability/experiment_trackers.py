@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from raytrain_hpc.config.schema import Config, ObserveConfig, to_dict
+from raytrain_hpc.config.schema import Config, LoggingConfig, to_dict
 from raytrain_hpc.errors import MissingDependencyError
 
 WarningCallback = Callable[[str], None]
@@ -31,22 +31,22 @@ class Tracker(Protocol):
         """Finish the tracker's run. `failed`: the run ended with an error."""
 
 
-def check_trackers(observe: ObserveConfig) -> None:
+def check_trackers(config: LoggingConfig) -> None:
     """Raise MissingDependencyError if a tracker that the config asks for is not installed."""
-    for key, package in (("wandb", "wandb"), ("mlflow", "mlflow")):
-        if getattr(observe, key) and find_spec(package) is None:
+    for key, package in (("wandb_project", "wandb"), ("mlflow_uri", "mlflow")):
+        if getattr(config, key) and find_spec(package) is None:
             raise MissingDependencyError(
-                f"observe.{key}={getattr(observe, key)}: not installed; run `pip install {package}`"
+                f"logging.{key}={getattr(config, key)}: not installed; run `pip install {package}`"
             )
 
 
 def create_trackers(config: Config, on_warning: WarningCallback) -> list[BackgroundTracker]:
     """Create the trackers that the config asks for. They log in from their threads, so the run does not wait for it."""
     trackers = []
-    if config.observe.wandb:
-        trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(config), on_warning))
-    if config.observe.mlflow:
-        trackers.append(BackgroundTracker("mlflow", lambda: MlflowTracker(config), on_warning))
+    if config.logging.wandb_project:
+        trackers.append(BackgroundTracker("wandb_project", lambda: WandbTracker(config), on_warning))
+    if config.logging.mlflow_uri:
+        trackers.append(BackgroundTracker("mlflow_uri", lambda: MlflowTracker(config), on_warning))
     return trackers
 
 
@@ -71,7 +71,7 @@ class BackgroundTracker:
         self._queue.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            self._on_warning(f"observe.{self._name}: metrics still unsent after {_CLOSE_TIMEOUT_S:g} s")
+            self._on_warning(f"logging.{self._name}: metrics still unsent after {_CLOSE_TIMEOUT_S:g} s")
 
     def _run(self) -> None:
         try:
@@ -81,18 +81,18 @@ class BackgroundTracker:
             tracker.close(failed=self._failed)
         except Exception as error:  # no error of a tracker may end the run
             reason = " ".join(str(error).split())[:300]
-            self._on_warning(f"observe.{self._name}: stopped ({type(error).__name__}: {reason}); the run continues")
+            self._on_warning(f"logging.{self._name}: stopped ({type(error).__name__}: {reason}); the run continues")
 
 
 class WandbTracker:
-    """Weights & Biases tracker; `observe.wandb` is the project. WANDB_MODE=offline keeps the data on this machine."""
+    """Weights & Biases tracker of `logging.wandb_project`. WANDB_MODE=offline keeps the data on this machine."""
 
     def __init__(self, config: Config):
         import wandb
 
         run_dir = Path(config.run.dir).absolute()
         self._run = wandb.init(
-            project=config.observe.wandb,
+            project=config.logging.wandb_project,
             name=config.run.name,
             id=_get_tracking_id(run_dir),
             resume="allow",
@@ -113,14 +113,14 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow tracker; `observe.mlflow` is the tracking URI. A resumed run continues the MLflow run of its directory."""
+    """MLflow tracker; `logging.mlflow_uri` is its URI. A resumed run continues the MLflow run of its directory."""
 
     def __init__(self, config: Config):
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=config.observe.mlflow)
+        self._client = MlflowClient(tracking_uri=config.logging.mlflow_uri)
         experiment = self._client.get_experiment_by_name("raytrain_hpc")
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("raytrain_hpc")
         tag, tracking_id = "raytrain_hpc.run", _get_tracking_id(Path(config.run.dir).absolute())

@@ -34,12 +34,12 @@ RANK_STATISTIC_KEYS = (
     *(f"time/{part}_s" for part in ("step", "data", "forward", "backward", "communication", "optimizer")),
     "memory/peak_gib",
 )
-"""Keys whose statistics over all ranks are written every observe.ranks_every steps."""
+"""Keys whose statistics over all ranks are written every logging.rank_stats_interval steps."""
 
 STATISTICS = {"mean": "mean", "min": "minimum", "max": "maximum", "std": "standard deviation"}
 
 METRIC_KEYS |= {
-    f"ranks/{key}/{kind}": f"Every observe.ranks_every steps: {description} of {key} over all ranks."
+    f"ranks/{key}/{kind}": f"Every logging.rank_stats_interval steps: {description} of {key} over all ranks."
     for key in RANK_STATISTIC_KEYS
     for kind, description in STATISTICS.items()
 }

@@ -8,16 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config.schema import ObserveConfig
+from raytrain_hpc.config.schema import ProfilerConfig
 from raytrain_hpc.errors import MissingDependencyError
 
 
 class StepProfiler:
-    """Profiler of the steps observe.profile_steps, on the ranks observe.profile_ranks."""
+    """Profiler of the steps profiler.steps, on the ranks profiler.ranks."""
 
-    def __init__(self, observe: ObserveConfig, rank: int, run_dir: Path):
-        self._profiler_name = observe.profile if rank in observe.profile_ranks else "none"
-        self._first, self._end = observe.profile_steps
+    def __init__(self, config: ProfilerConfig, rank: int, run_dir: Path):
+        self._profiler_name = config.name if rank in config.ranks else "none"
+        self._first, self._end = config.steps
         self._output_path = run_dir / "profile" / f"rank-{rank:05d}"
         self._profiler: Any = None
 
@@ -33,10 +33,10 @@ class StepProfiler:
             self._profiler = None
 
 
-def check_profiler(observe: ObserveConfig) -> None:
+def check_profiler(config: ProfilerConfig) -> None:
     """Raise MissingDependencyError if the selected profiler is not installed."""
-    if observe.profile == "pyinstrument" and find_spec("pyinstrument") is None:
-        raise MissingDependencyError("observe.profile=pyinstrument: not installed; run `pip install pyinstrument`")
+    if config.name == "pyinstrument" and find_spec("pyinstrument") is None:
+        raise MissingDependencyError("profiler.name=pyinstrument: not installed; run `pip install pyinstrument`")
 
 
 def _start_profiler(profiler_name: str) -> Any:

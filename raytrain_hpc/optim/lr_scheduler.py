@@ -4,41 +4,43 @@ from __future__ import annotations
 
 from math import cos, pi, sqrt
 
-from raytrain_hpc.config.schema import AUTO, TrainConfig
+from raytrain_hpc.config.schema import AUTO, Config, EvalConfig
 
 
-def compute_peak_lr(train: TrainConfig) -> float:
-    """Return `train.lr` scaled with the global batch.
+def compute_peak_lr(config: Config) -> float:
+    """Return `optimizer.lr` scaled with the global batch.
 
     The scale is linear (Goyal et al. 2017) or the square root (Krizhevsky 2014).
     """
-    if train.lr_scaling == "none":
-        return train.lr
-    ratio = train.global_batch / train.lr_base_batch
-    return train.lr * (ratio if train.lr_scaling == "linear" else sqrt(ratio))
+    lr, scheduler = config.optimizer.lr, config.lr_scheduler
+    if scheduler.batch_scaling == "none":
+        return lr
+    ratio = config.train.global_batch_size / scheduler.base_batch_size
+    return lr * (ratio if scheduler.batch_scaling == "linear" else sqrt(ratio))
 
 
-def should_evaluate(train: TrainConfig, step: int, last_step: int) -> bool:
+def should_evaluate(config: EvalConfig, step: int, last_step: int) -> bool:
     """Return whether an evaluation follows committed step `step` of a run that ends at `last_step`."""
-    return step == last_step or (train.eval_every > 0 and step % train.eval_every == 0)
+    return step == last_step or (config.interval > 0 and step % config.interval == 0)
 
 
-def learning_rate(train: TrainConfig, step: int) -> float:
+def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based).
 
-    Linear warmup to the peak, then by `train.schedule`: cosine decay to the minimum (Loshchilov and Hutter 2017);
+    Linear warmup to the peak, then by `lr_scheduler.name`: cosine decay to the minimum (Loshchilov and Hutter 2017);
     constant with a linear decay over the last `decay_fraction` of the steps (warmup-stable-decay, Hu et al. 2024, arXiv
     2404.06395); or constant.
     """
-    peak = compute_peak_lr(train)
-    min_lr = (0.1 if train.min_lr == AUTO else float(train.min_lr) / train.lr) * peak
-    if step < train.warmup:
-        return peak * (step + 1) / train.warmup
-    if train.schedule == "constant":
+    scheduler, steps = config.lr_scheduler, config.train.steps
+    peak = compute_peak_lr(config)
+    min_lr = (0.1 if scheduler.min_lr == AUTO else float(scheduler.min_lr) / config.optimizer.lr) * peak
+    if step < scheduler.warmup_steps:
+        return peak * (step + 1) / scheduler.warmup_steps
+    if scheduler.name == "constant":
         return peak
-    if train.schedule == "cosine":
-        progress = (step - train.warmup) / max(1, train.steps - train.warmup)
+    if scheduler.name == "cosine":
+        progress = (step - scheduler.warmup_steps) / max(1, steps - scheduler.warmup_steps)
         return min_lr + (peak - min_lr) * 0.5 * (1 + cos(pi * min(1.0, progress)))
-    decay = train.decay_fraction * train.steps
-    remaining_steps = train.steps - step
+    decay = scheduler.decay_fraction * steps
+    remaining_steps = steps - step
     return peak if remaining_steps >= decay else min_lr + (peak - min_lr) * remaining_steps / decay

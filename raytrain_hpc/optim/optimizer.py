@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from raytrain_hpc.config.schema import TrainConfig
+from raytrain_hpc.config.schema import OptimizerConfig
 from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
 from raytrain_hpc.state.sharded_state import to_local
 
@@ -26,11 +26,16 @@ class Optimizer:
 
     Element-wise kernels on plain local tensors give the same numbers under any sharding, without DTensor dispatch.
     Moments exist from the start, so that every checkpoint has the same tensors. torch's functional optimizers are used,
-    since its optimizer classes import TorchDynamo: 2 s and 74 MiB per worker. `storage` holds the moments.
+    since its optimizer classes import TorchDynamo: 2 s and 74 MiB per worker. `storage` holds the moments; `elastic`
+    chooses kernels whose bits do not depend on the sharding.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], train: TrainConfig, storage: MomentStorage):
-        self._parameters, self._train, self._storage = parameters, train, storage
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], config: OptimizerConfig, storage: MomentStorage, *, elastic: bool
+    ):
+        self._parameters, self._config, self._storage = parameters, config, storage
+        # The fused kernel treats the last elements of a slice differently, so its bits depend on slice boundaries.
+        self._fused = not elastic
         self.moments = storage.moments
         self.set_steps(0)
 
@@ -58,7 +63,7 @@ class Optimizer:
                 name: gradient for name, gradient in gradients.items() if (self._parameters[name].ndim >= 2) is decayed
             }
             for chunk in self._storage.iter_chunks(selected):
-                self._update(chunk, lr, self._train.weight_decay if decayed else 0.0)
+                self._update(chunk, lr, self._config.weight_decay if decayed else 0.0)
         self.skip_step()
 
     def skip_step(self) -> None:
@@ -73,8 +78,8 @@ class Optimizer:
 
     @torch.no_grad()
     def _update(self, chunk: OptimizerChunk, lr: float, weight_decay: float) -> None:
-        weights, gradients, train = list(chunk.weights), list(chunk.gradients), self._train
-        if train.optimizer == "sgd":
+        weights, gradients, config = list(chunk.weights), list(chunk.gradients), self._config
+        if config.name == "sgd":
             sgd(
                 weights,
                 gradients,
@@ -96,14 +101,13 @@ class Optimizer:
             list(chunk.moments["exp_avg_sq"]),
             [],
             list(counts.unbind()),
-            # The fused kernel treats the last elements of a slice differently, so its bits depend on slice boundaries.
-            fused=train.deterministic != "elastic",
-            foreach=train.deterministic == "elastic",
+            fused=self._fused,
+            foreach=not self._fused,
             amsgrad=False,
-            beta1=train.beta1,
-            beta2=train.beta2,
+            beta1=config.beta1,
+            beta2=config.beta2,
             lr=lr,
             weight_decay=weight_decay,
-            eps=train.eps,
+            eps=config.eps,
             maximize=False,
         )

@@ -137,7 +137,7 @@ def parallelize(
             shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
         blocks[stage] = find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
-        apply_activation_checkpointing(units, settings.recompute, keyed_randomness=keyed_randomness)
+        apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
         _apply_deferred_wgrad(module, layout, weight_grad_store)
         _apply_compile(units, enabled=train.compile)
     gradient_sync = apply_data_parallel(
@@ -157,15 +157,15 @@ def parallelize(
 
 def describe_parallelism(config: Config, layout: Layout) -> list[str]:
     """Return one line per dimension and feature that `parallelize` applies, in its order."""
-    settings, train = config.parallel, config.train
+    settings, train, lora = config.parallel, config.train, config.lora
     tile_elements = _get_max_tile_elements(config, layout)
     applied = {
         f"expert parallelism over {layout.ep} ranks": layout.ep > 1,
         f"tensor parallelism over {layout.tp} ranks": layout.tp > 1,
         f"context parallelism over {layout.cp} ranks, {layout.ulysses} of them by Ulysses": layout.cp > 1,
-        f"LoRA of rank {train.lora_rank}": train.lora_rank > 0,
+        f"LoRA of rank {lora.rank}": lora.rank > 0,
         f"tiling into about {tile_elements} elements": tile_elements > 0,
-        f"activation checkpointing: {settings.recompute}": settings.recompute != "none",
+        f"activation checkpointing: {settings.activation_checkpointing}": settings.activation_checkpointing != "none",
         "deferred weight gradients": layout.pp > 1 and layout.pipeline.splits_backward,
         "compile": train.compile,
         f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,
@@ -196,8 +196,8 @@ def _apply_compile(units: list[nn.Module], *, enabled: bool) -> None:
 
 
 def _get_lora_spec(config: Config) -> LoraSpec | None:
-    train = config.train
-    return LoraSpec(train.lora_rank, train.lora_alpha, tuple(train.lora_targets)) if train.lora_rank else None
+    lora = config.lora
+    return LoraSpec(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None
 
 
 def _get_max_tile_elements(config: Config, layout: Layout) -> int:

@@ -42,7 +42,7 @@ def compute_layer_bytes_per_token(
         return (residual_itemsize * h + matmul_itemsize * outputs) / tp + matmul_itemsize * h + feed_forward
     fused = dtype == "bf16" or compiled
     norms = residual_itemsize * h * (4 if spec.norm == "rmsnorm" and not fused else 2) / tp + matmul_itemsize * h * 2
-    attention = a + 2 * kv + a + (a + kv if spec.positions == "rotary" and not compiled else 0)
+    attention = a + 2 * kv + a + (a + kv if spec.position_embedding == "rotary" and not compiled else 0)
     attention += (a + kv) * ((spec.norm == "rmsnorm" and not fused) + (not compiled)) if spec.qk_norm else 0
     masks = 2 * h if spec.dropout else 0
     return norms + (matmul_itemsize * attention + masks) / tp + feed_forward

@@ -136,7 +136,7 @@ class CostModel:
         workload, machine = self._workload, self._machine
         flops = (
             compute_flops_per_token(workload.spec, workload.seq_len, causal=causal)
-            * workload.global_batch
+            * workload.global_batch_size
             * workload.seq_len
         )
         return flops / (seconds * machine.num_devices * machine.device.tflops * 1e12)
@@ -162,10 +162,10 @@ class CostModel:
         return passes
 
     def _estimate_layer(
-        self, tp: int, cp: int, ulysses: int, ep: int, micro_batch: int, recompute: Recompute
+        self, tp: int, cp: int, ulysses: int, ep: int, micro_batch_size: int, recompute: Recompute
     ) -> _PassCost:
         workload, calibration = self._workload, self._calibration
-        spec, tokens = workload.spec, micro_batch * workload.seq_len / cp
+        spec, tokens = workload.spec, micro_batch_size * workload.seq_len / cp
         matmuls = sum(self._estimate_matmul_s(*matmul) for matmul in self._iter_matmuls(tokens, tp))
         # Fused causal attention computes half of the scores; its backward pass takes 2.5 times as long.
         attention = (
@@ -183,7 +183,7 @@ class CostModel:
             forward + calibration.layer_s,
             backward,
             exposed_fraction * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
-            exposed_fraction * self._estimate_cp_s(micro_batch, tp, cp, ulysses),
+            exposed_fraction * self._estimate_cp_s(micro_batch_size, tp, cp, ulysses),
             exposed_fraction * self._estimate_ep_s(tokens, tp, ep),
         )
 

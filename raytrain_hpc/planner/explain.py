@@ -30,7 +30,7 @@ def describe_fit(best: Estimate, machine: Machine) -> str:
 
 def describe_expectation(estimate: Estimate, workload: Workload, machine: Machine) -> str:
     """Describe in a line the expected step time, throughput, MFU and memory of a run."""
-    tokens_per_s = workload.global_batch * workload.seq_len / estimate.step_s
+    tokens_per_s = workload.global_batch_size * workload.seq_len / estimate.step_s
     mfu_text = "" if machine.device.name == "cpu" else f", mfu {100 * estimate.mfu:.1f}%"
     return (
         f"{estimate.step_s:.3g} s per step, {tokens_per_s:.3g} tok/s{mfu_text}; {estimate.memory_gib:.2f} of "
@@ -45,11 +45,11 @@ def suggest_remedies(best: Estimate, workload: Workload, machine: Machine) -> li
     remedies = []
     if best.choice.batching.size > 1:
         remedies.append(
-            f"train.micro_batch=1 instead of {best.choice.batching.size}: activations shrink proportionally"
+            f"train.micro_batch_size=1 instead of {best.choice.batching.size}: activations shrink proportionally"
         )
     if best.choice.recompute != "full":
         remedies.append(
-            "parallel.recompute=full: keep only the input of each layer, at the cost of another forward pass"
+            "parallel.activation_checkpointing=full: keep only the input of each layer; costs a forward pass"
         )
     if layout.zero < 3 and layout.world_size > 1:
         remedies.append("parallel.zero=3: shard weights, gradients and moments over all data-parallel ranks")
@@ -123,14 +123,14 @@ def describe_estimate(estimate: Estimate, best: Estimate, workload: Workload, ma
     axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero")
     return {
         **{axis: getattr(layout, axis) for axis in axes},
-        "schedule": layout.schedule,
-        "virtual_stages": layout.pipeline.stages_per_rank,
-        "micro_batch": choice.batching.size,
+        "pp_schedule": layout.schedule,
+        "pp_stages_per_rank": layout.pipeline.stages_per_rank,
+        "micro_batch_size": choice.batching.size,
         "grad_acc": choice.microbatches_per_rank,
-        "recompute": choice.recompute,
+        "activation_checkpointing": choice.recompute,
         "offload": choice.offload,
         "step_time_s": estimate.step_s,
-        "tokens_per_sec": workload.global_batch * workload.seq_len / estimate.step_s,
+        "tokens_per_sec": workload.global_batch_size * workload.seq_len / estimate.step_s,
         "mfu": estimate.mfu,
         "memory_gib": estimate.memory_gib,
         "fits": estimate.fits,

@@ -172,9 +172,13 @@ def check_axes(config: Config) -> None:
     if p.ep > 1 and config.model.num_experts < p.ep:
         remedy = f"there are {config.model.num_experts} experts (model.num_experts); use at most as many ranks"
         raise LayoutError("parallel.ep", p.ep, config.origin("parallel.ep"), remedy)
-    if p.virtual_stages != AUTO and not _is_valid_virtual_stages(p.schedule, int(p.virtual_stages)):
-        remedy = f"{p.schedule} has {'two stages' if p.schedule == 'zbv' else 'one stage'} per rank; leave it auto"
-        raise LayoutError("parallel.virtual_stages", p.virtual_stages, config.origin("parallel.virtual_stages"), remedy)
+    if p.pp_stages_per_rank != AUTO and not _is_valid_stage_count(p.pp_schedule, int(p.pp_stages_per_rank)):
+        remedy = (
+            f"{p.pp_schedule} has {'two stages' if p.pp_schedule == 'zbv' else 'one stage'} per rank; leave it auto"
+        )
+        raise LayoutError(
+            "parallel.pp_stages_per_rank", p.pp_stages_per_rank, config.origin("parallel.pp_stages_per_rank"), remedy
+        )
     for axis in ("tp", "cp", "pp"):
         if config.train.compile and getattr(p, axis) > 1:
             remedy = "not tested with train.compile yet; set train.compile=false"
@@ -203,8 +207,8 @@ def _check_elastic(config: Config) -> None:
         ("ep", p.ep > 1, "parallel.ep=1"),
         ("quantize", p.quantize in ("gradients", "both"), "parallel.quantize=weights"),
         (
-            "schedule",
-            p.pp > 1 and p.schedule in ("interleaved_zero_bubble", "zbv"),
+            "pp_schedule",
+            p.pp > 1 and p.pp_schedule in ("interleaved_zero_bubble", "zbv"),
             "a schedule that does not split backward passes",
         ),
     ]
@@ -214,16 +218,16 @@ def _check_elastic(config: Config) -> None:
             raise LayoutError(key, getattr(p, key_name), config.origin(key), remedy.format(alternative))
 
 
-def _is_valid_virtual_stages(schedule: ScheduleName, virtual: int) -> bool:
+def _is_valid_stage_count(schedule: ScheduleName, virtual: int) -> bool:
     return virtual == 2 if schedule == "zbv" else virtual == 1 or schedule.startswith("interleaved")
 
 
 def get_virtual_stages(config: Config) -> int:
     """Return the stages per pipeline rank: the setting, else two for schedules that support several."""
     p = config.parallel
-    if p.virtual_stages != AUTO:
-        return int(p.virtual_stages)
-    return 1 if p.schedule in ("gpipe", "1f1b") else 2
+    if p.pp_stages_per_rank != AUTO:
+        return int(p.pp_stages_per_rank)
+    return 1 if p.pp_schedule in ("gpipe", "1f1b") else 2
 
 
 def check_model_divisible(config: Config, spec: ModelSpec) -> None:
@@ -280,7 +284,7 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         tp=p.tp,
         zero=p.zero,
         ulysses=p.ulysses,
-        schedule=p.schedule,
+        schedule=p.pp_schedule,
         virtual_stages=get_virtual_stages(config),
         ep=p.ep,
     )
@@ -313,38 +317,39 @@ def _check_folding(config: Config, layout: Layout) -> None:
 
 
 def resolve_batching(config: Config, layout: Layout, stored: Batching | None = None) -> Batching:
-    """Return the microbatches of a run: those stored in its checkpoint, else those of `train.micro_batch`.
+    """Return the microbatches of a run: those stored in its checkpoint, else those of `train.micro_batch_size`.
 
     Raises LayoutError if a data-parallel rank would have no microbatch, if the pipeline schedule does not accept their
     number, or if the settings contradict the stored microbatches.
     """
     t, origin, dp_size = config.train, config.origin, layout.dp_size
     if stored is not None:
-        if stored.count * stored.size != t.global_batch:
+        if stored.count * stored.size != t.global_batch_size:
             stored_batch = stored.count * stored.size
             remedy = (
                 f"the run in {config.run.dir} was started with {stored_batch}; set it back or choose another run.dir"
             )
-            raise LayoutError("train.global_batch", t.global_batch, origin("train.global_batch"), remedy)
-        if t.micro_batch not in (AUTO, stored.size):
+            raise LayoutError("train.global_batch_size", t.global_batch_size, origin("train.global_batch_size"), remedy)
+        if t.micro_batch_size not in (AUTO, stored.size):
             remedy = (
                 f"the run in {config.run.dir} was started with {stored.size}, which fixes its data order; set it back"
             )
-            raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
+            raise LayoutError("train.micro_batch_size", t.micro_batch_size, origin("train.micro_batch_size"), remedy)
         batching = stored
-    elif t.micro_batch == AUTO:
+    elif t.micro_batch_size == AUTO:
         batching = _choose_batching(config, layout)
     else:
-        batching = Batching(t.global_batch // int(t.micro_batch), int(t.micro_batch))
+        batching = Batching(t.global_batch_size // int(t.micro_batch_size), int(t.micro_batch_size))
     if batching.count < dp_size:
         remedy = (
-            f"global batch {t.global_batch} in microbatches of {batching.size} gives {batching.count} microbatches, "
-            f"too few for {dp_size} data-parallel ranks; use at most {batching.count} workers or a smaller micro_batch"
+            f"global batch {t.global_batch_size} in microbatches of {batching.size} gives {batching.count} "
+            f"microbatches, too few for {dp_size} data-parallel ranks; use at most {batching.count} workers or a "
+            "smaller micro_batch_size"
         )
-        raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
+        raise LayoutError("train.micro_batch_size", t.micro_batch_size, origin("train.micro_batch_size"), remedy)
     if reason := _find_schedule_conflict(batching, layout):
-        remedy = f"{reason}; use another micro_batch, or parallel.schedule=1f1b, which takes any number"
-        raise LayoutError("train.micro_batch", t.micro_batch, origin("train.micro_batch"), remedy)
+        remedy = f"{reason}; use another micro_batch_size, or parallel.pp_schedule=1f1b, which takes any number"
+        raise LayoutError("train.micro_batch_size", t.micro_batch_size, origin("train.micro_batch_size"), remedy)
     return batching
 
 
@@ -353,11 +358,11 @@ def _choose_batching(config: Config, layout: Layout) -> Batching:
 
     With pipeline parallelism, choose at least four per pipeline rank if the batch is large enough.
     """
-    batch, dp_size = config.train.global_batch, layout.dp_size
+    batch, dp_size = config.train.global_batch_size, layout.dp_size
     counts = [count for count in range(dp_size, batch + 1) if batch % count == 0]
     if not counts:
         remedy = f"{dp_size} data-parallel ranks need at least {dp_size} sequences per step"
-        raise LayoutError("train.global_batch", batch, config.origin("train.global_batch"), remedy)
+        raise LayoutError("train.global_batch_size", batch, config.origin("train.global_batch_size"), remedy)
     if layout.pp == 1:
         return Batching(counts[0], batch // counts[0])
     accepted = [

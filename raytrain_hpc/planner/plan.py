@@ -47,7 +47,7 @@ def make_plan(
         device_hours=device_hours,
     )
     layouts = [describe_estimate(estimate, best, workload, machine) for estimate in estimates]
-    budget = tokens or float(config.train.steps * workload.global_batch * workload.seq_len)
+    budget = tokens or float(config.train.steps * workload.global_batch_size * workload.seq_len)
     total_s = budget / layouts[0]["tokens_per_sec"] / max(expected.in_memory, 1e-9)
     return {
         "verdict": describe_fit(best, machine),

@@ -82,7 +82,7 @@ def estimate_layout(
     """Estimate cost and memory of one layout with the given settings."""
     workload = make_workload(config, spec)
     models = _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
-    choice = LayoutChoice(layout, batching, config.parallel.recompute, config.parallel.offload)
+    choice = LayoutChoice(layout, batching, config.parallel.activation_checkpointing, config.parallel.offload)
     return models.estimate(choice, models.memory.estimate_footprint(choice))
 
 
@@ -115,7 +115,9 @@ def _estimate_with_least_savings(choice: LayoutChoice, models: _Models, config: 
     """Estimate with the least recomputation and offloading that fits, or with the most if nothing fits."""
     candidate, device = choice, models.machine.device
     for offload in _list_options("offload", config.parallel.offload, _OFFLOAD_ORDER, space):
-        for recompute in _list_options("recompute", config.parallel.recompute, _RECOMPUTE_ORDER, space):
+        for recompute in _list_options(
+            "activation_checkpointing", config.parallel.activation_checkpointing, _RECOMPUTE_ORDER, space
+        ):
             candidate = replace(choice, recompute=recompute, offload=offload)
             footprint = models.memory.estimate_footprint(candidate)
             if footprint.compute_required_gib(device) <= device.memory_gib:
@@ -157,15 +159,15 @@ def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: Sear
                                 "cp": cp,
                                 "ep": ep,
                                 "zero": zero,
-                                "schedule": schedule,
+                                "pp_schedule": schedule,
                             }
                             yield from _iter_data_axes(config, machine, parallel_settings, dp_size, space)
 
 
 def _list_schedules(config: Config, pp: int, space: SearchSpace) -> Sequence[Any]:
-    if "schedule" not in space or pp == 1:
-        return [config.parallel.schedule]
-    return space["schedule"] or ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
+    if "pp_schedule" not in space or pp == 1:
+        return [config.parallel.pp_schedule]
+    return space["pp_schedule"] or ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 
 
 def _iter_data_axes(
@@ -217,13 +219,15 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     """Return a choice for every micro-batch size of these settings. Raises LayoutError if they are not legal."""
     layout = resolve_layout(config, machine.num_devices)
     check_model_divisible(config, spec)
-    if "micro_batch" not in space:
+    if "micro_batch_size" not in space:
         return [LayoutChoice(layout, resolve_batching(config, layout))]
-    allowed, global_batch, choices = space["micro_batch"], config.train.global_batch, []
+    allowed, global_batch_size, choices = space["micro_batch_size"], config.train.global_batch_size, []
     reason = None
-    for size in _list_divisors(global_batch // layout.dp_size, of=global_batch) if allowed is None else allowed:
+    for size in (
+        _list_divisors(global_batch_size // layout.dp_size, of=global_batch_size) if allowed is None else allowed
+    ):
         sized_config = copy(config)
-        sized_config.train = replace(config.train, micro_batch=size)
+        sized_config.train = replace(config.train, micro_batch_size=size)
         try:
             choices.append(LayoutChoice(layout, resolve_batching(sized_config, layout)))
         except LayoutError as error:

@@ -13,7 +13,7 @@ from raytrain_hpc.planner.workload import LayoutChoice
 # Key without its section -> values to choose from; None: all useful values.
 SearchSpace = Mapping[str, Sequence[Any] | None]
 # Keys chosen if they are not set. Schedules and offloading are chosen only on request.
-_DEFAULT_SEARCH_KEYS = ("tp", "cp", "pp", "ep", "zero", "recompute")
+_DEFAULT_SEARCH_KEYS = ("tp", "cp", "pp", "ep", "zero", "activation_checkpointing")
 _MODEL_PARALLEL_AXES = ("tp", "cp", "pp", "ep")
 
 
@@ -31,8 +31,8 @@ def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_o
             space[name] = config.auto_choices[key]
         elif has_accelerator and name in _DEFAULT_SEARCH_KEYS and not config.origin(key):
             space[name] = None
-    if has_accelerator and config.train.micro_batch == AUTO:
-        space["micro_batch"] = None
+    if has_accelerator and config.train.micro_batch_size == AUTO:
+        space["micro_batch_size"] = None
     for name in _MODEL_PARALLEL_AXES:
         skip_model_parallel = data_parallel_only or config.train.deterministic == "elastic" or config.train.compile
         if name in space and f"parallel.{name}" not in config.auto_choices and skip_model_parallel:
@@ -54,10 +54,10 @@ def apply_choice(config: Config, choice: LayoutChoice) -> Config:
         pp=layout.pp,
         ep=layout.ep,
         zero=layout.zero,
-        schedule=layout.schedule,
-        recompute=choice.recompute,
+        pp_schedule=layout.schedule,
+        activation_checkpointing=choice.recompute,
         offload=choice.offload,
     )
-    chosen.train = replace(config.train, micro_batch=choice.batching.size)
-    chosen.__dict__["_auto_choices"] = {}
+    chosen.train = replace(config.train, micro_batch_size=choice.batching.size)
+    chosen.auto_choices = {}
     return chosen

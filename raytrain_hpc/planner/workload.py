@@ -15,7 +15,7 @@ Offload = Literal["none", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a training step: `global_batch` sequences of `seq_len` tokens, computed in `dtype`.
+    """A model and a training step: `global_batch_size` sequences of `seq_len` tokens, computed in `dtype`.
 
     `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
     parallelism.
@@ -23,7 +23,7 @@ class Workload:
 
     spec: ModelSpec
     seq_len: int
-    global_batch: int
+    global_batch_size: int
     dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     compiled: bool = False
@@ -57,5 +57,13 @@ class LayoutChoice:
 
 def make_workload(config: Config, spec: ModelSpec) -> Workload:
     """Return the workload that these settings train."""
-    train, bucket_bytes = config.train, config.parallel.bucket_mib << 20
-    return Workload(spec, train.seq_len, train.global_batch, train.dtype, train.optimizer, train.compile, bucket_bytes)
+    train = config.train
+    return Workload(
+        spec,
+        train.seq_len,
+        train.global_batch_size,
+        train.dtype,
+        config.optimizer.name,
+        train.compile,
+        bucket_bytes=config.parallel.bucket_mib << 20,
+    )

@@ -74,7 +74,7 @@ class WorkerSpec:
             self.model_spec.vocab_size,
             self.config.run.seed,
             train.seq_len,
-            train.global_batch,
+            train.global_batch_size,
             self.batching.size,
         )
 

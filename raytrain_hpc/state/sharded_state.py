@@ -222,7 +222,7 @@ def find_divergent_ranks(state: ShardedState, group: dist.ProcessGroup, device: 
     """Return the group ranks whose checksum differs from that of the majority; empty if all replicas are equal.
 
     All ranks must hold the same boxes in the same order. Called by `ReplicaCheck` after loading and,
-    unless `fault.compare_every` is 0, every `fault.compare_every` steps and before checkpoints.
+    unless `fault.replica_check_interval` is 0, every `fault.replica_check_interval` steps and before checkpoints.
 
     Without a majority, the most frequent content is the reference, and the lowest rank's on a tie. Collective;
     `device` is the device on which the group communicates.

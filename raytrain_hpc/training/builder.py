@@ -116,7 +116,7 @@ def build_trainer(
         fault_injector=FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, train_module),
         metrics=StepMetrics(config, context, spec.generation, measure_state_memory(model, optimizer), timers, emit),
         timers=timers,
-        profiler=StepProfiler(config.observe, rank, run_dir),
+        profiler=StepProfiler(config.profiler, rank, run_dir),
         control=control,
         pending=PendingWork(spec.pending_eval_metrics, spec.has_pending_checkpoint),
     )
@@ -138,7 +138,7 @@ def configure_torch(config: Config, device: torch.device) -> None:
     Modules are imported first, because a module imported inside a generation would keep its process groups alive.
     """
     preload_modules(config)
-    torch.set_num_threads(config.cluster.threads)
+    torch.set_num_threads(config.cluster.cpu_threads)
     is_deterministic = config.train.deterministic is not False
     if config.train.compile:
         torch.use_deterministic_algorithms(is_deterministic)  # the compiler reads it too; loads it, which takes seconds
@@ -160,13 +160,13 @@ def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: 
 
 
 def _has_expert_bias(spec: WorkerSpec) -> bool:
-    return spec.custom is None and spec.model_spec.balance == "bias"
+    return spec.custom is None and spec.model_spec.load_balancing == "bias"
 
 
 def _build_optimizer(model: ParallelModel, spec: WorkerSpec, rank: int) -> Optimizer:
     config, parameters = spec.config, model.trainable_parameters
-    moments = make_moment_storage(config, get_local_slices(parameters), MOMENT_NAMES[config.train.optimizer], rank)
-    optimizer = Optimizer(parameters, config.train, moments)
+    moments = make_moment_storage(config, get_local_slices(parameters), MOMENT_NAMES[config.optimizer.name], rank)
+    optimizer = Optimizer(parameters, config.optimizer, moments, elastic=config.train.deterministic == "elastic")
     optimizer.set_steps(spec.start_step)
     return optimizer
 
@@ -184,9 +184,9 @@ def _build_model_update(
     return ModelUpdate(
         optimizer,
         build_gradient_norm(model, peer_info.destination_indexes, context, exact=is_elastic),
-        ExpertBias(biased_modules, spec.model_spec.balance_rate, context.batch_group),
+        ExpertBias(biased_modules, spec.model_spec.expert_bias_rate, context.batch_group),
         list_running_statistics(train_module, model),
-        spec.config.train.grad_clip,
+        spec.config.train.max_grad_norm,
         context.world_group,
     )
 
@@ -200,7 +200,7 @@ def _get_memory_state(spec: WorkerSpec, snapshot_store: SnapshotStore | None) ->
 
 def _make_recent_losses(config: Config, device: torch.device) -> torch.Tensor | None:
     """Return the window of recent losses that loss spikes are detected with; None if they are not."""
-    if not config.fault.spike_deviations:
+    if not config.fault.loss_spike_deviations:
         return None
     return torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
 
@@ -246,7 +246,7 @@ def _build_rollback(
     checkpointer: Checkpointer,
     optimizer: Optimizer,
 ) -> CheckpointRollback:
-    indexes, interval = peer_info.destination_indexes, spec.config.checkpoint.every
+    indexes, interval = peer_info.destination_indexes, spec.config.checkpoint.interval
     return CheckpointRollback(store, interval, context, state, indexes, checkpointer.finish, optimizer.release_memory)
 
 
@@ -265,7 +265,7 @@ def _build_loaders(
     if dataset.val is None:
         return loader, None
     packing = build_packing(config.data.packing, config.train.seq_len)
-    return loader, EvaluationSet(dataset.val, packing, spec.batching.size, max_samples=config.train.eval_samples)
+    return loader, EvaluationSet(dataset.val, packing, spec.batching.size, max_samples=config.eval.samples)
 
 
 def _ignore_record(record: object) -> None:

@@ -40,8 +40,8 @@ class Checkpointer:
         self._writer = AsyncCheckpointWriter(self._report)
 
     def should_save(self, step: int) -> bool:
-        """Return whether `checkpoint.every` asks for a checkpoint at this step."""
-        return self._config.every > 0 and step % self._config.every == 0
+        """Return whether `checkpoint.interval` asks for a checkpoint at this step."""
+        return self._config.interval > 0 and step % self._config.interval == 0
 
     def save(self, step: int) -> float:
         """Copy the state of `step` and write it in the background. Return the seconds that training waited.

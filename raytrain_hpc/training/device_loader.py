@@ -54,7 +54,7 @@ class DeviceLoader:
         self, stream: Stream, batching: Batching, microbatches: range, device: torch.device, config: DataConfig
     ):
         self.stream, self._batching, self._microbatches, self._device = stream, batching, microbatches, device
-        self._max_batches, self._max_bytes = config.ahead_steps * len(microbatches), config.ahead_mib << 20
+        self._max_batches, self._max_bytes = config.prefetch_steps * len(microbatches), config.prefetch_mib << 20
         self._prefetcher: Prefetcher[Block | _PrefetchedBatch] | None = None
         self._remaining: Iterator[_PrefetchedBatch] = iter(())  # of the block that was taken last
         self._last_batch: Batch | None = None

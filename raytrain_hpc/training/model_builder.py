@@ -87,14 +87,14 @@ def build_forward_backward(
 ) -> ForwardBackward:
     """Return the forward and backward passes over a step's microbatches, through a pipeline if there is one.
 
-    `emit` takes the pipeline timelines of this rank (`observe.timeline_every`).
+    `emit` takes the pipeline timelines of this rank (`logging.pipeline_timeline_interval`).
     """
     dtype = spec.config.train.dtype
     if context.stage_groups is None or not isinstance(train_module, DecoderTrainModule):
         return LocalForwardBackward(train_module, model, dtype, context.device, timers)
     pipeline = Pipeline(spec.layout.pipeline, context.coordinates["pp"], context.stage_groups)
     residual_shape = (len(train_module.shard_positions), spec.model_spec.hidden_size)
-    timeline = TimelineReporter(context.rank, spec.config.observe.timeline_every, emit)
+    timeline = TimelineReporter(context.rank, spec.config.logging.pipeline_timeline_interval, emit)
     residual_dtype = get_residual_dtype(dtype, spec.layout)
     return PipelineForwardBackward(
         train_module, model, pipeline, dtype, residual_dtype, residual_shape, context.device, timeline, timers

@@ -285,7 +285,7 @@ class ScriptTrainer:
         self._snapshots.after_step(step, before_pause=paused)
         record = self._build_metrics(step, loss, self._step_timer.end_step())
         self._control.record_commit(record)
-        interval = self._config.fault.compare_every
+        interval = self._config.fault.replica_check_interval
         if interval and (should_save or step % interval == 0):
             self._replica_check.compare()
             self._snapshots.mark_verified(step)

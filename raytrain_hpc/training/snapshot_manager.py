@@ -14,7 +14,7 @@ from raytrain_hpc.state.sharded_state import ShardedState
 
 def snapshots_enabled(config: Config) -> bool:
     """Return whether snapshots are taken. State that is offloaded to disk does not fit into memory."""
-    return config.checkpoint.snapshot_every > 0 and config.parallel.offload != "disk"
+    return config.checkpoint.snapshot_interval > 0 and config.parallel.offload != "disk"
 
 
 @dataclass
@@ -22,8 +22,8 @@ class SnapshotManager:
     """Manager of this rank's snapshots in `store`.
 
     `live_state_suffices`: every rank holds the whole state, so that between two steps any surviving rank's live state
-    serves as a snapshot. Otherwise a snapshot is taken every `checkpoint.snapshot_every` steps, and `replicator` sends
-    it to a peer. `release_memory`: called after moments were read.
+    serves as a snapshot. Otherwise a snapshot is taken every `checkpoint.snapshot_interval` steps, and `replicator`
+    sends it to a peer. `release_memory`: called after moments were read.
     """
 
     config: Config
@@ -46,7 +46,7 @@ class SnapshotManager:
         """
         if self.store is not None:
             self.store.reset(generation, own_snapshots, attached_snapshots)
-            if self.config.fault.compare_every:
+            if self.config.fault.replica_check_interval:
                 self.mark_verified(step)
             if snapshots_enabled(self.config):
                 self._take_snapshot(step, self.store)
@@ -58,7 +58,7 @@ class SnapshotManager:
 
     def mark_verified(self, step: int) -> None:
         """Keep the live state of `step` as verified. Call when all replicas are equal."""
-        if self.store is not None and self.config.fault.keep_agreed:
+        if self.store is not None and self.config.fault.keep_verified_state:
             self.store.keep_verified(step, self.live_state)
             self.release_memory()
 
@@ -81,7 +81,7 @@ class SnapshotManager:
         if self.store is None:
             return
         is_due = snapshots_enabled(self.config) and (
-            self.live_state_suffices or step % self.config.checkpoint.snapshot_every == 0
+            self.live_state_suffices or step % self.config.checkpoint.snapshot_interval == 0
         )
         # Always snapshot the last state: the ranks that hold a part of it may be missing in the next generation.
         if is_due or (before_pause and not self.live_state_suffices):

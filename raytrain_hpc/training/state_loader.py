@@ -54,7 +54,7 @@ def restore_state(
 def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:
     """Fill the state from a checkpoint. Raises CheckpointError unless it has exactly the tensors of this model.
 
-    Recent losses may be missing on either side, since `fault.spike_deviations` may change between runs.
+    Recent losses may be missing on either side, since `fault.loss_spike_deviations` may change between runs.
     """
     checkpoint_index, state_index = (
         index.select(set(index) - {RECENT_LOSSES}) for index in (checkpoint.index, merge_indexes(indexes))
@@ -114,7 +114,7 @@ class CheckpointRollback:
         if chosen_step < 0:
             raise RunFailedError(
                 f"step {step + 1}: fault.on_nan=rollback, but there is no checkpoint to restore; set "
-                "checkpoint.every or fault.on_nan=skip"
+                "checkpoint.interval or fault.on_nan=skip"
             )
         load_checkpoint(read_manifest(self.store.get_path(int(chosen_step))), self.state, self.indexes)
         self.release_memory()

@@ -61,14 +61,14 @@ class StepGuard:
         numbers = f"step {step + 1}: loss {loss} and gradient norm {grad_norm}: {self.check(loss, grad_norm)}, twice"
         if self._fault.on_nan == "stop":
             raise RunFailedError(
-                f"{numbers}; lower train.lr, check the data, use train.dtype=fp32, or discard such steps with "
+                f"{numbers}; lower optimizer.lr, check the data, use train.dtype=fp32, or discard such steps with "
                 "fault.on_nan=skip or rollback. The newest checkpoint is from before this step"
             )
         self._num_consecutive += 1
         if self._num_consecutive > self._fault.max_failures:
             raise RunFailedError(
                 f"{numbers}; {self._num_consecutive} bad steps in a row exceed fault.max_failures="
-                f"{self._fault.max_failures}; lower train.lr or check the data"
+                f"{self._fault.max_failures}; lower optimizer.lr or check the data"
             )
         steps_undone = 0 if self._fault.on_nan == "skip" else step - self._rollback(step)
         self._record_loss(step, loss)
@@ -99,7 +99,7 @@ class StepGuard:
 
     def _compute_loss_limit(self) -> float:
         return compute_spike_threshold(
-            [] if self._recent_losses is None else self._recent_losses.tolist(), self._fault.spike_deviations
+            [] if self._recent_losses is None else self._recent_losses.tolist(), self._fault.loss_spike_deviations
         )
 
     def _record_loss(self, step: int, loss: float) -> None:

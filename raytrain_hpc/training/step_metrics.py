@@ -50,13 +50,13 @@ class StepMetrics:
     def build(self, step: int, result: StepResult, seconds: float, gradient_nbytes: int) -> Record:
         """Return the metrics of committed step `step` (1-based), which took `seconds`; resets the phase timers."""
         train, world_size = self.config.train, self.context.layout.world_size
-        tokens_per_s = train.global_batch * train.seq_len / seconds
+        tokens_per_s = train.global_batch_size * train.seq_len / seconds
         return {
             "step": step,
             "train/loss": result.loss,
-            "train/lr": learning_rate(train, step - 1),
+            "train/lr": learning_rate(self.config, step - 1),
             "train/grad_norm": result.grad_norm,
-            "train/tokens": step * train.global_batch * train.seq_len,
+            "train/tokens": step * train.global_batch_size * train.seq_len,
             "throughput/tokens_per_sec": tokens_per_s,
             "throughput/tokens_per_sec_per_device": tokens_per_s / world_size,
             "time/unix": time.time(),
@@ -72,8 +72,8 @@ class StepMetrics:
         }
 
     def add_rank_stats(self, step: int, record: Record) -> None:
-        """Add mean, minimum, maximum and deviation over ranks every `observe.ranks_every` steps. Collective."""
-        interval = self.config.observe.ranks_every
+        """Add mean, minimum, maximum and deviation over ranks every `logging.rank_stats_interval` steps. Collective."""
+        interval = self.config.logging.rank_stats_interval
         if interval and step % interval == 0:
             values = {name: record[name] for name in RANK_STATISTIC_KEYS}
             record |= reduce_over_ranks(values, self.context.world_group, self.context.device)

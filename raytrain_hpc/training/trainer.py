@@ -81,8 +81,8 @@ class Trainer:
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Train from `start_step` committed steps to `end_step`, and save a checkpoint at the end or on a stop.
 
-        A pause saves only if `checkpoint.every` is due: the state stays in memory for the next generation. Raises what
-        `train_step` raises, and ReplicaMismatchError if replicas differ.
+        A pause saves only if `checkpoint.interval` is due: the state stays in memory for the next generation. Raises
+        what `train_step` raises, and ReplicaMismatchError if replicas differ.
         """
         with self.loader.prefetch(start_step, end_step), self.snapshots.close_on_exit():
             outcome = self._train_loop(start_step, end_step)
@@ -117,7 +117,7 @@ class Trainer:
         self.model_update.sync_buffers()
         self.snapshots.before_update()
         with self.timers.phase("optimizer"):
-            self.model_update.optimizer.step(learning_rate(self.config.train, step))
+            self.model_update.optimizer.step(learning_rate(self.config, step))
         self.model_update.expert_bias.update()  # collective, like sync_buffers
         self.step_guard.accept(step, result.loss)
         self.raise_if_aborted()
@@ -206,7 +206,7 @@ class Trainer:
         with timer.exclude():
             if save:  # before the evaluation, which can take long
                 record["time/checkpoint_s"] = self._save_checkpoint(step)
-            if not (stop or pause) and self.evaluator and should_evaluate(self.config.train, step, end_step):
+            if not (stop or pause) and self.evaluator and should_evaluate(self.config.eval, step, end_step):
                 stop = not self._evaluate_into(record)
                 if stop and not save:
                     self._check_replicas(step, save=True)
@@ -244,12 +244,12 @@ class Trainer:
         return loss is not None
 
     def _check_replicas(self, step: int, save: bool) -> None:
-        """Compare replicas if a comparison or a checkpoint (`save`) is due; keep the state if `fault.keep_agreed`.
+        """Compare replicas if a comparison or a checkpoint (`save`) is due; keep the state if settings say so.
 
-        `fault.compare_every=0`: never here; after loading, replicas are always compared (training/builder.py). Raises
-        ReplicaMismatchError on all ranks if replicas differ.
+        `fault.replica_check_interval=0`: never here; after loading, replicas are always compared
+        (training/builder.py). Raises ReplicaMismatchError on all ranks if replicas differ.
         """
-        interval = self.config.fault.compare_every
+        interval = self.config.fault.replica_check_interval
         if interval > 0 and (save or step % interval == 0):
             self.replica_check.compare()
             self.snapshots.mark_verified(step)

@@ -65,7 +65,7 @@ class WorkerActor:
         from raytrain_hpc.training.builder import configure_torch
 
         configure_torch(config, self._device)  # takes seconds, for which other ranks would wait later
-        interface = config.cluster.interface
+        interface = config.cluster.network_interface
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         chosen_interface = find_interface(address) if interface == "auto" else interface
         if chosen_interface is not None:

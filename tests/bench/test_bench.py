@@ -58,7 +58,11 @@ def test_overhead_of_an_interval_is_computed_from_every_step(monkeypatch):
 def test_torch_baseline_has_the_losses_of_the_platform(pool, tmp_path):
     """Both sides of `bench step` have the same weights, tokens and optimizer."""
     config = make_small_config(
-        tmp_path / "run", "train.steps=3", "train.schedule=constant", "train.warmup=0", "train.micro_batch=6"
+        tmp_path / "run",
+        "train.steps=3",
+        "lr_scheduler.name=constant",
+        "lr_scheduler.warmup_steps=0",
+        "train.micro_batch_size=6",
     )
     steps = tmp_path / "steps.jsonl"
     run_process(

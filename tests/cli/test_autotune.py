@@ -27,7 +27,7 @@ def test_plan_measure_trains_the_best_layouts_and_saves_the_calibration(
         "parallel.zero=[0,1]",
         "parallel.tp=1",
     ]
-    words += ["train.micro_batch=3", "parallel.pp=1", "parallel.cp=1", "parallel.recompute=none"]
+    words += ["train.micro_batch_size=3", "parallel.pp=1", "parallel.cp=1", "parallel.activation_checkpointing=none"]
     done = CliRunner().invoke(main, ["plan", *words, "--measure", "2", "--steps", "4", "--json"])
     assert done.exit_code == 0, done.output
     tuned = json.loads(done.stdout)

@@ -10,11 +10,11 @@ from click.testing import CliRunner, Result
 from raytrain_hpc.cli.main import main
 
 PROMISED = {
-    *("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero", "schedule", "micro_batch", "grad_acc"),
+    *("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero", "pp_schedule", "micro_batch_size", "grad_acc"),
     *("step_time_s", "tokens_per_sec", "mfu", "memory_gib", "fits", "why"),
 }
 MODEL = ["model.hidden_size=2048", "model.num_layers=16", "model.num_heads=16", "train.dtype=bf16"]
-BATCH = ["train.global_batch=64", "train.seq_len=2048", "--nodes", "2", "--gpus-per-node", "4", "--device", "a100"]
+BATCH = ["train.global_batch_size=64", "train.seq_len=2048", "--nodes", "2", "--gpus-per-node", "4", "--device", "a100"]
 
 
 def run(*argv: str) -> Result:
@@ -50,7 +50,10 @@ def test_without_arguments_the_quickstart_is_planned() -> None:
         (["--device", "h100", "--nodes", "2", "--across", "ethernet,gbs=0"], "'0' must be a number above 0"),
         (["parallel.tp=3", "--nodes", "1", "--gpus-per-node", "8"], "parallel.tp=3"),
         (["model.preset=llama3_8b", "parallel.pp=[64]", "--nodes", "8"], "parallel.pp"),
-        (["train.global_batch=2", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--nodes", "1"], "global_batch"),
+        (
+            ["train.global_batch_size=2", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--nodes", "1"],
+            "global_batch_size",
+        ),
     ],
 )
 def test_impossible_settings_are_rejected_by_name(argv: list[str], named: str) -> None:
@@ -64,9 +67,9 @@ def test_overridden_device_numbers_change_the_plan() -> None:
         json.loads(run(*words, *more).output)["best"]
         for more in (
             ["--device", "h100"],
-            ["--device", "h100,memory_gib=12"],
+            ["--device", "h100,memory_gib=20"],
             ["--device", "h100", "--across", "ethernet,gbs=0.5"],
         )
     )
-    assert small["memory_gib"] < 12 < usual["memory_gib"]
+    assert small["memory_gib"] < 20 < usual["memory_gib"]
     assert slow["step_time_s"] > 1.1 * usual["step_time_s"], "other layouts are best if links between nodes are slow"

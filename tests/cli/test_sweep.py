@@ -15,12 +15,16 @@ from tests.warm_pool import SMALL_OVERRIDES
 
 
 def test_every_combination_is_one_trial(tmp_path: Path) -> None:
-    over = ["train.lr=1e-3,3e-3", "train.micro_batch=auto,4", "fault.inject=[],[{kind: kill, rank: 0, step: 1}]"]
+    over = [
+        "optimizer.lr=1e-3,3e-3",
+        "train.micro_batch_size=auto,4",
+        "fault.inject=[],[{kind: kill, rank: 0, step: 1}]",
+    ]
     trials = build_trials(None, [f"run.dir={tmp_path}", *SMALL_OVERRIDES], over)
     assert len(trials) == 8 and len({trial.run_dir for trial in trials}) == 8
     assert trials[1].overrides == (
-        "train.lr=1e-3",
-        "train.micro_batch=auto",
+        "optimizer.lr=1e-3",
+        "train.micro_batch_size=auto",
         "fault.inject=[{kind: kill, rank: 0, step: 1}]",
     )
     assert all(trial.run_dir.parent == tmp_path for trial in trials)
@@ -30,9 +34,9 @@ def test_every_combination_is_one_trial(tmp_path: Path) -> None:
     "over, reason",
     [
         ([], "name a key to vary"),
-        (["train.lr"], "must have the form key=value,value,..."),
-        (["train.lr=1e-3,,1e-2"], "must have the form key=value,value,..."),
-        (["train.lr=1e-3,-1"], "needs more than 0"),
+        (["optimizer.lr"], "must have the form key=value,value,..."),
+        (["optimizer.lr=1e-3,,1e-2"], "must have the form key=value,value,..."),
+        (["optimizer.lr=1e-3,-1"], "needs more than 0"),
         (["train.rate=1"], "did you mean"),
     ],
 )

@@ -60,7 +60,9 @@ def test_wrong_input_in_a_new_process(inputs_dir: Path, wrong: Wrong) -> None:
 
 def test_more_workers_than_cpu_slots_are_rejected(inputs_dir: Path, ray_cluster: None) -> None:
     before = read_tree(inputs_dir)
-    wrong = Wrong("", f"{TRAIN} train.global_batch=20 cluster.workers=9", ("cluster.workers=9", "8 free CPU slots"))
+    wrong = Wrong(
+        "", f"{TRAIN} train.global_batch_size=20 cluster.workers=9", ("cluster.workers=9", "8 free CPU slots")
+    )
     check(wrong, run_in_process(wrong.argv, inputs_dir), inputs_dir)
     assert read_tree(inputs_dir) == before
 
@@ -68,10 +70,10 @@ def test_more_workers_than_cpu_slots_are_rejected(inputs_dir: Path, ray_cluster:
 def test_config_is_rejected_without_importing_torch_or_ray() -> None:
     program = (
         "import sys; sys.modules.update(torch=None, ray=None); from raytrain_hpc.cli.main import main; "
-        "main(['train', 'data.path=synthetic', 'cluster.workers=13', 'train.global_batch=12'])"
+        "main(['train', 'data.path=synthetic', 'cluster.workers=13', 'train.global_batch_size=12'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: train.global_batch=12")
+    assert done.returncode == 2 and done.stderr.startswith("error: train.global_batch_size=12")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from raytrain_hpc.cli.main import main as command_line
 
 TRAIN = (
     "train run.dir={dir}/new data.path={dir}/chars model.hidden_size=32 model.num_layers=1 model.num_heads=4 "
-    "train.steps=2 train.warmup=1 train.seq_len=16 train.global_batch=12 cluster.workers=0 observe.tensorboard=false "
-    "observe.sample_tokens=0"
+    "train.steps=2 lr_scheduler.warmup_steps=1 train.seq_len=16 train.global_batch_size=12 cluster.workers=0 "
+    "logging.tensorboard=false logging.sample_tokens=0"
 )
 
 
@@ -43,13 +43,13 @@ def train(case: str, words: str, *expected: str, **more: object) -> Wrong:
 
 WRONG = [
     train("unknown key", "model.hiden_size=64", "model.hiden_size=64", "did you mean model.hidden_size?"),
-    train("key of another section", "optim.lr=1", "optim.lr", "did you mean train.lr?"),
-    train("wrong type", "train.lr=fast", "train.lr='fast'", "needs a number"),
+    train("key of another section", "optim.lr=1", "optim.lr", "did you mean optimizer.lr?"),
+    train("wrong type", "optimizer.lr=fast", "optimizer.lr='fast'", "needs a number"),
     train("fraction for a count", "train.steps=1.5", "train.steps=1.5", "needs a whole number"),
     train("out of range", "train.steps=-1", "train.steps=-1", "needs at least 0"),
-    train("not a choice", "train.schedule=cosin", "train.schedule", "one of cosine, wsd, constant"),
+    train("not a choice", "lr_scheduler.name=cosin", "lr_scheduler.name", "one of cosine, wsd, constant"),
     train("section as key", "model=3", "model=3", "set model.KEY"),
-    train("no value", "train.lr=", "train.lr", "needs a number"),
+    train("no value", "optimizer.lr=", "optimizer.lr", "needs a number"),
     train("reference to nothing", "run.name=${{nope}}", "run.name='${nope}'", "not found"),
     train("unknown preset", "model.preset=gpt2_125m", "model.preset", "did you mean gpt2_124m?"),
     train("two config files", "a.yaml b.yaml", "b.yaml", "one config file at a time"),
@@ -62,15 +62,15 @@ WRONG = [
         "unknown key in a file", "{dir}/slip.yaml", "train.stepz=5", "{dir}/slip.yaml:2", "did you mean train.steps?"
     ),
     train("circular base", "{dir}/egg.yaml", "base=", "break the circle"),
-    train("batch that does not divide", "train.micro_batch=5", "train.micro_batch=5", "4 would"),
+    train("batch that does not divide", "train.micro_batch_size=5", "train.micro_batch_size=5", "4 would"),
     train("heads that do not divide", "model.num_heads=5", "model.num_heads=5", "must divide model.hidden_size=32"),
     train("more stages than layers", "parallel.pp=2 cluster.workers=auto", "parallel.pp=2", "there are 1 layers"),
     train("experts on too many ranks", "parallel.ep=2 cluster.workers=2", "parallel.ep=2", "there are 0 experts"),
     train(
         "a microbatch count",
-        "parallel.pp=2 parallel.schedule=interleaved_1f1b cluster.workers=2 model.num_layers=4"
-        " train.global_batch=5 train.micro_batch=1",
-        "train.micro_batch=1",
+        "parallel.pp=2 parallel.pp_schedule=interleaved_1f1b cluster.workers=2 model.num_layers=4"
+        " train.global_batch_size=5 train.micro_batch_size=1",
+        "train.micro_batch_size=1",
         "2 equal rounds",
     ),
     train("more than there are", "cluster.min_workers=3 cluster.workers=2", "cluster.min_workers=3", "must not exceed"),
@@ -90,12 +90,12 @@ WRONG = [
     ),
     train(
         "more workers than microbatches",
-        "train.micro_batch=4 cluster.workers=4",
-        "train.micro_batch=4",
+        "train.micro_batch_size=4 cluster.workers=4",
+        "train.micro_batch_size=4",
         "use at most 3 workers",
     ),
-    train("more workers than sequences", "cluster.workers=13", "train.global_batch=12", "at least 13 sequences"),
-    train("a profiler not installed", "observe.profile=pyinstrument", "pip install", without="pyinstrument"),
+    train("more workers than sequences", "cluster.workers=13", "train.global_batch_size=12", "at least 13 sequences"),
+    train("a profiler not installed", "profiler.name=pyinstrument", "pip install", without="pyinstrument"),
     train("no GPU here", "cluster.device=cuda", "cluster.device=cuda", "use cluster.device=cpu"),
     train("missing dataset", "data.path={dir}/nowhere", "{dir}/nowhere", "raytrain-hpc prepare"),
     train("no dataset there", "data.path={dir}/folder", "{dir}/folder", "raytrain-hpc prepare"),
@@ -122,7 +122,12 @@ WRONG = [
     train("checkpoint of another model", "run.dir={dir}/done model.hidden_size=64", "{dir}/done", "another run.dir"),
     train("checkpoint of another seed", "run.dir={dir}/done run.seed=1", "{dir}/done", "another run.dir"),
     train("checkpoint of other data", "run.dir={dir}/done data.path={dir}/other", "{dir}/done", "dataset_hash"),
-    train("another batch", "run.dir={dir}/done train.global_batch=8", "train.global_batch=8", "was started with 12"),
+    train(
+        "another batch",
+        "run.dir={dir}/done train.global_batch_size=8",
+        "train.global_batch_size=8",
+        "was started with 12",
+    ),
     train("only damaged checkpoints", "run.dir={dir}/damaged", "{dir}/damaged", "remove them to start over"),
     train("run there already", "run.dir={dir}/done run.resume=never", "{dir}/done", "choose another run.dir"),
     train("second driver", "run.dir={dir}/held", "{dir}/held", "another driver", "choose another run.dir"),
@@ -154,7 +159,11 @@ WRONG = [
         alone=True,
     ),
     Wrong("no config at all", "plan {dir}/nowhere.yaml", ("{dir}/nowhere.yaml", "No such file")),
-    Wrong("plan of too many workers", "plan train.global_batch=4 --workers 5", ("train.global_batch=4", "5 sequences")),
+    Wrong(
+        "plan of too many workers",
+        "plan train.global_batch_size=4 --workers 5",
+        ("train.global_batch_size=4", "5 sequences"),
+    ),
     Wrong("prepare: missing input", "prepare {dir}/nowhere.txt --out {dir}/o", ("{dir}/nowhere.txt", "no such file")),
     Wrong("prepare: empty file", "prepare {dir}/empty.txt --out {dir}/o", ("{dir}/empty.txt", "empty")),
     Wrong("prepare: empty folder", "prepare {dir}/folder --out {dir}/o", ("{dir}/folder", "no files")),

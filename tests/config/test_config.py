@@ -10,7 +10,7 @@ import pytest
 from raytrain_hpc.api import load_config, plan
 from raytrain_hpc.config.loader import config_to_yaml, get_key_docs
 from raytrain_hpc.config.presets import PRESETS
-from raytrain_hpc.config.schema import Config, to_dict
+from raytrain_hpc.config.schema import SECTIONS, to_dict
 from raytrain_hpc.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -40,7 +40,7 @@ def write_yaml(directory: Path, text: str, name: str = "a.yaml") -> Path:
 
 def test_every_key_is_documented() -> None:
     keys = get_key_docs()
-    count = sum(len(fields(section.default_factory)) for section in fields(Config))
+    count = sum(len(fields(section)) for section in SECTIONS.values())
     assert len(keys) == count
     for key, doc in keys.items():
         assert doc.endswith(".") and len(doc) > 10, key
@@ -69,11 +69,11 @@ def test_quickstart_equals_the_defaults() -> None:
 
 
 def test_overrides_win_over_file_and_file_over_base(tmp_path: Path) -> None:
-    write_yaml(tmp_path, "train: {steps: 1, lr: 0.1, seq_len: 7}\nrun: {seed: 1}", "root.yaml")
-    write_yaml(tmp_path, "base: root.yaml\ntrain: {steps: 2, lr: 0.2}", "middle.yaml")
+    write_yaml(tmp_path, "train: {steps: 1, seq_len: 7}\noptimizer: {lr: 0.1}\nrun: {seed: 1}", "root.yaml")
+    write_yaml(tmp_path, "base: root.yaml\ntrain: {steps: 2}\noptimizer: {lr: 0.2}", "middle.yaml")
     top = write_yaml(tmp_path, "train: {steps: 3}\nbase: middle.yaml", "top.yaml")  # `base` may come last
     config = load_config(top, ["run.seed=4", "run.seed=5"])
-    assert (config.train.seq_len, config.train.lr, config.train.steps, config.run.seed) == (7, 0.2, 3, 5)
+    assert (config.train.seq_len, config.optimizer.lr, config.train.steps, config.run.seed) == (7, 0.2, 3, 5)
     assert config.run.name == "top"
     assert config.origin("train.seq_len") == f"{tmp_path}/root.yaml:1"
     assert config.origin("train.steps") == f"{top}:1"
@@ -112,11 +112,11 @@ def test_preset_sets_all_its_keys(name: str) -> None:
     [
         [],
         ["model.preset=gpt2_124m", "model.num_layers=2"],
-        ["checkpoint.async=false", "checkpoint.every=7"],
-        ["train.lr=1e-7", "train.min_lr=1e-8", "train.eps=1e-12"],
+        ["checkpoint.async=false", "checkpoint.interval=7"],
+        ["optimizer.lr=1e-7", "lr_scheduler.min_lr=1e-8", "optimizer.eps=1e-12"],
         ["train.steps=3"],  # fewer than the default warmup
         ["data.sources=[{path: a, weight: 2}, {path: b}]"],
-        ["run.dir=~/a b: #ü", "run.name=yes", "observe.profile_ranks=[0, 3]"],
+        ["run.dir=~/a b: #ü", "run.name=yes", "profiler.ranks=[0, 3]"],
         ["parallel.zero=3", "parallel.dp_shard=2", "cluster.workers=4", "fault.stall_timeout=1.5"],
     ],
     ids=lambda words: " ".join(words) or "defaults",
@@ -148,35 +148,35 @@ def test_python_keyword_key_is_written_without_underscore() -> None:
     ("word", "remedy"),
     [
         ("train.stepz=1", "did you mean train.steps?"),
-        ("optim.lr=1", "did you mean train.lr?"),
-        ("quux.zyzzyx=1", "known: checkpoint, cluster, data"),
+        ("optim.lr=1", "did you mean optimizer.lr?"),
+        ("quux.zyzzyx=1", "known sections: run, model, data"),
         ("train=1", "train is a section; set train.KEY"),
         ("model.preset=llama3_9b", "did you mean llama3_8b?"),
         ("train.steps=true", "needs a whole number"),
         ("train.steps=1.5", "train.steps"),
         ("train.compile=1", "needs true or false"),
         ("train.dtype=fp8", "train.dtype"),
-        ("train.lr=nan", "needs a finite number"),
-        ("train.lr=0", "needs more than 0"),
+        ("optimizer.lr=nan", "needs a finite number"),
+        ("optimizer.lr=0", "needs more than 0"),
         ("train.steps=-1", "needs at least 0"),
         ("train.steps=", "train.steps"),
-        ("train.micro_batch=5", "must divide train.global_batch=32; 4 would"),
-        ("train.micro_batch=many", "needs a whole number or auto"),
-        ("train.min_lr=1", "must not exceed train.lr=0.003"),
-        ("train.warmup=501", "must not exceed train.steps=150"),
-        ("train.lr_scaling=sqrt", "needs the global batch at which lr was tuned"),
+        ("train.micro_batch_size=5", "must divide train.global_batch_size=32; 4 would"),
+        ("train.micro_batch_size=many", "needs a whole number or auto"),
+        ("lr_scheduler.min_lr=1", "must not exceed optimizer.lr=0.003"),
+        ("lr_scheduler.warmup_steps=501", "must not exceed train.steps=150"),
+        ("lr_scheduler.batch_scaling=sqrt", "needs the global batch size at which optimizer.lr was tuned"),
         ("model.num_heads=5", "must divide model.hidden_size=128"),
         ("model.dropout=1", "below 1"),
         ("parallel.zero=4", "must be one of the stages 0, 1, 2 and 3"),
         ("run.dir=", "needs a directory"),
-        ("observe.profile_steps=[3, 3]", "first < end"),
+        ("profiler.steps=[3, 3]", "first < end"),
     ],
 )
 def test_invalid_setting_is_a_one_line_error_with_key_origin_and_remedy(word: str, remedy: str) -> None:
     error = expect_config_error(word)
     assert remedy in str(error)
     assert str(error).startswith(word.split("=")[0].split(".")[0])
-    assert "(command line)" in str(error) or error.key in ("train.lr_base_batch",)
+    assert "(command line)" in str(error) or error.key in ("lr_scheduler.base_batch_size",)
     assert error.exit_code == 2
 
 

@@ -35,7 +35,7 @@ def test_presets_have_the_published_parameter_counts(preset: str, published: int
         {"bias": False},
         {"tie_embeddings": False, "num_kv_heads": 1},
         {"activation": "swiglu", "bias": True, "norm": "layernorm"},
-        {"activation": "gelu", "norm": "rmsnorm", "positions": "learned", "ffn_size": 40},
+        {"activation": "gelu", "norm": "rmsnorm", "position_embedding": "learned", "ffn_size": 40},
         {"head_dim": 12, "qk_norm": True, "num_kv_heads": 2},
         {"head_dim": 6, "qk_norm": True, "bias": True},
         {"num_experts": 6, "experts_per_token": 2, "bias": True},
@@ -60,14 +60,14 @@ def test_auto_settings_are_resolved():
     spec = resolve_model_spec(ModelConfig(hidden_size=192, num_heads=6), vocab_size=65, seq_len=128)
     assert (spec.vocab_size, spec.num_kv_heads, spec.ffn_size, spec.max_positions) == (65, 6, 512, 0)
     assert resolve_model_spec(ModelConfig(hidden_size=128), vocab_size=65, seq_len=1).ffn_size == 384
-    gpt2 = ModelConfig(hidden_size=100, num_heads=4, activation="gelu", positions="learned")
+    gpt2 = ModelConfig(hidden_size=100, num_heads=4, activation="gelu", position_embedding="learned")
     assert resolve_model_spec(gpt2, vocab_size=65, seq_len=77).ffn_size == 400
     assert resolve_model_spec(gpt2, vocab_size=65, seq_len=77).max_positions == 77
 
 
 def test_spec_survives_json(tiny):
     spec = tiny("llama")
-    assert ModelSpec(**json.loads(json.dumps(dataclasses.asdict(spec)))) == spec
+    assert ModelSpec.from_json(json.loads(json.dumps(dataclasses.asdict(spec)))) == spec
 
 
 def test_vocabulary_smaller_than_the_dataset_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from raytrain_hpc.elastic.load_balancing import UnevenBatching
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
-OVERRIDES = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic"]
+OVERRIDES = ["train.steps=6", "train.micro_batch_size=2", "train.deterministic=elastic"]
 FLIP = "fault.inject=[{kind: bitflip, rank: 1, step: 2}]"
 
 
@@ -26,15 +26,15 @@ FLIP = "fault.inject=[{kind: bitflip, rank: 1, step: 2}]"
 def test_ranks_that_differ_are_named(pool: WarmPool, tmp_path: Path, overrides: list[str], message: str) -> None:
     flip = FLIP.replace("rank: 1", "rank: 3") if "parallel.zero=3" in overrides else FLIP
     with pytest.raises(RankFailedError, match=message):
-        pool.train(make_small_config(tmp_path, *OVERRIDES, *overrides, flip, "fault.compare_every=2"))
+        pool.train(make_small_config(tmp_path, *OVERRIDES, *overrides, flip, "fault.replica_check_interval=2"))
 
 
 def test_replicas_are_compared_before_a_checkpoint_unless_disabled(pool: WarmPool, tmp_path: Path) -> None:
-    overrides = [*OVERRIDES, "cluster.workers=2", FLIP, "checkpoint.every=3"]
+    overrides = [*OVERRIDES, "cluster.workers=2", FLIP, "checkpoint.interval=3"]
     with pytest.raises(RankFailedError, match="ranks 1 differ"):
-        pool.train(make_small_config(tmp_path / "a", *overrides, "fault.compare_every=100"))
+        pool.train(make_small_config(tmp_path / "a", *overrides, "fault.replica_check_interval=100"))
     assert not list((tmp_path / "a" / "checkpoints").glob("step-*"))
-    records = pool.train(make_small_config(tmp_path / "b", *overrides, "fault.compare_every=0"))
+    records = pool.train(make_small_config(tmp_path / "b", *overrides, "fault.replica_check_interval=0"))
     assert get_step_metrics(records[0])[-1]["step"] == 6
 
 

@@ -20,8 +20,8 @@ WORDS = [
     *SMALL_OVERRIDES,
     "model.dropout=0.1",
     "train.steps=24",
-    "train.micro_batch=2",
-    "checkpoint.every=4",
+    "train.micro_batch_size=2",
+    "checkpoint.interval=4",
     "cluster.workers=0",
 ]
 

@@ -66,10 +66,21 @@ def dry_run_config(ranks: int, directory: str) -> Config:
         None,
         [
             *("model.preset=llama3_8b", "data.path=synthetic", "train.seq_len=4096", "train.dtype=bf16"),
-            *(f"train.global_batch={ranks // 2}", "train.micro_batch=1", "train.steps=20", "train.warmup=2"),
+            *(
+                f"train.global_batch_size={ranks // 2}",
+                "train.micro_batch_size=1",
+                "train.steps=20",
+                "lr_scheduler.warmup_steps=2",
+            ),
             *(f"cluster.workers={ranks}", f"cluster.spares={RANKS_PER_NODE}", "cluster.device=cuda"),
-            *("parallel.tp=8", "parallel.pp=4", "parallel.zero=1", "parallel.dp_shard=auto", "parallel.recompute=full"),
-            *(f"run.dir={directory}", "observe.tensorboard=false", "observe.sample_tokens=0"),
+            *(
+                "parallel.tp=8",
+                "parallel.pp=4",
+                "parallel.zero=1",
+                "parallel.dp_shard=auto",
+                "parallel.activation_checkpointing=full",
+            ),
+            *(f"run.dir={directory}", "logging.tensorboard=false", "logging.sample_tokens=0"),
         ],
     )
 

@@ -248,7 +248,7 @@ class FakeRay:
 
     def _commit(self, spec: WorkerSpec, step: int) -> None:
         self.step, scenario = step, self._scenario
-        tokens = spec.config.train.global_batch * spec.config.train.seq_len
+        tokens = spec.config.train.global_batch_size * spec.config.train.seq_len
         metrics = dict.fromkeys(("train/lr", "train/grad_norm", "time/data_s", "time/checkpoint_s"), 0.0)
         metrics |= {"step": step, "train/loss": 1.0 / step, "train/tokens": step * tokens, "time/unix": time.time()}
         metrics |= {

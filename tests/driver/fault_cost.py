@@ -29,10 +29,10 @@ from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 STEPS = 80
 WORDS = [
     "model.dropout=0.1",
-    "train.micro_batch=1",
-    "train.global_batch=12",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=12",
     "train.deterministic=elastic",
-    "checkpoint.every=20",
+    "checkpoint.interval=20",
     "data.engine=local",
     "fault.max_failures=5",
 ]
@@ -248,7 +248,7 @@ def measure_cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float],
 
 def get_checkpoint_interval(run_dir: Path) -> int:
     """Return the number of steps between two checkpoints of a run."""
-    interval: int = OmegaConf.load(run_dir / "config.yaml").checkpoint.every
+    interval: int = OmegaConf.load(run_dir / "config.yaml").checkpoint.interval
     return interval
 
 

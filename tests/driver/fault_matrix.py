@@ -90,14 +90,14 @@ FAULTS = (
         (("corrupt", 1),),
         (0.3, 0.5),
         (("bitflip", 1, 30),),
-        words=("fault.keep_agreed=true", "fault.compare_every=1"),
+        words=("fault.keep_verified_state=true", "fault.replica_check_interval=1"),
     ),
     Fault(
         "the same, compared every 8 steps",
         (("corrupt", 1),),
         (0.3, 0.5),
         (("bitflip", 1, 30),),
-        words=("fault.keep_agreed=true", "fault.compare_every=8"),
+        words=("fault.keep_verified_state=true", "fault.replica_check_interval=8"),
     ),
     Fault(
         "a rank three times as slow, replaced",
@@ -134,7 +134,7 @@ FAULTS = (
         steps=200,
     ),
     *(
-        Fault(name, (), (0.0, 15.0), component=component, words=("checkpoint.every=50",), steps=120, fault_step=60)
+        Fault(name, (), (0.0, 15.0), component=component, words=("checkpoint.interval=50",), steps=120, fault_step=60)
         for name, component in DRIVERS.items()
     ),
     Fault("Ray's head gone for 5 s (its store in Redis)", (), (0.0, 15.0), component="head"),

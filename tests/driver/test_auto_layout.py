@@ -12,7 +12,7 @@ from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import make_small_config
 
 WIDE = ["model.hidden_size=4096", "model.num_layers=32", "model.num_heads=32", "train.seq_len=2048"]
-LARGE = [*WIDE, "train.global_batch=64", "train.dtype=bf16"]
+LARGE = [*WIDE, "train.global_batch_size=64", "train.dtype=bf16"]
 
 
 def cluster(*slots: int, device: str = "cuda", accelerator: str = "h100") -> Topology:
@@ -53,7 +53,7 @@ def test_stored_batching_is_kept() -> None:
     run = prepare(*LARGE, "cluster.workers=8")
     stored = PreparedRun(**{**vars(run), "stored_batching": run.resolve_layout(8)[1]})
     assert (
-        resolve_auto_layout(stored, 8, cluster(8), lambda line: None).config.train.micro_batch
+        resolve_auto_layout(stored, 8, cluster(8), lambda line: None).config.train.micro_batch_size
         == stored.stored_batching.size
     )  # type: ignore[union-attr]
 

@@ -10,11 +10,11 @@ import pytest
 import raytrain_hpc as rt
 from tests.warm_pool import make_small_config
 
-ALONE = ["cluster.workers=0", "cluster.device=cpu", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=0"]
+ALONE = ["cluster.workers=0", "cluster.device=cpu", "train.steps=4", "checkpoint.interval=2", "checkpoint.keep=0"]
 
 
 def test_every_checkpoint_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data.path=stdlib", "model.vocab_size=256", "observe.sample_tokens=5", "observe.prompts=['def f', 'x = ']"]
+    words = ["data.path=stdlib", "model.vocab_size=256", "logging.sample_tokens=5", "logging.prompts=['def f', 'x = ']"]
     rt.train(make_small_config(tmp_path / "run", *ALONE, *words))
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     prompts = [(sample["step"], sample["prompt"]) for sample in samples]
@@ -26,7 +26,7 @@ def test_every_checkpoint_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_failure_to_sample_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rt.train(make_small_config(tmp_path / "run", *ALONE, "observe.prompts=['?']"))  # synthetic data has no tokenizer
+    rt.train(make_small_config(tmp_path / "run", *ALONE, "logging.prompts=['?']"))  # synthetic data has no tokenizer
     printed = capsys.readouterr().out
-    assert printed.count("alarm: observe.prompts: ") == 1 and "the run has no tokenizer" in printed
+    assert printed.count("alarm: logging.prompts: ") == 1 and "the run has no tokenizer" in printed
     assert (tmp_path / "run" / "result.json").exists()

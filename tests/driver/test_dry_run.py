@@ -74,7 +74,12 @@ WORLD = 4096
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_of_4096_stores_its_shard_of_the_model(layout: str, rank: int) -> None:
     """Build the process groups on a fake backend, and the rank's stage of Llama 8B on the meta device."""
-    words = [f"cluster.workers={WORLD}", f"train.global_batch={WORLD}", "train.micro_batch=1", "train.seq_len=4096"]
+    words = [
+        f"cluster.workers={WORLD}",
+        f"train.global_batch_size={WORLD}",
+        "train.micro_batch_size=1",
+        "train.seq_len=4096",
+    ]
     config = load_config(None, ["model.preset=llama3_8b", *words, *LAYOUTS[layout]])
     resolved = resolve_layout(config, WORLD)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)

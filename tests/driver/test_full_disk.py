@@ -60,7 +60,7 @@ def find_alarms(output: str) -> list[str]:
 
 def test_temporarily_full_disk(cli: CliRunner, reference_curve, small_disk: Path, tmp_path) -> None:
     run = small_disk / "run"
-    command = ["train", *WORDS, f"run.dir={run}", "observe.tensorboard=true", SYNCHRONOUS]
+    command = ["train", *WORDS, f"run.dir={run}", "logging.tensorboard=true", SYNCHRONOUS]
     patch = BALLAST.format(ballast=str(small_disk / "ballast"), freed=18)
     code, output = cli.run(tmp_path / "out", *command, patch=patch)
     assert code == 0

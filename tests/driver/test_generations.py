@@ -165,7 +165,7 @@ def test_incidents_record_the_cost_of_recovery(run, tmp_path, capsys) -> None:
 
 def test_resuming_from_memory(run, tmp_path) -> None:
     """Record steps that were committed but not fetched, and catch up on their evaluation and checkpoint."""
-    words = ("fault.max_failures=1", "train.steps=9", "train.eval_every=5", "checkpoint.every=5")
+    words = ("fault.max_failures=1", "train.steps=9", "eval.interval=5", "checkpoint.interval=5")
     code, workers = run([3, None], *words, held_steps=(4, 5))
     assert code == 0
     (incident,) = read_incidents(tmp_path)

@@ -91,7 +91,7 @@ def read_evaluations(run: Path) -> dict[int, float]:
 
 
 def test_interrupted_evaluation_is_repeated_on_resume(cli: CliRunner, reference_curve, tmp_path) -> None:
-    words = ["train.eval_every=6", "train.eval_samples=40"]  # 20 batches, four times
+    words = ["eval.interval=6", "eval.samples=40"]  # 20 batches, four times
     uninterrupted, run, out = tmp_path / "whole", tmp_path / "run", tmp_path / "out"
     assert cli.run(out, *train_command(uninterrupted, *words))[0] == 0
     assert sorted(read_evaluations(uninterrupted)) == [6, 12, 18, 24]

@@ -10,7 +10,7 @@ import pytest
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 # Twelve microbatches of one sample: three per rank on four ranks, four on three, six on two.
-WORDS = ["model.dropout=0.1", "train.steps=10", "train.micro_batch=1"]
+WORDS = ["model.dropout=0.1", "train.steps=10", "train.micro_batch_size=1"]
 FOUR = ["cluster.workers=4", "parallel.zero=3"]
 OTHERS = {
     "2 ranks, DDP": ["cluster.workers=2"],

@@ -41,7 +41,7 @@ def make_candidates(count: int, *parts: StatePart) -> list[Candidate]:
 
 def make_planner(workers: Any, target: int, *overrides: str) -> tuple[MembershipPlanner, threading.Event, list[str]]:
     stop, lines = threading.Event(), []
-    config = load_config(None, ["train.global_batch=12", "cluster.min_workers=2", *overrides])
+    config = load_config(None, ["train.global_batch_size=12", "cluster.min_workers=2", *overrides])
     arguments = (config, Batching(6, 2), lambda layout, batching: {}, workers, lambda: target, lines.append, stop)
     return MembershipPlanner(*arguments), stop, lines
 

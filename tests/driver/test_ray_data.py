@@ -19,7 +19,13 @@ from tests.data.loader.test_exactly_once import find_reader_processes, wait_unti
 from tests.driver.cli_process import count_steps, curve_point, read_curve
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
-WORDS = ["train.steps=700", "train.global_batch=4", "cluster.workers=2", "checkpoint.every=0", "train.micro_batch=2"]
+WORDS = [
+    "train.steps=700",
+    "train.global_batch_size=4",
+    "cluster.workers=2",
+    "checkpoint.interval=0",
+    "train.micro_batch_size=2",
+]
 
 
 @pytest.fixture(scope="module")

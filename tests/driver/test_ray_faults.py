@@ -25,9 +25,9 @@ STEPS = 60
 WORDS = [
     "model.dropout=0.1",
     f"train.steps={STEPS}",
-    "train.micro_batch=1",
-    "train.global_batch=24",
-    "checkpoint.every=4",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=24",
+    "checkpoint.interval=4",
     "cluster.workers=2",
     "train.deterministic=elastic",  # the same bits on one rank as on two
 ]
@@ -92,7 +92,7 @@ def test_consecutive_faults(ray_cluster: None, reference_curve, tmp_path: Path) 
     faults = [("kill", 2, 6), ("exception", 1, 20), ("stop", 1, 34), ("skip_collective", 1, 46), ("bitflip", 1, 56)]
     inject = ", ".join(f"{{kind: {kind}, rank: {rank}, step: {step}}}" for kind, rank, step in faults)
     words = [f"fault.inject=[{inject}]", "cluster.workers=3", "cluster.min_workers=3", "cluster.spares=1"]
-    words += ["fault.compare_every=1", "fault.keep_agreed=true"]
+    words += ["fault.replica_check_interval=1", "fault.keep_verified_state=true"]
     result = rt.train(make_config(tmp_path, *words), quiet=True)
     assert (result.outcome, result.steps, result.restarts) == ("done", STEPS, 5)
     assert read_curve(tmp_path, STEPS) == reference_curve
@@ -110,11 +110,11 @@ def test_consecutive_faults(ray_cluster: None, reference_curve, tmp_path: Path) 
 
 
 def test_slow_rank_gets_fewer_microbatches(ray_cluster: None, pool: WarmPool, tmp_path: Path) -> None:
-    constant = [*WORDS, "train.schedule=constant"]
+    constant = [*WORDS, "lr_scheduler.name=constant"]
     reference = [
         curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *constant))[0])
     ]
-    words = ["train.schedule=constant", "train.steps=5000", "checkpoint.every=0", "fault.on_straggler=rebalance"]
+    words = ["lr_scheduler.name=constant", "train.steps=5000", "checkpoint.interval=0", "fault.on_straggler=rebalance"]
     slow = "fault.inject=[{kind: slow, rank: 1, step: 3}]"
     run = rt.start(make_config(tmp_path, *words, slow, "cluster.workers=3", "data.engine=local"))
     wait_until(lambda: count_steps(tmp_path) > 60 and read_lines(tmp_path)[-1]["elastic/generation"] == 2)
@@ -131,7 +131,7 @@ def test_slow_rank_gets_fewer_microbatches(ray_cluster: None, pool: WarmPool, tm
 
 def test_replacement_worker_joins(ray_cluster: None, reference_curve, tmp_path: Path) -> None:
     """Continue on one rank until the replacement of the lost one is ready."""
-    words = ["fault.inject=[{kind: kill, rank: 0, step: 6}]", "train.steps=2000", "checkpoint.every=0"]
+    words = ["fault.inject=[{kind: kill, rank: 0, step: 6}]", "train.steps=2000", "checkpoint.interval=0"]
     run = rt.start(make_config(tmp_path, *words))
     wait_until(lambda: count_steps(tmp_path) > 6 and read_lines(tmp_path)[-1]["elastic/generation"] == 3)
     run.stop()
@@ -145,11 +145,11 @@ def test_replacement_worker_joins(ray_cluster: None, reference_curve, tmp_path: 
 
 
 def test_resize_changes_the_number_of_workers(ray_cluster: None, pool: WarmPool, tmp_path: Path) -> None:
-    constant = [*WORDS, "train.schedule=constant"]
+    constant = [*WORDS, "lr_scheduler.name=constant"]
     reference = [
         curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *constant))[0])
     ]
-    run = rt.start(make_config(tmp_path, "train.schedule=constant", "train.steps=4000", "checkpoint.every=0"))
+    run = rt.start(make_config(tmp_path, "lr_scheduler.name=constant", "train.steps=4000", "checkpoint.interval=0"))
     wait_until(lambda: count_steps(tmp_path) > 5)
     for workers in (1, 2, 3):  # the third worker is started on request
         run.resize(workers)

@@ -15,7 +15,7 @@ import pytest
 from tests.driver import simulated_placement
 
 pytestmark = pytest.mark.timeout(200)
-WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "train.global_batch=32"]
+WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "train.global_batch_size=32"]
 
 
 def place_on_clusters(*stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
@@ -55,8 +55,8 @@ def test_placement_on_uneven_nodes() -> None:
         (
             "3:",
             [
-                ["cluster.workers=10", "parallel.tp=2", "train.global_batch=40"],
-                ["cluster.workers=11", "train.global_batch=44"],
+                ["cluster.workers=10", "parallel.tp=2", "train.global_batch_size=40"],
+                ["cluster.workers=11", "train.global_batch_size=44"],
             ],
         ),
     )

@@ -31,8 +31,8 @@ class FinishedRun:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     path = tmp_path_factory.mktemp("run") / "run"
-    words = ["train.eval_every=2", "train.steps=3", "observe.peak_tflops=0.01", "observe.tensorboard=true"]
-    words += ["observe.ranks_every=2"]
+    words = ["eval.interval=2", "train.steps=3", "logging.peak_tflops=0.01", "logging.tensorboard=true"]
+    words += ["logging.rank_stats_interval=2"]
     result = train(make_small_config(path, "cluster.workers=0", "cluster.device=cpu", *words), quiet=True)
     return FinishedRun(path, result, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()])
 
@@ -78,7 +78,7 @@ def test_workers_file_has_the_documented_keys(run: FinishedRun) -> None:
 
 def test_written_config_is_the_config_of_the_run(run: FinishedRun) -> None:
     loaded = load_config(run.path / "config.yaml")
-    assert loaded.train.eval_every == 2
+    assert loaded.eval.interval == 2
     assert loaded.run.dir == str(run.path)
     assert run.json("plan.json")["layout"] == run.json("result.json")["layout"]
 

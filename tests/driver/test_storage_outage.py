@@ -10,7 +10,7 @@ import pytest
 from tests.driver.cli_process import WORDS, CliRunner, read_curve
 from tests.driver.loop_filesystem import Disk, DiskUnavailableError, mount_disk
 
-WORDS = [*WORDS, "observe.tensorboard=true", "checkpoint.async=false"]
+WORDS = [*WORDS, "logging.tensorboard=true", "checkpoint.async=false"]
 # Begin the outage after step 6 and end it after step 18: in the driver, so that both always fall between these steps.
 PATCH = """
 from pathlib import Path

@@ -19,7 +19,7 @@ from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_sm
 pytestmark = pytest.mark.timeout(240)
 
 WORDS = ["data.path=synthetic", "model.vocab_size=64", "model.hidden_size=32", "model.num_heads=4", "train.seq_len=16"]
-WORDS += ["train.steps=3", "train.global_batch=12", "train.eval_samples=4", "observe.tensorboard=false"]
+WORDS += ["train.steps=3", "train.global_batch_size=12", "eval.samples=4", "logging.tensorboard=false"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def losses(run_dir: Path) -> list[float]:
 
 def test_neighboring_ranks_share_a_node(cluster: TwoNodeCluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "four"
-    words = ["cluster.workers=4", "parallel.zero=3", "parallel.dp_shard=2", "train.micro_batch=1"]
+    words = ["cluster.workers=4", "parallel.zero=3", "parallel.dp_shard=2", "train.micro_batch_size=1"]
     process = train(cluster, run_dir, *words)
     assert process.returncode == 0, process.stdout + process.stderr
     workers = json.loads((run_dir / "workers.json").read_text())["workers"]
@@ -51,7 +51,7 @@ def test_neighboring_ranks_share_a_node(cluster: TwoNodeCluster, tmp_path: Path)
     for worker in workers:
         assert worker["coordinates"]["dp_replicate"] == nodes.index(worker["node"]) // 2
     assert len({worker["pid"] for worker in workers}) == 4
-    single = train(cluster, tmp_path / "one", "cluster.workers=0", "train.micro_batch=1")
+    single = train(cluster, tmp_path / "one", "cluster.workers=0", "train.micro_batch_size=1")
     assert single.returncode == 0, single.stderr
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
@@ -70,8 +70,8 @@ ELASTIC = [
     *SMALL_OVERRIDES,
     f"train.steps={COMPARED_STEPS}",
     "train.deterministic=elastic",
-    "train.micro_batch=3",
-    "checkpoint.every=0",
+    "train.micro_batch_size=3",
+    "checkpoint.interval=0",
     "cluster.start_timeout=60",
 ]
 
@@ -103,7 +103,7 @@ def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool
 
     Pipeline stages are tested in test_network_partition.py, tensor-parallel groups in docs/faults.md.
     """
-    words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.schedule=constant"], tmp_path / "run"
+    words, run_dir = ["parallel.zero=3", "cluster.workers=4", "lr_scheduler.name=constant"], tmp_path / "run"
     reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
     process = start(cluster, run_dir, *words, "train.steps=100000")
     try:

@@ -14,7 +14,7 @@ BATCH = Batching(12, 2)
 
 
 def make_config(*overrides: str) -> Config:
-    return load_config(None, ["train.global_batch=24", "train.micro_batch=2", *overrides])
+    return load_config(None, ["train.global_batch_size=24", "train.micro_batch_size=2", *overrides])
 
 
 def parse_workers(text: str, num_parts: int = 1) -> list[Candidate]:
@@ -122,6 +122,6 @@ def test_data_parallel_axes_are_resized(overrides: list[str], num_left: int, exp
 
 def test_a_rank_needs_a_microbatch() -> None:
     membership = plan_membership(
-        make_config("train.micro_batch=12"), Batching(2, 12), parse_workers("a:5 " * 4), max_workers=4
+        make_config("train.micro_batch_size=12"), Batching(2, 12), parse_workers("a:5 " * 4), max_workers=4
     )
     assert membership is not None and get_sizes(membership) == (2, 2, 1)

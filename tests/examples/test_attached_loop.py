@@ -29,8 +29,8 @@ OVERRIDES = [
     "model.vocab_size=2",
     "train.steps=200",
     "cluster.workers=3",
-    "checkpoint.every=40",
-    "observe.tensorboard=false",
+    "checkpoint.interval=40",
+    "logging.tensorboard=false",
 ]
 
 
@@ -123,7 +123,7 @@ def test_running_statistics_slow_evaluations_and_gradient_accumulation(ray_clust
         *OVERRIDES,
         "train.steps=12",
         "cluster.workers=2",
-        "fault.compare_every=3",
+        "fault.replica_check_interval=3",
     ]
     result = run_script(load_config(None, overrides), script, quiet=True)
     assert (result.outcome, result.steps, result.restarts) == ("done", 12, 0)

@@ -16,7 +16,7 @@ from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 20
-OVERRIDES = ["model.dropout=0.2", "train.micro_batch=1", f"train.steps={STEPS}", "train.lr=0.01"]
+OVERRIDES = ["model.dropout=0.2", "train.micro_batch_size=1", f"train.steps={STEPS}", "optimizer.lr=0.01"]
 LAYOUTS = {
     "ddp-2": ["cluster.workers=2"],
     "ddp-3": ["cluster.workers=3"],
@@ -98,7 +98,7 @@ def test_factory_without_a_trainable_module_is_rejected(tmp_path: Path) -> None:
     assert "no parameters to train" in get_model_error(tmp_path, lambda c: nn.Identity(), custom_module.loss)
 
 
-@pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.pp=2", "train.lora_rank=4"])
+@pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.pp=2", "lora.rank=4"])
 def test_features_of_the_built_in_decoder_are_rejected(tmp_path: Path, setting: str) -> None:
     config = make_small_config(tmp_path / "run", "cluster.workers=2", setting)
     with pytest.raises(LayoutError, match=f"^{setting} .*set it to"):

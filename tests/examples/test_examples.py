@@ -17,8 +17,20 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["model.hidden_size=32", "model.num_heads=2", "model.num_layers=1", "train.seq_len=16", "train.global_batch=8"]
-FEW_STEPS = [*TINY, "train.warmup=2", "train.eval_samples=4", "observe.sample_tokens=0", "observe.tensorboard=false"]
+TINY = [
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.num_layers=1",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+]
+FEW_STEPS = [
+    *TINY,
+    "lr_scheduler.warmup_steps=2",
+    "eval.samples=4",
+    "logging.sample_tokens=0",
+    "logging.tensorboard=false",
+]
 
 
 def run(directory: Path, *command: str) -> str:
@@ -38,7 +50,7 @@ def test_quickstart_prints_the_progress_of_its_run(tmp_path: Path) -> None:
 
 
 def test_custom_module_trains(ray_cluster: None, tmp_path: Path) -> None:
-    overrides = [*FEW_STEPS, "model.num_heads=1", "train.steps=10", "data.path=synthetic", "train.micro_batch=2"]
+    overrides = [*FEW_STEPS, "model.num_heads=1", "train.steps=10", "data.path=synthetic", "train.micro_batch_size=2"]
     overrides.append(f"cluster.address={ray.get_runtime_context().gcs_address}")
     output = run(tmp_path, sys.executable, str(EXAMPLES / "custom_module.py"), *overrides)
     assert "model   given by the caller" in output
@@ -59,7 +71,13 @@ def test_notebook_runs_completely(ray_cluster: None, tmp_path: Path, monkeypatch
     assert not any(cell.get("outputs") for cell in notebook.cells), "committed without outputs"
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     # Steps that are long enough for `stop` to come before the last one.
-    overrides = [*FEW_STEPS, "model.hidden_size=128", "train.seq_len=64", "train.global_batch=16", "cluster.workers=2"]
+    overrides = [
+        *FEW_STEPS,
+        "model.hidden_size=128",
+        "train.seq_len=64",
+        "train.global_batch_size=16",
+        "cluster.workers=2",
+    ]
     parameters.source = f"steps = 120\nextra = {overrides!r}"
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}:{path}" if path else str(EXAMPLES.parent))

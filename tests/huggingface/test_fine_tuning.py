@@ -30,13 +30,13 @@ OVERRIDES = [
     "data.packing=padded",
     f"train.steps={STEPS}",
     f"train.seq_len={LENGTH}",
-    f"train.global_batch={BATCH}",
-    "train.micro_batch=1",
-    "train.lr=1e-3",
-    "train.schedule=constant",
-    "train.warmup=0",
+    f"train.global_batch_size={BATCH}",
+    "train.micro_batch_size=1",
+    "optimizer.lr=1e-3",
+    "lr_scheduler.name=constant",
+    "lr_scheduler.warmup_steps=0",
     "cluster.workers=2",
-    "observe.tensorboard=false",
+    "logging.tensorboard=false",
 ]
 
 

@@ -28,14 +28,14 @@ OVERRIDES = [
     "data.path=synthetic",
     f"train.steps={STEPS}",
     f"train.seq_len={LENGTH}",
-    f"train.global_batch={BATCH}",
-    "train.micro_batch=1",
-    "train.lr=1e-2",
-    "train.schedule=constant",
-    "train.warmup=0",
-    f"train.lora_rank={RANK}",
-    f"train.lora_alpha={ALPHA}",
-    "observe.tensorboard=false",
+    f"train.global_batch_size={BATCH}",
+    "train.micro_batch_size=1",
+    "optimizer.lr=1e-2",
+    "lr_scheduler.name=constant",
+    "lr_scheduler.warmup_steps=0",
+    f"lora.rank={RANK}",
+    f"lora.alpha={ALPHA}",
+    "logging.tensorboard=false",
 ]
 TOKENS = torch.arange(24).view(2, 12) % 67
 
@@ -86,7 +86,7 @@ def train_with_peft(workspace: Path, config: Any) -> tuple[list[float], Any]:
 
 
 def test_losses_and_the_merged_model_match_peft(workspace: Path, pool: Any, tmp_path: Path) -> None:
-    targets = f"train.lora_targets=[{','.join(HF_TARGET_NAMES)}]"
+    targets = f"lora.target_modules=[{','.join(HF_TARGET_NAMES)}]"
     losses = train_run(workspace, pool, tmp_path / "run", targets)
     config = load_config(
         None, [f"run.init_from={workspace / 'ours'}", f"run.dir={tmp_path / 'other'}", *OVERRIDES, targets]
@@ -126,10 +126,10 @@ def test_init_from_starts_with_merged_adapters(workspace: Path, pool: Any, tmp_p
         f"run.init_from={tmp_path / 'run'}",
         f"run.dir={tmp_path / 'next'}",
         *OVERRIDES,
-        "train.lora_rank=0",
+        "lora.rank=0",
         "cluster.workers=2",
     ]
-    pool.train(load_config(None, [*words, "train.steps=1", "train.lr=1e-30", "train.weight_decay=0"]))
+    pool.train(load_config(None, [*words, "train.steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]))
     merged, after = load_model(RunDirectory(tmp_path / "run"))[0], load_full_state(tmp_path / "next", 1)
     assert all(torch.equal(after[f"model.{name}"], parameter) for name, parameter in merged.named_parameters())
 
@@ -158,8 +158,8 @@ def test_losses_are_bitwise_equal_at_every_degree_and_after_resuming(
     "word, reason",
     [
         ("parallel.tp=2", "LoRA supports data parallelism only, with any ZeRO stage; set it to 1"),
-        ("train.lora_targets=[q_proj]", "choose from qkv, out, gate, up, down"),
-        ("train.lora_targets=[]", "choose from"),
+        ("lora.target_modules=[q_proj]", "choose from qkv, out, gate, up, down"),
+        ("lora.target_modules=[]", "choose from"),
         ("parallel.tile_mib=1", "layers with LoRA adapters cannot be tiled"),
     ],
 )

@@ -41,10 +41,10 @@ ONE_STEP = [
     "data.engine=local",
     "train.steps=1",
     "train.seq_len=16",
-    "train.global_batch=4",
-    "train.lr=1e-30",  # too small to change any weight
-    "train.weight_decay=0",
-    "observe.tensorboard=false",
+    "train.global_batch_size=4",
+    "optimizer.lr=1e-30",  # too small to change any weight
+    "optimizer.weight_decay=0",
+    "logging.tensorboard=false",
 ]
 
 
@@ -230,11 +230,11 @@ def test_invalid_directories_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["model.norm=layernorm"], "model.norm=layernorm with model.positions=rotary; it would need rmsnorm"),
+        (["model.norm=layernorm"], "model.norm=layernorm with model.position_embedding=rotary; it would need rmsnorm"),
         (["model.num_experts=4", "model.shared_expert_size=8"], "shared_expert_size"),
-        (["model.num_experts=4", "model.balance=bias"], "model.balance=bias"),
+        (["model.num_experts=4", "model.load_balancing=bias"], "model.load_balancing=bias"),
         (["model.num_experts=4", "model.experts_per_token=1"], "at least 2 experts"),
-        (["model.positions=learned", "model.norm=layernorm", "model.activation=gelu"], "model.bias=False"),
+        (["model.position_embedding=learned", "model.norm=layernorm", "model.activation=gelu"], "model.bias=False"),
     ],
 )
 def test_export_refuses_specs_of_no_family(words: list[str], reason: str) -> None:

@@ -7,8 +7,14 @@ from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.schema import ModelConfig
 from raytrain_hpc.model.decoder import Decoder
 
-GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True}
-LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "tie_embeddings": False}
+GPT2 = {"norm": "layernorm", "activation": "gelu", "position_embedding": "learned", "bias": True}
+LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding": "rotary",
+    "num_kv_heads": 2,
+    "tie_embeddings": False,
+}
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
 
 

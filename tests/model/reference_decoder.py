@@ -12,7 +12,7 @@ Weights = dict[str, np.ndarray]
 def compute_reference_logits(spec: ModelSpec, weights: Weights, tokens: list[int]) -> np.ndarray:
     """Return logits [t, vocab_size] of one sequence in float64, without dropout."""
     x = weights["embedding.weight"][tokens]
-    if spec.positions == "learned":
+    if spec.position_embedding == "learned":
         x = x + weights["positions.weight"][: len(tokens)]
     for layer in range(spec.num_layers):
         part = {name.removeprefix(f"layers.{layer}."): w for name, w in weights.items()}
@@ -36,7 +36,7 @@ def _linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 def _rotate(spec: ModelSpec, head: np.ndarray) -> np.ndarray:
     """Rotate channels i and i + d/2, as a complex number, by position * theta^(-2i/d)."""
-    if spec.positions != "rotary":
+    if spec.position_embedding != "rotary":
         return head
     half = head.shape[1] // 2
     rotated = np.empty_like(head)
@@ -51,13 +51,15 @@ def _rotate(spec: ModelSpec, head: np.ndarray) -> np.ndarray:
 def _frequency(spec: ModelSpec, frequency: float) -> float:
     """Scale one rotary frequency by the rule of Llama 3.1."""
     wavelength = 2 * math.pi / frequency
-    longest, shortest = (spec.rope_original / f for f in (spec.rope_low_factor, spec.rope_high_factor))
+    longest, shortest = (
+        spec.rope_original_max_positions / f for f in (spec.rope_low_freq_factor, spec.rope_high_freq_factor)
+    )
     if spec.rope_factor == 1.0 or wavelength < shortest:
         return frequency
     if wavelength > longest:
         return frequency / spec.rope_factor
-    rotations = spec.rope_original / wavelength
-    smooth = (rotations - spec.rope_low_factor) / (spec.rope_high_factor - spec.rope_low_factor)
+    rotations = spec.rope_original_max_positions / wavelength
+    smooth = (rotations - spec.rope_low_freq_factor) / (spec.rope_high_freq_factor - spec.rope_low_freq_factor)
     return (1 - smooth) * frequency / spec.rope_factor + smooth * frequency
 
 

@@ -13,7 +13,7 @@ TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]]
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "shared_expert_size": 7}
 QWEN3 = {"qk_norm": True, "head_dim": 6}
 # Of four wavelengths (6, 30, 140 and 664 positions) one is short, one is long and two are in between.
-SCALED_ROPE = {"rope_factor": 4.0, "rope_original": 90, "rope_theta": 500.0, "rope_low_factor": 0.5}
+SCALED_ROPE = {"rope_factor": 4.0, "rope_original_max_positions": 90, "rope_theta": 500.0, "rope_low_freq_factor": 0.5}
 MIXED = {"rope_theta": 50.0, "norm": "layernorm", "bias": True, "tie_embeddings": True}
 
 
@@ -52,7 +52,7 @@ def test_a_token_does_not_change_earlier_logits(tiny, random_decoder, family: st
 
 
 @pytest.mark.parametrize(
-    "family, keys", [("gpt2", {}), ("llama", {}), ("llama", {**EXPERTS, "balance": "none"}), ("llama", QWEN3)]
+    "family, keys", [("gpt2", {}), ("llama", {}), ("llama", {**EXPERTS, "load_balancing": "none"}), ("llama", QWEN3)]
 )
 def test_gradients_equal_finite_differences(tiny, random_decoder, family: str, keys: dict):
     small = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 12, "dropout": 0.2}

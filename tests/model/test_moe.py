@@ -10,7 +10,7 @@ from raytrain_hpc.model.decoder import Block, loss_sum
 from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.training.expert_bias import ExpertBias
 
-KEYS = {"num_experts": 5, "experts_per_token": 2, "balance_weight": 0.3}
+KEYS = {"num_experts": 5, "experts_per_token": 2, "load_balancing_weight": 0.3}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 18], [2, 7, 1, 8, 2, 8, 1, 8, 2, 0]])
 
 
@@ -40,12 +40,12 @@ def compute_explicit_loss(decoder, weight: float) -> torch.Tensor:
 
 def test_balancing_loss_has_the_gradient_of_its_formula(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", **KEYS))
-    reference = random_decoder(tiny("llama", **KEYS, balance="none"))
+    reference = random_decoder(tiny("llama", **KEYS, load_balancing="none"))
     loss_sum(decoder(TOKENS), TOKENS).backward()
-    compute_explicit_loss(reference, KEYS["balance_weight"]).backward()
+    compute_explicit_loss(reference, KEYS["load_balancing_weight"]).backward()
     for (name, parameter), reference_parameter in zip(decoder.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference_parameter.grad, rtol=1e-10, atol=1e-10, msg=name)
-    unbalanced = random_decoder(tiny("llama", **KEYS, balance="none"))
+    unbalanced = random_decoder(tiny("llama", **KEYS, load_balancing="none"))
     loss_sum(unbalanced(TOKENS), TOKENS).backward()
     assert (
         unbalanced.layers["0"].mlp.router.weight.grad - reference.layers["0"].mlp.router.weight.grad
@@ -61,7 +61,7 @@ def test_padding_microbatches_do_not_count(tiny, random_decoder):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_each_route_is_counted_once(tiny, random_decoder, recomputed: bool):
-    decoder = random_decoder(tiny("llama", **KEYS, balance="bias"))
+    decoder = random_decoder(tiny("llama", **KEYS, load_balancing="bias"))
     if recomputed:
         for block in decoder.blocks().values():
             block.forward = lambda *args, f=block.forward: checkpoint(f, *args, use_reentrant=False)
@@ -75,7 +75,7 @@ def test_each_route_is_counted_once(tiny, random_decoder, recomputed: bool):
 
 
 def test_the_bias_moves_against_the_load(tiny, random_decoder):
-    decoder = random_decoder(tiny("llama", **KEYS, balance="bias"))
+    decoder = random_decoder(tiny("llama", **KEYS, load_balancing="bias"))
     loads = [torch.tensor([10, 0, 4, 4, 2]), torch.tensor([4, 4, 4, 4, 4])]
     for mixture, load in zip(get_mixtures(decoder), loads, strict=True):
         mixture.router.load.copy_(load)
@@ -89,7 +89,7 @@ def test_the_bias_moves_against_the_load(tiny, random_decoder):
 
 
 def test_the_bias_affects_selection_but_not_weights(tiny, random_decoder):
-    router = get_mixtures(random_decoder(tiny("llama", **KEYS, balance="bias")))[0].router
+    router = get_mixtures(random_decoder(tiny("llama", **KEYS, load_balancing="bias")))[0].router
     x = torch.randn(1, 4, 32, dtype=torch.float64)
     scores = (x @ router.weight.T).softmax(dim=-1)
     router.bias.copy_(torch.tensor([0.0, 0.0, 5.0, 9.0, 0.0]))

@@ -43,7 +43,7 @@ def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WANDB_SILENT", "true")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
-    config = load_config(None, [f"run.dir={tmp_path}", "observe.wandb=project", "run.name=mine"])
+    config = load_config(None, [f"run.dir={tmp_path}", "logging.wandb_project=project", "run.name=mine"])
     assert run_trackers(config) == []
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 30  # wandb's process still writes for a moment
@@ -80,13 +80,15 @@ def test_mlflow_logs_to_files_and_a_resumed_run_continues(tmp_path: Path, monkey
     from mlflow.tracking import MlflowClient
 
     uri = f"file://{tmp_path / 'mlruns'}"
-    config = load_config(None, [f"run.dir={tmp_path}", f"observe.mlflow={uri}", "run.name=mine", "train.lr=0.5"])
+    config = load_config(
+        None, [f"run.dir={tmp_path}", f"logging.mlflow_uri={uri}", "run.name=mine", "optimizer.lr=0.5"]
+    )
     assert run_trackers(config) == []
     assert run_trackers(config) == []  # the same run, resumed
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("raytrain_hpc")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status, run.data.params["train.lr"]) == ("mine", "FINISHED", "0.5")
+    assert (run.info.run_name, run.info.status, run.data.params["optimizer.lr"]) == ("mine", "FINISHED", "0.5")
     losses = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert losses == 2 * [(1, 8.0), (2, 4.0), (2, 3.5), (3, 8.0 / 3)]
 
@@ -100,11 +102,11 @@ def test_failing_tracker_is_dropped_with_one_warning() -> None:
             raise AssertionError("closed after a failure")
 
     warnings: list[str] = []
-    tracker = BackgroundTracker("mlflow", Failing, warnings.append)
+    tracker = BackgroundTracker("mlflow_uri", Failing, warnings.append)
     for metrics in STEPS:
         tracker.write(metrics)
     tracker.close(failed=False)
-    assert warnings == ["observe.mlflow: stopped (ConnectionError: no server); the run continues"]
+    assert warnings == ["logging.mlflow_uri: stopped (ConnectionError: no server); the run continues"]
 
 
 def test_unresponsive_server_does_not_delay_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,21 +121,23 @@ def test_unresponsive_server_does_not_delay_the_run(monkeypatch: pytest.MonkeyPa
             pass
 
     warnings: list[str] = []
-    tracker, start = BackgroundTracker("wandb", Slow, warnings.append), time.monotonic()
+    tracker, start = BackgroundTracker("wandb_project", Slow, warnings.append), time.monotonic()
     for metrics in STEPS:
         tracker.write(metrics)
     tracker.close(failed=False)
     assert time.monotonic() - start < 5
-    assert warnings == ["observe.wandb: metrics still unsent after 0.2 s"]
+    assert warnings == ["logging.wandb_project: metrics still unsent after 0.2 s"]
     release.set()
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_missing_tracker_is_reported_before_anything_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "name"), [("wandb_project", "wandb"), ("mlflow_uri", "mlflow")])
+def test_missing_tracker_is_reported_before_anything_starts(
+    key: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experiment_trackers, "find_spec", lambda package: None)
-    check_trackers(load_config(None, []).observe)
+    check_trackers(load_config(None, []).logging)
     with pytest.raises(MissingDependencyError, match=f"run `pip install {name}`"):
-        check_trackers(load_config(None, [f"observe.{name}=x"]).observe)
+        check_trackers(load_config(None, [f"logging.{key}=x"]).logging)
 
 
 def test_trackers_are_imported_only_on_request() -> None:

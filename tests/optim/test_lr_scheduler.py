@@ -7,27 +7,29 @@ from fractions import Fraction
 
 import pytest
 
-from raytrain_hpc.config.schema import TrainConfig
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.optim.lr_scheduler import compute_peak_lr, learning_rate
 
 
-def make_train_config(**keys: object) -> TrainConfig:
-    return TrainConfig(**({"steps": 100, "warmup": 10, "lr": 0.5, "min_lr": 0.125} | keys))  # type: ignore[arg-type]
+def make_config(**scheduler: object) -> Config:
+    settings = {"warmup_steps": 10, "min_lr": 0.125} | scheduler
+    return load_config({"train": {"steps": 100}, "optimizer": {"lr": 0.5}, "lr_scheduler": settings})
 
 
 def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step() -> None:
     for schedule in ("cosine", "wsd", "constant"):
-        rates = [learning_rate(make_train_config(schedule=schedule), step) for step in range(11)]
+        rates = [learning_rate(make_config(name=schedule), step) for step in range(11)]
         assert rates[:10] == pytest.approx([0.05 * k for k in range(1, 11)], rel=1e-15)
         assert rates[9] == rates[10] == 0.5
 
 
 def test_without_warmup_the_peak_comes_first() -> None:
-    assert learning_rate(make_train_config(warmup=0, schedule="cosine"), 0) == 0.5
+    assert learning_rate(make_config(warmup_steps=0, name="cosine"), 0) == 0.5
 
 
 def test_cosine_has_its_end_points_and_is_symmetric() -> None:
-    config = make_train_config(schedule="cosine")
+    config = make_config(name="cosine")
     assert learning_rate(config, 10) == 0.5
     assert learning_rate(config, 55) == pytest.approx((0.5 + 0.125) / 2, rel=1e-15)
     assert learning_rate(config, 100) == learning_rate(config, 150) == 0.125
@@ -39,12 +41,12 @@ def test_cosine_has_its_end_points_and_is_symmetric() -> None:
 
 
 def test_cosine_decreases_at_every_step() -> None:
-    rates = [learning_rate(make_train_config(schedule="cosine"), step) for step in range(10, 101)]
+    rates = [learning_rate(make_config(name="cosine"), step) for step in range(10, 101)]
     assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
 
 
 def test_wsd_is_constant_then_decays_linearly() -> None:
-    config = make_train_config(schedule="wsd", decay_fraction=0.2)
+    config = make_config(name="wsd", decay_fraction=0.2)
     rates = [learning_rate(config, step) for step in range(100)]
     assert rates[10:81] == [0.5] * 71
     decrements = [a - b for a, b in zip(rates[80:], rates[81:], strict=False)]
@@ -54,19 +56,20 @@ def test_wsd_is_constant_then_decays_linearly() -> None:
 
 
 def test_constant_schedule_is_constant() -> None:
-    assert {learning_rate(make_train_config(schedule="constant"), step) for step in range(10, 200)} == {0.5}
+    assert {learning_rate(make_config(name="constant"), step) for step in range(10, 200)} == {0.5}
 
 
 def test_min_lr_auto_is_a_tenth_of_the_peak() -> None:
-    assert learning_rate(make_train_config(min_lr="auto", schedule="cosine"), 100) == pytest.approx(0.05, rel=1e-15)
+    assert learning_rate(make_config(min_lr="auto", name="cosine"), 100) == pytest.approx(0.05, rel=1e-15)
 
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
 @pytest.mark.parametrize(("batch", "base"), [(256, 64), (24, 32), (32, 32)])
 def test_batch_scaling_multiplies_the_whole_schedule(rule: str, power: float, batch: int, base: int) -> None:
     factor = float(Fraction(batch, base)) ** power
-    scaled = make_train_config(lr_scaling=rule, global_batch=batch, lr_base_batch=base, schedule="cosine")
+    scaled = make_config(batch_scaling=rule, base_batch_size=base, name="cosine")
+    scaled.train.global_batch_size = batch
     assert compute_peak_lr(scaled) == pytest.approx(0.5 * factor, rel=1e-15)
     for step in (0, 5, 10, 42, 99):
-        unscaled = learning_rate(make_train_config(schedule="cosine"), step)
+        unscaled = learning_rate(make_config(name="cosine"), step)
         assert math.isclose(learning_rate(scaled, step), factor * unscaled, rel_tol=1e-14)

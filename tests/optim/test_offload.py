@@ -16,7 +16,7 @@ from torch import nn
 
 from raytrain_hpc import plan
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.config.schema import TrainConfig
+from raytrain_hpc.config.schema import OptimizerConfig
 from raytrain_hpc.errors import ConfigError, ModelError, OffloadError
 from raytrain_hpc.optim.offload import (
     CpuOffload,
@@ -96,7 +96,7 @@ def run_steps(storage_type: type[CpuOffload] | None, dtype: torch.dtype, directo
         storage = DiskOffload(slices, KINDS, str(directory), 2**17)
     else:
         storage = storage_type(slices, KINDS, 2**17)
-    optimizer = Optimizer(parameters, TrainConfig(), storage)
+    optimizer = Optimizer(parameters, OptimizerConfig(), storage, elastic=False)
     for step in range(3):
         for name, parameter in parameters.items():
             if (name, step) != ("f", 1):  # not reached by the loss
@@ -125,7 +125,7 @@ MEASURE_RESIDENT_MEMORY = """
 import json, sys
 import torch
 from torch import nn
-from raytrain_hpc.config.schema import TrainConfig
+from raytrain_hpc.config.schema import OptimizerConfig
 from raytrain_hpc.optim.offload import DiskOffload
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 directory, count, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -148,7 +148,7 @@ class Watched(DiskOffload):
 
 seen, base = [], resident()[1]
 storage = Watched(get_local_slices({"w": weight}), MOMENT_NAMES["adamw"], directory, chunk)
-optimizer = Optimizer({"w": weight}, TrainConfig(), storage)
+optimizer = Optimizer({"w": weight}, OptimizerConfig(), storage, elastic=False)
 started = resident()[0]
 for step in range(2):
     weight.grad = gradient
@@ -213,7 +213,7 @@ def test_no_file_is_left_when_the_process_ends(tmp_path: Path, end: str) -> None
     ("overrides", "message"),
     [
         (["parallel.offload=disk"], "parallel.offload_dir='' .*: parallel.offload=disk needs a directory"),
-        (["parallel.offload=cpu", "train.optimizer=sgd"], "parallel.offload='cpu' .*sgd keeps no state"),
+        (["parallel.offload=cpu", "optimizer.name=sgd"], "parallel.offload='cpu' .*sgd keeps no state"),
     ],
 )
 def test_inconsistent_settings_are_rejected(overrides: list[str], message: str) -> None:

@@ -30,8 +30,8 @@ BASE = [
     "model.num_layers=5",
     "model.dropout=0.1",
     "train.seq_len=15",
-    "train.micro_batch=2",
-    "train.lr=3e-3",
+    "train.micro_batch_size=2",
+    "optimizer.lr=3e-3",
     f"train.steps={STEPS}",
 ]
 MODELS = {
@@ -76,7 +76,7 @@ def list_layouts() -> Iterator[Layout]:
     yield Layout("dp_replicate 2 x tp 2 x pp 2", ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2"])
     yield Layout("cp 2 x tp 2 x pp 2", ["parallel.cp=2", "parallel.tp=2", "parallel.pp=2"])
     for schedule in SCHEDULES:
-        pipeline = ["parallel.pp=2", f"parallel.schedule={schedule}"]
+        pipeline = ["parallel.pp=2", f"parallel.pp_schedule={schedule}"]
         yield Layout(f"{schedule}, pp 2, ZeRO-0 x 2", [*pipeline, "parallel.dp_replicate=2"])
         yield Layout(f"{schedule}, pp 2, ZeRO-3 x 2", [*pipeline, "parallel.zero=3", "parallel.dp_shard=2"])
     yield Layout(

@@ -16,8 +16,8 @@ TP, RING, ULYSSES = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.cp=2", "par
 ZERO3, DP = ["parallel.zero=3", "parallel.dp_shard=2"], ["parallel.dp_replicate=2"]
 HSDP = ["parallel.zero=2", "parallel.dp_shard=2", "parallel.dp_replicate=2"]
 PP = ["parallel.pp=2"]
-ZBV = [*PP, "parallel.schedule=zbv"]
-ZERO_BUBBLE = [*PP, "parallel.schedule=interleaved_zero_bubble"]
+ZBV = [*PP, "parallel.pp_schedule=zbv"]
+ZERO_BUBBLE = [*PP, "parallel.pp_schedule=interleaved_zero_bubble"]
 EP = ["parallel.ep=2"]
 PAIRS = [
     ("GPT-2", [*TP, *PP], [*ZERO3, *RING]),

@@ -14,7 +14,7 @@ from tests.parallel.collective_counter import CollectiveCounter
 from tests.warm_pool import WarmPool, make_small_config
 
 B, S, H, LAYERS, VOCABULARY, KV = 2, 16, 32, 3, 64, 16  # of a microbatch, and of a model with two key-value heads of 8
-SIZES = [f"model.num_layers={LAYERS}", "model.num_kv_heads=2", "train.micro_batch=2", "train.global_batch=8"]
+SIZES = [f"model.num_layers={LAYERS}", "model.num_kv_heads=2", "train.micro_batch_size=2", "train.global_batch_size=8"]
 
 
 def count_sent_in_step(trainer: Any) -> dict[str, int]:
@@ -114,7 +114,7 @@ def count_sent_by_group(trainer: Any) -> list[int]:
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 5), (3, 12)])
 def test_data_parallel_volume(pool: WarmPool, zero: int, times: int) -> None:
     """2 Psi (d - 1) / d; ZeRO-1 the same; ZeRO-2 (m + 1) Psi and ZeRO-3 3 m Psi, with m = 4 microbatches per rank."""
-    words = [f"parallel.zero={zero}", "cluster.workers=2", "train.global_batch=16", "model.tie_embeddings=false"]
+    words = [f"parallel.zero={zero}", "cluster.workers=2", "train.global_batch_size=16", "model.tie_embeddings=false"]
     results = pool.inspect_trainers(count_sent_by_group, make_small_config(None, *SIZES, *words))
     layer = 2 * H * (H + KV) + 3 * H * 128 + 2 * H
     psi = 2 * VOCABULARY * H + LAYERS * layer + H

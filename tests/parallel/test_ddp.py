@@ -20,7 +20,13 @@ from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 WIDTH = 4096  # in fp64, each table fills a bucket of 1 MiB
-WORDS = ["train.dtype=fp64", "train.micro_batch=1", "train.global_batch=6", "parallel.bucket_mib=1", "train.steps=12"]
+WORDS = [
+    "train.dtype=fp64",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=6",
+    "parallel.bucket_mib=1",
+    "train.steps=12",
+]
 
 
 class Branches(nn.Module):
@@ -82,7 +88,7 @@ def test_parameters_with_gradients_on_some_ranks_only(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_buffers_of_the_first_rank_are_saved(pool: WarmPool, tmp_path: Path, zero: int) -> None:
-    words = ["cluster.workers=3", f"parallel.zero={zero}", "train.steps=2", "train.micro_batch=1"]
+    words = ["cluster.workers=3", f"parallel.zero={zero}", "train.steps=2", "train.micro_batch_size=1"]
     config = make_small_config(tmp_path, *words)
     pool.train(config, custom=CustomModel(make_counting, custom_module.loss))
     buffers = load_checkpoint_tensors(tmp_path, 2, "model.seen_")

@@ -41,20 +41,20 @@ LAYOUTS = {
 }
 LAYOUTS |= {
     "pp-2": ["cluster.workers=2", *deep(2)],
-    "pp-4, gpipe": ["cluster.workers=4", *deep(4), "parallel.schedule=gpipe"],
-    "pp-2 x tp-2, zbv": ["cluster.workers=4", *deep(2), "parallel.tp=2", "parallel.schedule=zbv"],
-    "zero3-2 x pp-2, zbv": ["cluster.workers=4", *deep(2), "parallel.zero=3", "parallel.schedule=zbv"],
+    "pp-4, gpipe": ["cluster.workers=4", *deep(4), "parallel.pp_schedule=gpipe"],
+    "pp-2 x tp-2, zbv": ["cluster.workers=4", *deep(2), "parallel.tp=2", "parallel.pp_schedule=zbv"],
+    "zero3-2 x pp-2, zbv": ["cluster.workers=4", *deep(2), "parallel.zero=3", "parallel.pp_schedule=zbv"],
     "zero1-2 x pp-2, interleaved": [
         "cluster.workers=4",
         *deep(2),
         "parallel.zero=1",
-        "parallel.schedule=interleaved_1f1b",
+        "parallel.pp_schedule=interleaved_1f1b",
     ],
     "ring-2 x pp-2, interleaved zero bubble": [
         "cluster.workers=4",
         *deep(2),
         "parallel.cp=2",
-        "parallel.schedule=interleaved_zero_bubble",
+        "parallel.pp_schedule=interleaved_zero_bubble",
     ],
     "ep-3": ["cluster.workers=3", "parallel.ep=3"],
     "ep-2 x tp-2": ["cluster.workers=4", "parallel.ep=2", "parallel.tp=2"],
@@ -127,7 +127,7 @@ def test_layout_equals_one_process(pool: WarmPool, single_rank_run, tmp_path: Pa
     ("layout", "policy"), [("tp-2", "selective"), ("ring-2 x tp-2", "full"), ("ring-2 x ulysses-2", "selective")]
 )
 def test_activation_checkpointing_keeps_the_losses(pool: WarmPool, single_rank_run, layout: str, policy: str) -> None:
-    words = [*BASE, *MODELS["llama"], *LAYOUTS[layout], f"parallel.recompute={policy}"]
+    words = [*BASE, *MODELS["llama"], *LAYOUTS[layout], f"parallel.activation_checkpointing={policy}"]
     assert train_losses(pool, *words) == pytest.approx(
         [step["train/loss"] for step in single_rank_run("llama")[0]], rel=1e-12
     )
@@ -194,7 +194,7 @@ def test_layouts_that_leave_a_rank_empty_are_refused(tmp_path: Path, words: list
 def test_sampling_uses_the_trained_expert_bias(pool: WarmPool, tmp_path: Path) -> None:
     words = [
         *MODELS["moe, bias"],
-        "model.balance_rate=0.5",
+        "model.expert_bias_rate=0.5",
         "train.steps=3",
         "train.dtype=fp64",
         "cluster.workers=3",

@@ -25,7 +25,7 @@ LAYOUTS = {
     "ring-3": ["cluster.workers=3", "parallel.cp=3"],
     "ulysses-2": ["cluster.workers=2", "parallel.cp=2", "parallel.ulysses=2"],
     "ring-2 x ulysses-2": ["cluster.workers=4", "parallel.cp=4", "parallel.ulysses=2"],
-    "ring-2, full recompute": ["cluster.workers=2", "parallel.cp=2", "parallel.recompute=full"],
+    "ring-2, full recompute": ["cluster.workers=2", "parallel.cp=2", "parallel.activation_checkpointing=full"],
 }
 
 

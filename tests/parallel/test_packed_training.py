@@ -29,7 +29,7 @@ LAYOUTS = {
     "zero3-2 x pp-2, zbv": [
         "cluster.workers=4",
         "parallel.pp=2",
-        "parallel.schedule=zbv",
+        "parallel.pp_schedule=zbv",
         "parallel.zero=3",
         "model.num_layers=5",
     ],
@@ -73,8 +73,10 @@ def test_packed_loss_equals_that_of_separate_documents(
     metrics = get_step_metrics(pool.train(config)[0])
     decoder = Decoder(prepare_run(make_small_config(None, *words, *MODELS[model]), None, print).model_spec).double()
     init_weights(decoder, config.run.seed)
-    dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch
-    stream = open_stream(dataset, config.data, seed=config.run.seed, seq_len=21, global_batch=batch, micro_batch=batch)
+    dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch_size
+    stream = open_stream(
+        dataset, config.data, seed=config.run.seed, seq_len=21, global_batch_size=batch, micro_batch_size=batch
+    )
     block = stream.read_microbatch(0, 0)
     total = torch.zeros((), dtype=torch.float64)
     assert (block.document_ids.max(axis=1) > 0).sum() > batch // 2
@@ -101,8 +103,8 @@ def test_packed_training_equals_one_process(
     pool: WarmPool, tmp_path: Path, words: list[str], model: str, layout: str
 ) -> None:
     settings = [*words, *MODELS[model], *(word for word in LAYOUTS[layout] if word.startswith("model."))]
-    expected, state = run_layout(pool, tmp_path / "alone", *settings, "cluster.workers=1", "train.eval_every=1")
-    steps, result_state = run_layout(pool, tmp_path / "layout", *settings, *LAYOUTS[layout], "train.eval_every=1")
+    expected, state = run_layout(pool, tmp_path / "alone", *settings, "cluster.workers=1", "eval.interval=1")
+    steps, result_state = run_layout(pool, tmp_path / "layout", *settings, *LAYOUTS[layout], "eval.interval=1")
     for result, reference in zip(steps, expected, strict=True):
         assert result["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-12)
         assert result["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-11)
@@ -121,8 +123,10 @@ def test_only_responses_count_in_the_loss(pool: WarmPool, tmp_path: Path, pairs:
     config = make_small_config(None, *settings, "cluster.workers=1")
     decoder = Decoder(prepare_run(config, None, print).model_spec).double()
     init_weights(decoder, config.run.seed)
-    dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch
-    stream = open_stream(dataset, config.data, seed=config.run.seed, seq_len=21, global_batch=batch, micro_batch=batch)
+    dataset, batch = open_dataset(config.data, seed=1), config.train.global_batch_size
+    stream = open_stream(
+        dataset, config.data, seed=config.run.seed, seq_len=21, global_batch_size=batch, micro_batch_size=batch
+    )
     losses = []
     for inputs in stream.read_microbatch(0, 0).inputs:
         (document,) = [

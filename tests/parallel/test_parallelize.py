@@ -21,7 +21,9 @@ from tests.model_specs import make_model_spec
 
 def test_dimensions_are_described_in_the_order_of_the_docstring() -> None:
     overrides = ["parallel.tp=2", "parallel.cp=2", "parallel.dp_shard=2", "parallel.dp_replicate=2", "parallel.zero=3"]
-    config = load_config(None, [*overrides, "parallel.recompute=full", "parallel.tile_mib=1", "cluster.workers=16"])
+    config = load_config(
+        None, [*overrides, "parallel.activation_checkpointing=full", "parallel.tile_mib=1", "cluster.workers=16"]
+    )
     lines = parallelize.describe_parallelism(config, resolve_layout(config, 16))
     assert lines == [
         "tensor parallelism over 2 ranks",

@@ -18,24 +18,24 @@ from tests.parallel.test_state_memory import AllocationTracker
 from tests.warm_pool import WarmPool, make_small_config
 
 SIZES = ["model.hidden_size=64", "model.num_layers=4", "model.vocab_size=128", "train.seq_len=64"]
-BATCH = ["train.global_batch=16", "train.micro_batch=2"]
+BATCH = ["train.global_batch_size=16", "train.micro_batch_size=2"]
 FAMILIES = {"gpt2": [*GPT2, "model.dropout=0.1"], "llama": [*LLAMA, "model.num_kv_heads=2"]}
 LAYOUTS = {
     "alone": ["cluster.workers=1"],
-    "alone, long": ["cluster.workers=1", "train.micro_batch=8"],
-    "alone, one microbatch": ["cluster.workers=1", "train.micro_batch=16"],
-    "alone, selective": ["cluster.workers=1", "parallel.recompute=selective"],
-    "alone, full": ["cluster.workers=1", "parallel.recompute=full"],
+    "alone, long": ["cluster.workers=1", "train.micro_batch_size=8"],
+    "alone, one microbatch": ["cluster.workers=1", "train.micro_batch_size=16"],
+    "alone, selective": ["cluster.workers=1", "parallel.activation_checkpointing=selective"],
+    "alone, full": ["cluster.workers=1", "parallel.activation_checkpointing=full"],
     "dp-2": ["cluster.workers=2"],
-    "dp-2, one microbatch each": ["cluster.workers=2", "train.micro_batch=8"],
-    "zero3-2, one microbatch each": ["cluster.workers=2", "train.micro_batch=8", "parallel.zero=3"],
+    "dp-2, one microbatch each": ["cluster.workers=2", "train.micro_batch_size=8"],
+    "zero3-2, one microbatch each": ["cluster.workers=2", "train.micro_batch_size=8", "parallel.zero=3"],
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
     "zero2-2": ["cluster.workers=2", "parallel.zero=2"],
     "zero3-2": ["cluster.workers=2", "parallel.zero=3"],
     "tp-2": ["cluster.workers=2", "parallel.tp=2"],
     "cp-2": ["cluster.workers=2", "parallel.cp=2"],
     "pp-2": ["cluster.workers=2", "parallel.pp=2"],
-    "pp-2, gpipe": ["cluster.workers=2", "parallel.pp=2", "parallel.schedule=gpipe"],
+    "pp-2, gpipe": ["cluster.workers=2", "parallel.pp=2", "parallel.pp_schedule=gpipe"],
     "pp-2 x tp-2": ["cluster.workers=4", "parallel.pp=2", "parallel.tp=2"],
     "zero3-2 x tp-2": ["cluster.workers=4", "parallel.zero=3", "parallel.tp=2"],
 }
@@ -84,7 +84,7 @@ def test_peak_memory_matches_the_plan(pool: WarmPool, layout: str, family: str) 
     config = make_small_config(None, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
     resolved, batching = prepared.resolve_layout(int(config.cluster.workers))
-    choice = LayoutChoice(resolved, batching, config.parallel.recompute)
+    choice = LayoutChoice(resolved, batching, config.parallel.activation_checkpointing)
     planned = MemoryModel(make_workload(config, prepared.model_spec)).estimate_footprint(choice)
     measured = max(pool.inspect_trainers(measure_peak, config, build=False))
     assert measured == pytest.approx(planned.allocated, rel=0.05)

@@ -56,15 +56,15 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
     ("words", "key", "message"),
     [
         (["parallel.pp=4", "model.num_layers=3"], "pp=4", "there are 3 layers, and this layout needs at least 4"),
-        (["parallel.pp=2", "parallel.schedule=zbv"], "pp=2", "there are 3 layers, and this layout needs at least 4"),
+        (["parallel.pp=2", "parallel.pp_schedule=zbv"], "pp=2", "there are 3 layers, and this layout needs at least 4"),
         (["parallel.pp=3"], "pp=3", "must divide the 4 workers"),
         (
-            ["parallel.pp=2", "parallel.virtual_stages=2"],
+            ["parallel.pp=2", "parallel.pp_stages_per_rank=2"],
             "virtual_stages=2",
             "1f1b has one stage per rank; leave it auto",
         ),
         (
-            ["parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=3"],
+            ["parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.pp_stages_per_rank=3"],
             "virtual_stages=3",
             "two stages per rank",
         ),
@@ -81,12 +81,14 @@ def test_pipelines_that_leave_a_rank_empty_are_refused(
 
 
 def test_a_microbatch_count_that_the_schedule_does_not_support_is_refused(tmp_path: Path) -> None:
-    words = ["cluster.workers=2", "parallel.pp=2", "model.num_layers=4", "parallel.schedule=interleaved_1f1b"]
+    words = ["cluster.workers=2", "parallel.pp=2", "model.num_layers=4", "parallel.pp_schedule=interleaved_1f1b"]
     with pytest.raises(LayoutError) as refused:
-        prepare_run(make_small_config(tmp_path, *words, "train.global_batch=5", "train.micro_batch=1"), None, print)
-    assert "train.micro_batch=1" in str(refused.value)
+        prepare_run(
+            make_small_config(tmp_path, *words, "train.global_batch_size=5", "train.micro_batch_size=1"), None, print
+        )
+    assert "train.micro_batch_size=1" in str(refused.value)
     assert "2 equal rounds; 5 microbatches are not a multiple of 2" in str(refused.value)
     prepared = prepare_run(
-        make_small_config(tmp_path, *words, "train.global_batch=5"), None, print
+        make_small_config(tmp_path, *words, "train.global_batch_size=5"), None, print
     )  # auto finds a value that fits
     assert prepared.resolve_layout(2)[1].count == 1

@@ -26,9 +26,9 @@ WORDS = [
     "model.hidden_size=128",
     "model.num_layers=4",
     "model.vocab_size=64",
-    "train.micro_batch=1",
+    "train.micro_batch_size=1",
     "train.seq_len=16",
-    "train.global_batch=12",
+    "train.global_batch_size=12",
 ]
 MOE = ["model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=96", "model.shared_expert_size=64"]
 QWEN3 = ["model.num_kv_heads=2", "model.head_dim=48", "model.qk_norm=true"]
@@ -47,7 +47,7 @@ LAYOUTS = {
     "zero3-2": ["cluster.workers=2", "parallel.zero=3"],
     "zero3-2 x tp-2": ["cluster.workers=4", "parallel.zero=3", "parallel.tp=2"],
     "pp-2, untied": ["cluster.workers=2", "parallel.pp=2", "model.tie_embeddings=false"],
-    "pp-2 x zero3-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zbv"],
+    "pp-2 x zero3-2, zbv": ["cluster.workers=4", "parallel.pp=2", "parallel.zero=3", "parallel.pp_schedule=zbv"],
     "zero3-4, ep-2": ["cluster.workers=4", "parallel.zero=3", *EXPERTS],
 }
 
@@ -138,7 +138,12 @@ def test_activation_memory_matches_the_plan(pool: WarmPool, family: str, recompu
     for layers in (2, 4):
         words = [f"model.num_layers={layers}", f"cluster.workers={tp}", f"parallel.tp={tp}"]
         config = make_small_config(
-            None, *WORDS, *FAMILIES[family], *words, f"parallel.recompute={recompute}", "train.seq_len=64"
+            None,
+            *WORDS,
+            *FAMILIES[family],
+            *words,
+            f"parallel.activation_checkpointing={recompute}",
+            "train.seq_len=64",
         )
         measured.append(pool.inspect_trainers(measure_activations, config)[0])
     spec = prepare_run(config, None, print).model_spec

@@ -20,13 +20,13 @@ LIMIT = 768 * 8  # bytes: in fp64, each weight of these models has two to five t
 TILED = [f"parallel.tile_mib={LIMIT / 2**20}"]
 ZERO3 = ["cluster.workers=2", "parallel.zero=3"]
 LAYOUTS = {
-    "zero3-2, recompute": [*ZERO3, "parallel.recompute=full"],
+    "zero3-2, recompute": [*ZERO3, "parallel.activation_checkpointing=full"],
     "zero3-2 x tp-2": [*ZERO3, "cluster.workers=4", "parallel.tp=2"],
     "zero3-2 x pp-2, zbv": [
         *ZERO3,
         "cluster.workers=4",
         "parallel.pp=2",
-        "parallel.schedule=zbv",
+        "parallel.pp_schedule=zbv",
         "model.num_layers=5",
     ],
 }
@@ -64,7 +64,7 @@ def test_a_checkpoint_resumes_with_and_without_tiling(pool: WarmPool, tmp_path: 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_one_tile_is_gathered_at_a_time(pool: WarmPool, tmp_path: Path, policy: str) -> None:
-    words = [*BASE, *MODELS["llama"], *ZERO3, "train.micro_batch=6", f"parallel.recompute={policy}"]
+    words = [*BASE, *MODELS["llama"], *ZERO3, "train.micro_batch_size=6", f"parallel.activation_checkpointing={policy}"]
     untiled, tiled = (
         pool.call(observe_step, 2, make_small_config(tmp_path, *words, *tiling, "model.num_layers=1"))[0]
         for tiling in ([], TILED)

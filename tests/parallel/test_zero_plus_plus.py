@@ -14,7 +14,7 @@ from raytrain_hpc.parallel.quantized_collectives import BLOCK_SIZE, dequantize, 
 from tests.parallel.collective_counter import CollectiveCounter
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
-FOUR = ["cluster.workers=4", "parallel.zero=3", "train.micro_batch=1"]
+FOUR = ["cluster.workers=4", "parallel.zero=3", "train.micro_batch_size=1"]
 MICROBATCHES = 3  # per rank, of 12
 
 
@@ -77,7 +77,7 @@ def test_quantized_collectives_send_fewer_bytes(pool: WarmPool, what: str) -> No
 
 
 def train_losses(pool: WarmPool, *words: str) -> list[float]:
-    words = ("cluster.workers=2", "parallel.zero=3", "train.steps=6", "train.warmup=1", *words)
+    words = ("cluster.workers=2", "parallel.zero=3", "train.steps=6", "lr_scheduler.warmup_steps=1", *words)
     return [step["train/loss"] for step in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
 
 

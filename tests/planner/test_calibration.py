@@ -20,7 +20,7 @@ from raytrain_hpc.planner.workload import make_workload
 
 @pytest.mark.parametrize("true", [Calibration(0.3, 5e-4, 0.7, 0.2), Calibration(0.8, 2e-5, 0.1, 0.6)])
 def test_refit_recovers_a_calibration_from_its_predictions(true: Calibration) -> None:
-    config = load_config(None, ["model.preset=llama3_8b", "train.global_batch=256", "train.dtype=bf16"])
+    config = load_config(None, ["model.preset=llama3_8b", "train.global_batch_size=256", "train.dtype=bf16"])
     spec, cluster = (
         resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len),
         make_machine("h100", 2, 8),

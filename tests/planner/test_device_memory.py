@@ -10,6 +10,7 @@ from raytrain_hpc.bench.device import (
     BASE_OVERRIDES,
     BF16,
     BF16_COMPILED,
+    FP32,
     FULL_RECOMPUTE,
     GPT2,
     LLAMA,
@@ -25,19 +26,19 @@ DROPOUT = ("model.dropout=0.1",)
 # Settings, peak GiB allocated by torch, seconds per step: torch 2.11, CUDA 13.0, one process.
 MEASURED = {
     "llama, compiled": ((*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE), 50.14, 0.5395),
-    "llama, compiled, 8": ((*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, "train.micro_batch=8"), 74.40, 0.5202),
+    "llama, compiled, 8": ((*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, "train.micro_batch_size=8"), 74.40, 0.5202),
     "llama, compiled, selective": ((*LLAMA, *BF16_COMPILED, *SELECTIVE_RECOMPUTE), 41.07, 0.5526),
     "llama, compiled, full": ((*LLAMA, *BF16_COMPILED, *FULL_RECOMPUTE), 29.54, 0.6440),
-    "llama": ((*LLAMA, *BF16, *NO_RECOMPUTE, "train.micro_batch=2"), 47.47, 0.7126),
-    "llama, selective": ((*LLAMA, *BF16, *SELECTIVE_RECOMPUTE, "train.micro_batch=2"), 40.03, 0.8203),
-    "llama, full": ((*LLAMA, *BF16, *FULL_RECOMPUTE, "train.micro_batch=2"), 33.77, 0.8564),
+    "llama": ((*LLAMA, *BF16, *NO_RECOMPUTE, "train.micro_batch_size=2"), 47.47, 0.7126),
+    "llama, selective": ((*LLAMA, *BF16, *SELECTIVE_RECOMPUTE, "train.micro_batch_size=2"), 40.03, 0.8203),
+    "llama, full": ((*LLAMA, *BF16, *FULL_RECOMPUTE, "train.micro_batch_size=2"), 33.77, 0.8564),
     "gpt2, compiled": ((*GPT2, *BF16_COMPILED, *NO_RECOMPUTE), 11.63, 0.0844),
     "gpt2, compiled, selective": ((*GPT2, *BF16_COMPILED, *SELECTIVE_RECOMPUTE), 9.78, 0.0872),
     "gpt2, compiled, dropout": ((*GPT2, *BF16_COMPILED, *NO_RECOMPUTE, *DROPOUT), 11.79, 0.0978),
     "gpt2": ((*GPT2, *BF16, *NO_RECOMPUTE), 18.05, 0.1191),
     "gpt2, selective": ((*GPT2, *BF16, *SELECTIVE_RECOMPUTE), 16.19, 0.1750),
-    "gpt2, fp32": ((*GPT2, *NO_RECOMPUTE, "train.micro_batch=8"), 12.76, 0.6663),
-    "gpt2, fp32, full": ((*GPT2, *FULL_RECOMPUTE, "train.micro_batch=8"), 8.54, 0.7866),
+    "gpt2, fp32": ((*GPT2, *FP32, *NO_RECOMPUTE, "train.micro_batch_size=8"), 12.76, 0.6663),
+    "gpt2, fp32, full": ((*GPT2, *FP32, *FULL_RECOMPUTE, "train.micro_batch_size=8"), 8.54, 0.7866),
 }
 
 

@@ -16,7 +16,7 @@ from raytrain_hpc.planner.flops import compute_flops_per_token
     [
         {},
         {"num_kv_heads": 2, "tie_embeddings": False, "ffn_size": 200},
-        {"activation": "gelu", "norm": "layernorm", "positions": "learned", "bias": True},
+        {"activation": "gelu", "norm": "layernorm", "position_embedding": "learned", "bias": True},
     ],
 )
 def test_torch_counts_the_same_operations(keys: dict):
@@ -36,6 +36,8 @@ def test_presets_have_the_expected_parameters_and_flops(preset: str):
     with torch.device("meta"):
         decoder, tokens = Decoder(spec), torch.zeros(1, 32, dtype=torch.int64)
     assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.count_parameters()
+    if spec.num_experts:
+        return  # which experts work depends on values, which the meta device lacks
     with FlopCounterMode(display=False) as counter:
         loss_sum(decoder(tokens), tokens).backward()
     assert counter.get_total_flops() == compute_flops_per_token(spec, 32, causal=False) * tokens.numel()

@@ -37,14 +37,14 @@ LAYOUTS = [
 
 
 def make_test_workload(*overrides: str) -> Workload:
-    config = load_config(None, ["train.seq_len=64", "train.global_batch=32", *overrides])
+    config = load_config(None, ["train.seq_len=64", "train.global_batch_size=32", *overrides])
     return make_workload(config, resolve_model_spec(config.model, vocab_size=256, seq_len=64))
 
 
 # In one case gradients dominate the traffic, in the other what pipeline stages send.
 WORKLOADS = {
     "wide": (make_test_workload("model.hidden_size=256"), Batching(32, 1)),
-    "long": (make_test_workload("train.global_batch=65536"), Batching(4096, 16)),
+    "long": (make_test_workload("train.global_batch_size=65536"), Batching(4096, 16)),
 }
 
 
@@ -135,7 +135,7 @@ def test_context_parallel_ranks_form_a_ring_over_adjacent_nodes() -> None:
 
 
 def test_thousands_of_devices_are_placed() -> None:
-    config = load_config(None, ["model.preset=llama3_70b", "train.global_batch=2048", "train.dtype=bf16"])
+    config = load_config(None, ["model.preset=llama3_70b", "train.global_batch_size=2048", "train.dtype=bf16"])
     workload = make_workload(config, resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len))
     layout = Layout(dp_shard=64, pp=8, tp=8, zero=1)
     sites = [Site(f"rack {node // 32:02}", f"node {node:03}") for node in range(512) for _ in range(8)]

@@ -42,8 +42,8 @@ MODELS = {
     8.86: ["model.hidden_size=4096", "model.num_layers=32", "model.ffn_size=14336", "model.tie_embeddings=false"],
 }
 SEARCH_OVERRIDES = [
-    *("model.num_heads=32", "model.vocab_size=131072", "train.seq_len=4096", "train.global_batch=256"),
-    *("train.dtype=bf16", "parallel.schedule=1f1b", "parallel.recompute=none", "parallel.zero=[0,1]"),
+    *("model.num_heads=32", "model.vocab_size=131072", "train.seq_len=4096", "train.global_batch_size=256"),
+    *("train.dtype=bf16", "parallel.pp_schedule=1f1b", "parallel.activation_checkpointing=none", "parallel.zero=[0,1]"),
     *("parallel.cp=1", "parallel.ep=1", "parallel.tp=auto", "parallel.pp=auto"),
 ]
 
@@ -68,11 +68,11 @@ def make_config(size: float) -> Config:
 @cache
 def build_rows() -> list[Row]:
     rows = []
-    for size, nodes, mfu, dp, tp, pp, grad_acc, micro_batch, zero in ULTRASCALE:
+    for size, nodes, mfu, dp, tp, pp, grad_acc, micro_batch_size, zero in ULTRASCALE:
         config, cluster = make_config(size), make_machine("h100", nodes, 8)
         spec = resolve_model_spec(config.model, vocab_size=None, seq_len=4096)
         estimates = rank_layouts(config, spec, cluster, Calibration(), build_search_space(config, has_accelerator=True))
-        best = (dp, tp, pp, grad_acc, micro_batch, zero)
+        best = (dp, tp, pp, grad_acc, micro_batch_size, zero)
         [published] = [published for published in estimates if get_coordinates(published) == best]
         fitting = [estimate for estimate in estimates if estimate.fits]
         cost = CostModel(make_workload(config, spec), cluster, Calibration())
@@ -146,21 +146,21 @@ def test_another_published_table_is_predicted_without_recalibration() -> None:
             f"parallel.pp={pp}",
             "parallel.zero=0",
             "parallel.cp=1",
-            "parallel.recompute=full",
+            "parallel.activation_checkpointing=full",
         ]
         architecture = [
             "model.activation=gelu",
-            "model.positions=learned",
+            "model.position_embedding=learned",
             "model.norm=layernorm",
             "model.vocab_size=51200",
         ]
-        data = [f"train.global_batch={batch}", "train.seq_len=2048", "train.dtype=bf16"]
+        data = [f"train.global_batch_size={batch}", "train.seq_len=2048", "train.dtype=bf16"]
         config, cluster = (
             load_config(None, [*size_overrides, *parallel_overrides, *architecture, *data]),
             make_machine("a100", gpus // 8, 8),
         )
         spec = resolve_model_spec(config.model, vocab_size=None, seq_len=2048)
-        best = rank_layouts(config, spec, cluster, Calibration(), {"micro_batch": [1, 2, 4, 8]})[0]
+        best = rank_layouts(config, spec, cluster, Calibration(), {"micro_batch_size": [1, 2, 4, 8]})[0]
         # 96 B s L h^2 (1 + s/6h + V/16Lh), as the paper counts.
         flops = 96 * batch * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
         errors.append(flops / best.step_s / gpus / 1e12 / published - 1)

@@ -18,7 +18,7 @@ from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 from raytrain_hpc.planner.search import rank_layouts
 from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 
-LLAMA = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch=256", "train.dtype=bf16"]
+LLAMA = ["model.preset=llama3_8b", "train.seq_len=8192", "train.global_batch_size=256", "train.dtype=bf16"]
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 
@@ -35,45 +35,45 @@ def test_layouts_that_fit_come_first_sorted_by_step_time() -> None:
     assert seconds == sorted(seconds)
     for row in rows:
         assert row["fits"] == (row["memory_gib"] <= DEVICES["h100"].memory_gib)
-        assert row["micro_batch"] * row["grad_acc"] * row["dp_replicate"] * row["dp_shard"] >= 256
+        assert row["micro_batch_size"] * row["grad_acc"] * row["dp_replicate"] * row["dp_shard"] >= 256
 
 
 def test_every_layout_can_be_trained() -> None:
     """The checks of a run accept each layout. Every fortieth is also parsed from overrides, as a user writes them."""
     config = load_config(None, LLAMA)
     for index, row in enumerate(
-        plan_layouts(*LLAMA, "parallel.schedule=auto", nodes=2, gpus_per_node=4, device="h100")
+        plan_layouts(*LLAMA, "parallel.pp_schedule=auto", nodes=2, gpus_per_node=4, device="h100")
     ):
         assert row["dp_replicate"] * row["dp_shard"] * row["tp"] * row["cp"] * row["pp"] == 8
-        chosen = {key: row[key] for key in (*AXES, "ep", "zero", "schedule", "recompute")}
+        chosen = {key: row[key] for key in (*AXES, "ep", "zero", "pp_schedule", "activation_checkpointing")}
         config.parallel = replace(config.parallel, **chosen)
-        config.train = replace(config.train, micro_batch=row["micro_batch"])
+        config.train = replace(config.train, micro_batch_size=row["micro_batch_size"])
         if index % 40 == 0:
             overrides = [f"parallel.{key}={value}" for key, value in chosen.items()]
-            parsed = load_config(None, [*LLAMA, *overrides, f"train.micro_batch={row['micro_batch']}"])
+            parsed = load_config(None, [*LLAMA, *overrides, f"train.micro_batch_size={row['micro_batch_size']}"])
             assert (parsed.parallel, parsed.train) == (config.parallel, config.train)
         batching = resolve_batching(config, resolve_layout(config, 8))
-        assert batching.size == row["micro_batch"]
+        assert batching.size == row["micro_batch_size"]
 
 
 def test_no_legal_layout_is_left_out() -> None:
     """Against all combinations of small numbers."""
-    overrides = ["model.num_layers=4", "model.num_heads=4", "train.global_batch=6", "train.seq_len=4096"]
+    overrides = ["model.num_layers=4", "model.num_heads=4", "train.global_batch_size=6", "train.seq_len=4096"]
     planned = {
-        (row["tp"], row["pp"], row["cp"], row["zero"], row["dp_shard"], row["micro_batch"])
+        (row["tp"], row["pp"], row["cp"], row["zero"], row["dp_shard"], row["micro_batch_size"])
         for row in plan_layouts(*overrides, "train.dtype=bf16", nodes=1, gpus_per_node=4, device="h100")
         if row["zero"] in (0, 1)
     }
     expected = set()
-    for tp, pp, cp, zero, micro_batch in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (0, 1), (1, 2, 3, 6)):
+    for tp, pp, cp, zero, micro_batch_size in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (0, 1), (1, 2, 3, 6)):
         parallel = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.cp={cp}", f"parallel.zero={zero}"]
         try:
-            config = load_config(None, [*overrides, *parallel, f"train.micro_batch={micro_batch}"])
+            config = load_config(None, [*overrides, *parallel, f"train.micro_batch_size={micro_batch_size}"])
             layout = resolve_layout(config, 4)
             resolve_batching(config, layout)
         except LayoutError:
             continue
-        expected.add((tp, pp, cp, zero, layout.dp_shard, micro_batch))
+        expected.add((tp, pp, cp, zero, layout.dp_shard, micro_batch_size))
     assert planned == expected
 
 
@@ -82,9 +82,9 @@ def test_set_values_are_kept_and_lists_are_chosen_from() -> None:
         *LLAMA, "parallel.tp=[2,4]", "parallel.pp=2", "parallel.zero=1", nodes=1, gpus_per_node=8, device="h100"
     )
     assert {row["tp"] for row in rows} == {2, 4}
-    assert {(row["pp"], row["zero"], row["recompute"] in ("none", "selective", "full")) for row in rows} == {
-        (2, 1, True)
-    }
+    assert {
+        (row["pp"], row["zero"], row["activation_checkpointing"] in ("none", "selective", "full")) for row in rows
+    } == {(2, 1, True)}
 
 
 def test_replicas_are_chosen_from_a_list() -> None:
@@ -104,7 +104,7 @@ def test_on_cpus_only_auto_settings_are_chosen() -> None:
 
 
 def test_an_applied_choice_leaves_nothing_to_choose() -> None:
-    config = load_config(None, [*LLAMA, "parallel.tp=[2]", "parallel.zero=[3]", "train.micro_batch=[1]"])
+    config = load_config(None, [*LLAMA, "parallel.tp=[2]", "parallel.zero=[3]", "train.micro_batch_size=[1]"])
     spec = resolve_model_spec(config.model, vocab_size=None, seq_len=8192)
     best = rank_layouts(
         config, spec, make_machine("h100", 1, 8), Calibration(), build_search_space(config, has_accelerator=True)
@@ -113,7 +113,8 @@ def test_an_applied_choice_leaves_nothing_to_choose() -> None:
     assert resolve_layout(chosen, 8) == best.choice.layout
     assert resolve_batching(chosen, best.choice.layout) == best.choice.batching
     assert (
-        chosen.parallel.recompute == best.choice.recompute and build_search_space(chosen, has_accelerator=False) == {}
+        chosen.parallel.activation_checkpointing == best.choice.recompute
+        and build_search_space(chosen, has_accelerator=False) == {}
     )
     assert (config.parallel.zero, config.auto_choices["parallel.tp"]) == (3, [2]), "the config itself is unchanged"
 
@@ -122,7 +123,11 @@ def test_an_applied_choice_leaves_nothing_to_choose() -> None:
     ("overrides", "options", "named"),
     [
         (["parallel.tp=3"], {"nodes": 1, "gpus_per_node": 8}, "parallel.tp"),
-        (["train.global_batch=4", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1"], {"nodes": 8}, "global_batch"),
+        (
+            ["train.global_batch_size=4", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1"],
+            {"nodes": 8},
+            "global_batch_size",
+        ),
         ([], {"nodes": 2, "workers": 5}, "workers"),
         ([], {"device": "h1000"}, "known: a100"),
         ([], {"device": "h100", "across": "string"}, "known: nvlink3"),
@@ -136,7 +141,8 @@ def test_impossible_requests_name_the_setting_to_change(
 
 
 @pytest.mark.parametrize(
-    "word", ["parallel.tp=[0,1]", "parallel.tp=[]", "parallel.tp=[a]", "parallel.schedule=[zbv,x]", "parallel.zero=[4]"]
+    "word",
+    ["parallel.tp=[0,1]", "parallel.tp=[]", "parallel.tp=[a]", "parallel.pp_schedule=[zbv,x]", "parallel.zero=[4]"],
 )
 def test_list_entries_are_validated_like_single_values(word: str) -> None:
     with pytest.raises(ConfigError, match=word.split("=")[0]):
@@ -157,7 +163,7 @@ class TestStrategies:
         best = plan_layouts(
             "model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", nodes=1, gpus_per_node=1
         )[0]
-        assert (best["zero"], best["recompute"], best["offload"]) == (0, "none", "none")
+        assert (best["zero"], best["activation_checkpointing"], best["offload"]) == (0, "none", "none")
 
     def test_one_device_that_does_not_hold_the_model_offloads(self) -> None:
         overrides = [*LLAMA, "model.num_layers=24", "model.vocab_size=32000", "train.seq_len=2048"]  # 5.5 B parameters
@@ -177,7 +183,7 @@ class TestStrategies:
         assert slow["pp"] * slow["tp"] > fast["pp"] * fast["tp"]
 
     def test_a_small_model_needs_no_model_parallelism(self) -> None:
-        overrides = ["model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", "train.global_batch=512"]
+        overrides = ["model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024", "train.global_batch_size=512"]
         best = plan_layouts(*overrides, nodes=1, gpus_per_node=8, device="h100")[0]
         assert best["tp"] == best["pp"] == best["cp"] == 1
 

@@ -14,7 +14,13 @@ LAYOUTS = {
     },
 }
 # Dropout on; 12 sequences in 6 microbatches of two: five ranks get 1, 1, 1, 1, 2 of them, four 1, 2, 1, 2.
-BASE = ["model.dropout=0.1", "train.micro_batch=2", f"train.steps={STEPS}", "train.warmup=5", "train.lr=1e-3"]
+BASE = [
+    "model.dropout=0.1",
+    "train.micro_batch_size=2",
+    f"train.steps={STEPS}",
+    "lr_scheduler.warmup_steps=5",
+    "optimizer.lr=1e-3",
+]
 LOSS_BOUND = {"fp64": 1e-12, "fp32": 1e-6}
 NORM_BOUND = {dtype: 10 * bound for dtype, bound in LOSS_BOUND.items()}
 
@@ -42,7 +48,9 @@ def main() -> None:
     pool = WarmPool()
     for dtype in LOSS_BOUND:
         reference = run_curve(pool, f"train.dtype={dtype}")
-        difference = relative_difference(run_curve(pool, f"train.dtype={dtype}", "train.micro_batch=12"), reference)
+        difference = relative_difference(
+            run_curve(pool, f"train.dtype={dtype}", "train.micro_batch_size=12"), reference
+        )
         print(
             f"{dtype}  1 microbatch of 12, not 6 of 2   loss {difference[0]:.1e}  norm {difference[1]:.1e}", flush=True
         )

@@ -40,7 +40,7 @@ def test_layout_has_the_loss_curve_of_one_process(pool: WarmPool, single_process
 @pytest.mark.parametrize("dtype", LOSS_BOUND)
 def test_gradient_accumulation_equals_one_large_microbatch(pool: WarmPool, single_process, dtype: str) -> None:
     loss, norm = relative_difference(
-        run_curve(pool, f"train.dtype={dtype}", "train.micro_batch=12", first=FIRST), single_process[dtype]
+        run_curve(pool, f"train.dtype={dtype}", "train.micro_batch_size=12", first=FIRST), single_process[dtype]
     )
     assert loss <= LOSS_BOUND[dtype]
     assert norm <= NORM_BOUND[dtype]

@@ -20,11 +20,11 @@ STEPS = 6
 # 12 sequences in 6 microbatches, so that five ranks get 1, 1, 1, 1, 2; clipping and dropout on, odd sizes.
 BASE = [
     "train.deterministic=elastic",
-    "train.micro_batch=2",
-    "train.lr=3e-3",
+    "train.micro_batch_size=2",
+    "optimizer.lr=3e-3",
     f"train.steps={STEPS}",
-    "train.eval_every=3",
-    "train.grad_clip=0.5",
+    "eval.interval=3",
+    "train.max_grad_norm=0.5",
     "model.dropout=0.1",
     "model.vocab_size=65",
     "model.ffn_size=50",
@@ -42,7 +42,7 @@ LAYOUTS = {
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
     "zero2-3": ["cluster.workers=3", "parallel.zero=2"],
     "zero3-4": ["cluster.workers=4", "parallel.zero=3"],
-    "zero3-5, recompute": ["cluster.workers=5", "parallel.zero=3", "parallel.recompute=full"],
+    "zero3-5, recompute": ["cluster.workers=5", "parallel.zero=3", "parallel.activation_checkpointing=full"],
     "hsdp2-2x2": ["cluster.workers=4", "parallel.zero=2", "parallel.dp_replicate=2", "parallel.dp_shard=2"],
 }
 
@@ -54,7 +54,7 @@ OTHER_AXES = {
     "tp: zero3-2": ["cluster.workers=4", "parallel.zero=3"],
     "cp: ddp-2": ["cluster.workers=4"],
     "cp: zero2-2": ["cluster.workers=4", "parallel.zero=2"],
-    "pp: ddp-3": ["cluster.workers=6", "parallel.schedule=gpipe"],
+    "pp: ddp-3": ["cluster.workers=6", "parallel.pp_schedule=gpipe"],
     "pp: zero3-2": ["cluster.workers=4", "parallel.zero=3"],
 }
 
@@ -97,7 +97,7 @@ def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, baseline, tm
         ("moe", [], "zero3-4"),
         ("moe", [], "ddp-3"),
         ("llama", ["train.dtype=bf16"], "ddp-5"),
-        ("llama", ["train.micro_batch=12"], "one microbatch"),
+        ("llama", ["train.micro_batch_size=12"], "one microbatch"),
         ("llama", ["parallel.tp=2"], "tp: ddp-3"),
         ("llama", ["parallel.tp=2"], "tp: zero3-2"),
         ("llama", ["parallel.cp=2"], "cp: ddp-2"),
@@ -131,7 +131,7 @@ def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, baseline,
     assert compute_digest(tmp_path) == digest
 
 
-@pytest.mark.parametrize("override", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.schedule=zbv"])
+@pytest.mark.parametrize("override", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.pp_schedule=zbv"])
 def test_options_that_are_not_exact_are_rejected(override: str) -> None:
     zero = ["parallel.zero=2"] if "quantize" in override else []
     overrides = ["model.num_experts=4", "cluster.workers=4", "parallel.pp=2", "model.num_layers=4", *zero]

@@ -21,7 +21,7 @@ from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
-OVERRIDES = ["train.steps=6", "train.micro_batch=2", "train.deterministic=elastic", "model.dropout=0.1"]
+OVERRIDES = ["train.steps=6", "train.micro_batch_size=2", "train.deterministic=elastic", "model.dropout=0.1"]
 LAYOUTS = {"replicas": ["parallel.zero=0"], "zero-1": ["parallel.zero=1"], "zero-3": ["parallel.zero=3"]}
 
 
@@ -123,7 +123,9 @@ def train_and_recall(rank: int, rendezvous: Any, spec: Any) -> tuple[list[dict[s
 
 def test_every_rank_remembers_the_evaluations_that_rank_0_reports(pool: WarmPool) -> None:
     """If rank 0 is lost before the driver has fetched its records, another rank supplies them, evaluations included."""
-    config = make_small_config(None, "cluster.workers=2", "train.steps=4", "train.eval_every=2", "train.micro_batch=2")
+    config = make_small_config(
+        None, "cluster.workers=2", "train.steps=4", "eval.interval=2", "train.micro_batch_size=2"
+    )
     (_, reported), (remembered, _) = pool.call(train_and_recall, 2, make_worker_spec(config, 2, steps_to=4))
     evaluations = [(metrics["step"], metrics["val/loss"]) for metrics in reported if "val/loss" in metrics]
     assert [step for step, _ in evaluations] == [2, 4]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
 
-EXACT = ["train.dtype=fp64", "model.dropout=0.2", "train.micro_batch=4"]
+EXACT = ["train.dtype=fp64", "model.dropout=0.2", "train.micro_batch_size=4"]
 
 
 def run_losses(pool: WarmPool, *overrides: str) -> list[float]:
@@ -20,7 +20,7 @@ def run_losses(pool: WarmPool, *overrides: str) -> list[float]:
 @pytest.mark.parametrize("layout", [[], ["cluster.workers=2", "parallel.zero=3"]])
 def test_recompute_keeps_the_losses(pool: WarmPool, policy: str, layout: list[str]) -> None:
     expected = run_losses(pool, *EXACT, *layout)
-    assert run_losses(pool, *EXACT, *layout, f"parallel.recompute={policy}") == expected
+    assert run_losses(pool, *EXACT, *layout, f"parallel.activation_checkpointing={policy}") == expected
 
 
 def test_compiled_blocks_keep_the_loss_curve(pool: WarmPool) -> None:
@@ -33,7 +33,7 @@ def test_compiled_blocks_keep_the_loss_curve(pool: WarmPool) -> None:
 
 
 def test_bf16_stays_near_fp32_under_every_layout(pool: WarmPool) -> None:
-    overrides = ["train.micro_batch=4", "train.steps=20", "train.lr=1e-3"]
+    overrides = ["train.micro_batch_size=4", "train.steps=20", "optimizer.lr=1e-3"]
     exact = run_losses(pool, *overrides)
     for layout in (["cluster.workers=1"], ["cluster.workers=2"], ["cluster.workers=2", "parallel.zero=3"]):
         rounded = run_losses(pool, *overrides, "train.dtype=bf16", *layout)
@@ -49,7 +49,7 @@ def test_bf16_keeps_the_state_in_fp32(pool: WarmPool, tmp_path: Path) -> None:
 
 def test_sgd_trains_without_optimizer_state(pool: WarmPool, tmp_path: Path) -> None:
     """SGD without momentum has no optimizer state, and reduces the loss."""
-    overrides = ["train.optimizer=sgd", "train.lr=0.5", "train.steps=30", "cluster.workers=2"]
+    overrides = ["optimizer.name=sgd", "optimizer.lr=0.5", "train.steps=30", "cluster.workers=2"]
     curve = [s["train/loss"] for s in get_step_metrics(pool.train(make_small_config(tmp_path, *overrides))[0])]
     assert curve[-1] < curve[0]
     manifest = json.loads((tmp_path / "checkpoints" / "step-00000030" / "manifest.json").read_text())
@@ -57,14 +57,20 @@ def test_sgd_trains_without_optimizer_state(pool: WarmPool, tmp_path: Path) -> N
 
 
 def test_nonfinite_loss_ends_the_run_before_a_checkpoint(pool: WarmPool, tmp_path: Path) -> None:
-    overrides = ["train.lr=1e30", "train.grad_clip=0", "train.warmup=0", "train.optimizer=sgd", "checkpoint.every=1"]
-    with pytest.raises(RankFailedError, match="not finite, twice; lower train.lr"):
+    overrides = [
+        "optimizer.lr=1e30",
+        "train.max_grad_norm=0",
+        "lr_scheduler.warmup_steps=0",
+        "optimizer.name=sgd",
+        "checkpoint.interval=1",
+    ]
+    with pytest.raises(RankFailedError, match="not finite, twice; lower optimizer.lr"):
         pool.train(make_small_config(tmp_path, *overrides))
 
 
 @pytest.mark.parametrize(("profiler", "suffix"), [("torch", ".trace.json"), ("pyinstrument", ".html")])
 def test_profiler_covers_only_the_selected_ranks(pool: WarmPool, tmp_path: Path, profiler: str, suffix: str) -> None:
-    overrides = [f"observe.profile={profiler}", "observe.profile_ranks=[1]", "observe.profile_steps=[1,3]"]
+    overrides = [f"profiler.name={profiler}", "profiler.ranks=[1]", "profiler.steps=[1,3]"]
     pool.train(make_small_config(tmp_path, "cluster.workers=2", *overrides))
     assert [path.name for path in (tmp_path / "profile").iterdir()] == [f"rank-00001{suffix}"]
     assert (tmp_path / "profile" / f"rank-00001{suffix}").stat().st_size > 1000

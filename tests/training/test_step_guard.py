@@ -10,12 +10,12 @@ import pytest
 
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
 
-OVERRIDES = ["train.steps=6", "train.micro_batch=2", "model.dropout=0.1"]
+OVERRIDES = ["train.steps=6", "train.micro_batch_size=2", "model.dropout=0.1"]
 LAYOUTS = {
     "ddp-2": ["cluster.workers=2"],
     "zero3-3": ["cluster.workers=3", "parallel.zero=3"],
     "pp-2": ["cluster.workers=2", "parallel.pp=2"],
-    "moe": ["cluster.workers=2", "model.num_experts=4", "model.balance=bias"],
+    "moe": ["cluster.workers=2", "model.num_experts=4", "model.load_balancing=bias"],
 }
 
 
@@ -41,14 +41,14 @@ def test_nan_that_does_not_recur_keeps_the_loss_curve(pool: WarmPool, tmp_path: 
 
 def test_nan_that_recurs_ends_the_run(pool: WarmPool, tmp_path: Path) -> None:
     with pytest.raises(
-        RankFailedError, match=r"step 4: loss nan .* not finite, twice; lower train.lr.*fault.on_nan=skip"
+        RankFailedError, match=r"step 4: loss nan .* not finite, twice; lower optimizer.lr.*fault.on_nan=skip"
     ):
         run_records(pool, tmp_path, "cluster.workers=2", times=2)
 
 
 def test_nan_that_recurs_is_skipped_with_an_incident(pool: WarmPool, tmp_path: Path) -> None:
     """A skipped step leaves the state unchanged, and training continues from it."""
-    overrides = ["cluster.workers=2", "fault.on_nan=skip", "checkpoint.every=1", "checkpoint.keep=0"]
+    overrides = ["cluster.workers=2", "fault.on_nan=skip", "checkpoint.interval=1", "checkpoint.keep=0"]
     records = run_records(pool, tmp_path, *overrides, times=2)
     losses = get_losses(records)
     assert len(losses) == 6 and isnan(losses[3]) and all(map(isfinite, losses[:3] + losses[4:]))
@@ -90,7 +90,13 @@ def test_bad_steps_in_a_row_end_the_run(pool: WarmPool, tmp_path: Path) -> None:
 
 def test_loss_spike_is_detected_from_recent_losses(pool: WarmPool, tmp_path: Path) -> None:
     """A spike that does not recur changes nothing. One that recurs is skipped, also after a resume."""
-    overrides = [*OVERRIDES, "cluster.workers=2", "train.steps=44", "fault.spike_deviations=8", "fault.on_nan=skip"]
+    overrides = [
+        *OVERRIDES,
+        "cluster.workers=2",
+        "train.steps=44",
+        "fault.loss_spike_deviations=8",
+        "fault.on_nan=skip",
+    ]
     undisturbed = pool.train(make_small_config(tmp_path / "a", *overrides))[0]
     once = pool.train(
         make_small_config(tmp_path / "b", *overrides, f"fault.inject=[{format_faults((40, 1), kind='spike')}]")
@@ -111,7 +117,7 @@ def test_loss_spike_is_detected_from_recent_losses(pool: WarmPool, tmp_path: Pat
 def test_spike_detection_may_change_between_checkpoints(pool: WarmPool, tmp_path: Path) -> None:
     """A checkpoint without recent losses resumes with spike detection, and one with them resumes without it."""
     without, detecting = (
-        make_small_config(tmp_path, *OVERRIDES, f"fault.spike_deviations={deviations}") for deviations in (0, 6)
+        make_small_config(tmp_path, *OVERRIDES, f"fault.loss_spike_deviations={deviations}") for deviations in (0, 6)
     )
     pool.train(without, steps_to=2)
     pool.train(detecting, resume_step=2, steps_to=4)

@@ -60,7 +60,7 @@ def test_step_starts_at_the_end_of_the_previous_one(monkeypatch: pytest.MonkeyPa
 def test_replica_check_counts_but_checkpoints_and_evaluations_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = ["train.steps=5", "fault.compare_every=2", "checkpoint.every=3", "train.eval_every=1"]
+    overrides = ["train.steps=5", "fault.replica_check_interval=2", "checkpoint.interval=3", "eval.interval=1"]
     clock = Clock(monkeypatch)
     for (owner, name), seconds in DURATIONS.items():
         clock.slow_down(monkeypatch, owner, name, seconds)

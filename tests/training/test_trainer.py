@@ -35,7 +35,7 @@ def record_calls(trainer: Trainer, calls: list[str]) -> None:
 
 
 def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path) -> None:
-    config = make_small_config(tmp_path, "train.eval_every=1", "checkpoint.every=0", "fault.compare_every=100")
+    config = make_small_config(tmp_path, "eval.interval=1", "checkpoint.interval=0", "fault.replica_check_interval=100")
     spec, control, calls = make_worker_spec(config, 1, steps_to=3), ControlChannel(), []
     trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
     record_calls(trainer, calls)
@@ -52,7 +52,7 @@ def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path) -
 
 @pytest.mark.parametrize("checkpoint_pending", [False, True])
 def test_stop_during_a_pending_evaluation_saves_once(tmp_path: Path, checkpoint_pending: bool) -> None:
-    config = make_small_config(tmp_path, "train.eval_every=1", "checkpoint.every=0")
+    config = make_small_config(tmp_path, "eval.interval=1", "checkpoint.interval=0")
     spec, control, calls = make_worker_spec(config, 1, steps_to=3), ControlChannel(), []
     spec = replace(spec, pending_eval_metrics={"step": 0}, has_pending_checkpoint=checkpoint_pending)
     trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
@@ -81,7 +81,7 @@ def build_normalized_bigram(config: Config) -> nn.Module:
 
 def test_running_statistics_stay_equal_on_all_ranks_after_a_skipped_step(pool: WarmPool, tmp_path: Path) -> None:
     faults = ", ".join(["{kind: nan, rank: 1, step: 2}"] * 2)
-    overrides = ["cluster.workers=2", "fault.on_nan=skip", "checkpoint.every=1", f"fault.inject=[{faults}]"]
+    overrides = ["cluster.workers=2", "fault.on_nan=skip", "checkpoint.interval=1", f"fault.inject=[{faults}]"]
     custom = CustomModel(build_normalized_bigram, custom_module.loss)
     records = pool.train(make_small_config(tmp_path, *overrides), custom=custom)[0]  # compares replicas every step
     assert len(get_step_metrics(records)) == 5

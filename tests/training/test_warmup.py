@@ -19,9 +19,9 @@ SETTINGS = {
     "tensor and pipeline ranks": ["parallel.tp=2", "parallel.pp=2", "cluster.workers=4"],
     "faults, a profile, recent losses": [
         "fault.inject=[{kind: exception, rank: 0, step: 1}]",
-        "observe.profile=torch",
-        "observe.profile_steps=[0, 1]",
-        "fault.spike_deviations=6",
+        "profiler.name=torch",
+        "profiler.steps=[0, 1]",
+        "fault.loss_spike_deviations=6",
     ],
     "a long sequence, a large vocabulary": ["train.seq_len=4096", "model.vocab_size=100000"],
 }

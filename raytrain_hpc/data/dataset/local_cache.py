@@ -37,8 +37,8 @@ def copy_to_local_cache(source: Location, manifest: Manifest, cache_dir: Path) -
     except OSError as error:
         size = sum(shard.bytes for shard in shards) / 2**30
         raise DataError(
-            f"data.preload={cache_dir}: cannot be written ({error.strerror or error}); "
-            f"free {size:.2f} GiB for the dataset, choose another directory, or leave data.preload empty"
+            f"data.local_cache={cache_dir}: cannot be written ({error.strerror or error}); "
+            f"free {size:.2f} GiB for the dataset, choose another directory, or leave data.local_cache empty"
         ) from error
     return target
 

@@ -79,7 +79,7 @@ class BlockStream(Stream):
     def __init__(self, local: LocalStream, source: BlockSource, log: Callable[[str], None]):
         """Deliver from `source`, else from `local`; `log` receives a line when delivery starts and when it ends."""
         self._local, self._source, self._log = local, source, log
-        self.micro_batch = local.micro_batch
+        self.micro_batch_size = local.micro_batch_size
         self._is_disconnected = False
         self.num_delivered = 0  # groups received as blocks
 
@@ -100,7 +100,7 @@ class BlockStream(Stream):
             if not self.num_delivered:
                 self._log(f"data: readers deliver from step {steps_in_group.start + 1} on")
             self.num_delivered += 1
-            yield from block.split(max_microbatches * self.micro_batch)
+            yield from block.split(max_microbatches * self.micro_batch_size)
 
     def _get_block(self, group: int) -> Block | None:
         try:

@@ -183,7 +183,7 @@ def start_feeder(spec: StreamSpec, plan: BlockPlan) -> Any:
     data = spec.data
     # Half of the budget for blocks being read, half for blocks that wait to be fetched.
     return Feeder.options(scheduling_strategy=strategy).remote(  # type: ignore[attr-defined]
-        spec, plan, data.readers, (data.ahead_mib << 20) // 2
+        spec, plan, data.num_readers, (data.prefetch_mib << 20) // 2
     )
 
 

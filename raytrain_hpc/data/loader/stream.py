@@ -112,7 +112,7 @@ class Block:
 class Stream(ABC):
     """Source of the microbatches of a rank."""
 
-    micro_batch: int
+    micro_batch_size: int
 
     @abstractmethod
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
@@ -124,7 +124,7 @@ class Stream(ABC):
     def iter_microbatches(self, steps: range, microbatches: range) -> Generator[Microbatch, None, None]:
         """Yield the logical `microbatches` of each step one by one."""
         for block in self.iter_blocks(steps, microbatches, MAX_LOCATED_SAMPLES):
-            yield from block.split_microbatches(self.micro_batch)
+            yield from block.split_microbatches(self.micro_batch_size)
 
 
 class LocalStream(Stream):
@@ -137,14 +137,16 @@ class LocalStream(Stream):
         mixtures: Sequence[Mixture],
         packing: Packing,
         *,
-        global_batch: int,
-        micro_batch: int,
+        global_batch_size: int,
+        micro_batch_size: int,
     ):
-        """Validate the batch sizes, in sequences. Raises DataError if `micro_batch` does not divide `global_batch`."""
-        if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
-            raise DataError(f"train.micro_batch={micro_batch}: must divide train.global_batch={global_batch}")
+        """Validate the batch sizes, in sequences. Raises DataError if the global one is no multiple of the other."""
+        if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % micro_batch_size:
+            raise DataError(
+                f"train.micro_batch_size={micro_batch_size}: must divide train.global_batch_size={global_batch_size}"
+            )
         self._dataset, self._sampler, self._mixtures, self._packing = dataset, sampler, tuple(mixtures), packing
-        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
 
     @property
     def source_sizes(self) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ class LocalStream(Stream):
     @property
     def num_microbatches(self) -> int:
         """Number of logical microbatches per step, V."""
-        return self.global_batch // self.micro_batch
+        return self.global_batch_size // self.micro_batch_size
 
     def get_samples(self, step: int, microbatch: int) -> Ints:
         """Return the sample numbers, int64[b], of a logical microbatch in [0, V). Raises DataError if out of range."""
@@ -181,16 +183,16 @@ class LocalStream(Stream):
 
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
         """Implement `Stream.iter_blocks`: samples are located in large batches and read in smaller ones."""
-        max_read = max(1, MAX_READ_TOKENS // (self._packing.seq_len * self.micro_batch))
+        max_read = max(1, MAX_READ_TOKENS // (self._packing.seq_len * self.micro_batch_size))
         num_read = 1  # the consumer waits for the first read: start small, then double
         pairs = ((step, microbatch) for step in steps for microbatch in microbatches)
-        while batch := list(islice(pairs, max(1, MAX_LOCATED_SAMPLES // self.micro_batch))):
+        while batch := list(islice(pairs, max(1, MAX_LOCATED_SAMPLES // self.micro_batch_size))):
             samples, source, positions = self._locate(batch)
             first = 0
             while first < len(samples):
-                rows = slice(first, first + num_read * self.micro_batch)
+                rows = slice(first, first + num_read * self.micro_batch_size)
                 block = Block(samples[rows], self._read(source[rows], positions[rows]))
-                yield from block.split(max_microbatches * self.micro_batch)
+                yield from block.split(max_microbatches * self.micro_batch_size)
                 first, num_read = rows.stop, min(2 * num_read, max_read)
 
     def _list_samples(self, microbatches: Sequence[tuple[int, int]]) -> Ints:
@@ -199,8 +201,10 @@ class LocalStream(Stream):
         for step, microbatch in microbatches:
             if step < 0 or not 0 <= microbatch < count:
                 raise DataError(f"microbatch {microbatch} of step {step}: a step has microbatches 0..{count - 1}")
-        firsts = [step * self.global_batch + microbatch * self.micro_batch for step, microbatch in microbatches]
-        return np.array(firsts, dtype=np.int64)[:, None] + np.arange(self.micro_batch)
+        firsts = [
+            step * self.global_batch_size + microbatch * self.micro_batch_size for step, microbatch in microbatches
+        ]
+        return np.array(firsts, dtype=np.int64)[:, None] + np.arange(self.micro_batch_size)
 
     def _locate(self, microbatches: Sequence[tuple[int, int]]) -> tuple[Ints, Ints, Ints]:
         """Return number, source and position of every sample of (step, microbatch) pairs, int64[n] each."""
@@ -232,7 +236,7 @@ class LocalStream(Stream):
 
     def get_state(self, step: int) -> DataState:
         """Return the data state after `step` committed steps, with the mixture stages that have begun."""
-        dataset, sample = self._dataset, step * self.global_batch
+        dataset, sample = self._dataset, step * self.global_batch_size
         mixture = tuple(dict(source) for source in dataset.mixture)
         for index, source in enumerate(mixture):
             changes = [[m.first_sample, m.weights[index]] for m in self._mixtures[1:] if m.first_sample < sample]
@@ -242,7 +246,7 @@ class LocalStream(Stream):
 
     def get_resume_step(self, state: DataState) -> int:
         """Return the step to resume from a saved state. Raises DataError if data or global batch differ."""
-        step, remainder = divmod(state.next_sample, self.global_batch)
+        step, remainder = divmod(state.next_sample, self.global_batch_size)
         current_state = self.get_state(step)
         for name in ("dataset_hash", "mixture", "seed"):
             saved, current = getattr(state, name), getattr(current_state, name)
@@ -252,14 +256,14 @@ class LocalStream(Stream):
                 )
         if remainder:
             raise DataError(
-                f"data state: next_sample={state.next_sample} is not a multiple of train.global_batch="
-                f"{self.global_batch}; use the global batch of the run that saved it"
+                f"data state: next_sample={state.next_sample} is not a multiple of train.global_batch_size="
+                f"{self.global_batch_size}; use the global batch of the run that saved it"
             )
         return step
 
 
 def open_stream(
-    dataset: Dataset, data: DataConfig, *, seed: int, seq_len: int, global_batch: int, micro_batch: int
+    dataset: Dataset, data: DataConfig, *, seed: int, seq_len: int, global_batch_size: int, micro_batch_size: int
 ) -> LocalStream:
     """Open the training stream of a dataset. Raises DataError if a source has no sample or batch sizes are invalid."""
     packing = build_packing(data.packing, seq_len)
@@ -268,7 +272,9 @@ def open_stream(
     count = packing.count_start_positions if data.order == "random" else packing.count_samples
     mixtures = build_mixtures(dataset, data, seq_len)
     sampler = Sampler([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)
-    return LocalStream(dataset, sampler, mixtures, packing, global_batch=global_batch, micro_batch=micro_batch)
+    return LocalStream(
+        dataset, sampler, mixtures, packing, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
+    )
 
 
 def build_mixtures(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mixture]:
@@ -290,12 +296,12 @@ class StreamSpec:
     vocab_size: int
     seed: int
     seq_len: int
-    global_batch: int
-    micro_batch: int
+    global_batch_size: int
+    micro_batch_size: int
 
     def open_dataset(self) -> Dataset:
-        """Open the dataset, from the local cache if data.preload is set. Checksums were verified by the driver."""
-        cache_dir = Path(self.data.preload) if self.data.preload else None
+        """Open the dataset, from the local cache if data.local_cache is set. Checksums were verified by the driver."""
+        cache_dir = Path(self.data.local_cache) if self.data.local_cache else None
         return open_dataset(
             self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=cache_dir
         )
@@ -307,6 +313,6 @@ class StreamSpec:
             self.data,
             seed=self.seed,
             seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            micro_batch=self.micro_batch,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
         )

@@ -146,7 +146,7 @@ def _copy_with_file_size_limit(source: Path, into: Path) -> None:
     try:
         _copy_dataset(source, into)
     except DataError as error:
-        os._exit(7 if f"data.preload={into}: cannot be written" in str(error) else 8)
+        os._exit(7 if f"data.local_cache={into}: cannot be written" in str(error) else 8)
 
 
 def test_full_disk_is_reported_in_one_line(dataset: Path, tmp_path: Path) -> None:

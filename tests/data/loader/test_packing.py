@@ -35,7 +35,7 @@ def make_dataset(*arrays, weights=None):
 
 
 def make_stream(data, array, **changes):
-    settings = {"seed": 3, "seq_len": 16, "global_batch": 4, "micro_batch": 2}
+    settings = {"seed": 3, "seq_len": 16, "global_batch_size": 4, "micro_batch_size": 2}
     return open_stream(array if isinstance(array, Dataset) else make_dataset(array), data, **{**settings, **changes})
 
 
@@ -70,7 +70,7 @@ def test_padded_packing_gives_one_document_per_sample(tmp_path, masked):
         == build_packing("padded", 16).count_truncated(array, batch_size=2)
         == 3
     )  # above 17
-    stream = make_stream(DataConfig(packing="padded"), array, global_batch=9, micro_batch=3)
+    stream = make_stream(DataConfig(packing="padded"), array, global_batch_size=9, micro_batch_size=3)
     assert stream.source_sizes == (9,)
     for epoch in range(3):
         rows = [stream.read_microbatch(epoch, v) for v in range(3)]
@@ -106,7 +106,7 @@ def test_evaluation_counts_every_target_of_a_packing_once(tmp_path, name, batch)
 
 def test_mixture_of_masked_and_unmasked_sources(tmp_path):
     mixture = make_dataset(make_source(tmp_path / "a"), make_source(tmp_path / "b", masked=True))
-    stream = make_stream(DataConfig(), mixture, global_batch=1024, micro_batch=1024)
+    stream = make_stream(DataConfig(), mixture, global_batch_size=1024, micro_batch_size=1024)
     targets = stream.read_microbatch(0, 0).targets
     is_unmasked = (targets != IGNORE_INDEX).all(axis=1)
     assert is_unmasked.sum() == 512
@@ -121,7 +121,9 @@ def test_stages_change_weights_at_whole_blocks_and_lose_no_sample(tmp_path):
         StageConfig(from_tokens=16 * 1024 * 2 - 5, weights=[1, 3]),
         StageConfig(from_tokens=16 * 4000, weights=[0, 1]),
     ]
-    stream = make_stream(DataConfig(stages=stages, order="shuffle"), mixture, global_batch=1024, micro_batch=1024)
+    stream = make_stream(
+        DataConfig(stages=stages, order="shuffle"), mixture, global_batch_size=1024, micro_batch_size=1024
+    )
     sources, numbers = zip(*(stream._sampler.locate(stream.get_samples(step, 0)) for step in range(6)), strict=True)
     assert [int((block == 1).sum()) for block in sources] == [256, 256, 768, 768, 1024, 1024]
     for source in (0, 1):
@@ -133,7 +135,7 @@ def test_stages_change_weights_at_whole_blocks_and_lose_no_sample(tmp_path):
     assert stream.get_state(3).mixture[1] == {"dataset_hash": "h", "weight": 1.0, "changes": [[2048, 3]]}
     # A future stage can be changed, one that has begun cannot.
     changed_stream = make_stream(
-        DataConfig(stages=[*stages[:1]], order="shuffle"), mixture, global_batch=1024, micro_batch=1024
+        DataConfig(stages=[*stages[:1]], order="shuffle"), mixture, global_batch_size=1024, micro_batch_size=1024
     )
     assert changed_stream.get_resume_step(stream.get_state(4)) == 4
     with pytest.raises(DataError, match="mixture="):
@@ -146,7 +148,7 @@ def test_stages_change_weights_at_whole_blocks_and_lose_no_sample(tmp_path):
 def test_random_order_follows_the_stage_weights(tmp_path):
     mixture = make_dataset(make_source(tmp_path / "a"), make_source(tmp_path / "b", masked=True))
     data = DataConfig(order="random", stages=[StageConfig(from_tokens=16 * 1024, weights=[0, 1])])
-    stream = make_stream(data, mixture, global_batch=512, micro_batch=512)
+    stream = make_stream(data, mixture, global_batch_size=512, micro_batch_size=512)
     from_b = [float((stream.read_microbatch(step, 0).targets == IGNORE_INDEX).any(axis=1).mean()) for step in range(4)]
     assert 0.4 < from_b[0] < 0.6
     assert 0.4 < from_b[1] < 0.6

@@ -35,7 +35,7 @@ def make_dataset(num_tokens=100_001):
 
 def make_stream(dataset, **changes):
     data = DataConfig(order=changes.pop("order", "shuffle"), stages=changes.pop("stages", []))
-    settings = {"seed": 7, "seq_len": 16, "global_batch": 24, "micro_batch": 4}
+    settings = {"seed": 7, "seq_len": 16, "global_batch_size": 24, "micro_batch_size": 4}
     return open_stream(dataset, data, **{**settings, **changes})
 
 
@@ -53,9 +53,9 @@ def test_targets_follow_inputs_and_sample_numbers_are_global(order):
 
 @pytest.mark.parametrize("order", ["shuffle", "sequential"])
 def test_samples_of_a_step_do_not_depend_on_the_micro_batch_size(order):
-    single = make_stream(make_dataset(), order=order, micro_batch=24)
-    for micro_batch in (1, 2, 3, 8, 12):
-        split = make_stream(make_dataset(), order=order, micro_batch=micro_batch)
+    single = make_stream(make_dataset(), order=order, micro_batch_size=24)
+    for micro_batch_size in (1, 2, 3, 8, 12):
+        split = make_stream(make_dataset(), order=order, micro_batch_size=micro_batch_size)
         for step in (0, 259, 260, 10**9):
             parts = [split.read_microbatch(step, v).inputs for v in range(split.num_microbatches)]
             assert np.array_equal(np.concatenate(parts), single.read_microbatch(step, 0).inputs)
@@ -99,7 +99,7 @@ def test_data_state_round_trip_and_mismatch_errors():
     with pytest.raises(DataError, match="seed=7 was saved"):
         make_stream(make_dataset(), seed=8).get_resume_step(state)
     with pytest.raises(DataError, match="next_sample=288 is not a multiple"):
-        make_stream(make_dataset(), global_batch=20).get_resume_step(state)
+        make_stream(make_dataset(), global_batch_size=20).get_resume_step(state)
     with pytest.raises(DataError, match="not readable"):
         DataState.from_json({"seed": 1})
 
@@ -108,8 +108,8 @@ def test_invalid_microbatches_and_batch_sizes_raise():
     for step, v in ((-1, 0), (0, 6), (0, -1)):
         with pytest.raises(DataError, match=r"microbatches 0\.\.5"):
             make_stream(make_dataset()).read_microbatch(step, v)
-    with pytest.raises(DataError, match="micro_batch=5: must divide train.global_batch=24"):
-        make_stream(make_dataset(), micro_batch=5)
+    with pytest.raises(DataError, match="micro_batch_size=5: must divide train.global_batch_size=24"):
+        make_stream(make_dataset(), micro_batch_size=5)
     with pytest.raises(DataError, match="needs at least 17"):
         make_stream(make_dataset(16))
 
@@ -121,7 +121,7 @@ def test_mixture_reads_sources_in_the_given_proportion(tmp_path):
         prepare([tmp_path / f"{name}.txt"], tmp_path / name, shard_tokens=700)
     sources = [{"path": str(tmp_path / "a"), "weight": 3}, {"path": str(tmp_path / "b"), "weight": 1}]
     dataset = open_dataset(DataConfig(sources=[SourceConfig(**s) for s in sources]), seed=1)
-    s = pickle.loads(pickle.dumps(make_stream(dataset, global_batch=1024, micro_batch=256)))
+    s = pickle.loads(pickle.dumps(make_stream(dataset, global_batch_size=1024, micro_batch_size=256)))
     rows = np.concatenate([s.read_microbatch(2, v).inputs for v in range(4)])
     assert (rows == rows[:, :1]).all()  # no row mixes sources
     assert (rows[:, 0] == ord("a")).sum() == 768

@@ -1,0 +1,82 @@
+"""Settings of fault tolerance: section `fault` of the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_hpc.config.field import AUTO, Auto, Section, key
+
+FaultKind = Literal[
+    "kill",
+    "stop",
+    "hang",
+    "gil",
+    "exception",
+    "skip_collective",
+    "swap_collectives",
+    "nan",
+    "spike",
+    "bitflip",
+    "slow",
+    "node",
+]
+
+
+@dataclass
+class InjectConfig(Section):
+    """A fault to inject."""
+
+    kind: FaultKind = key(
+        "kill",
+        "kill: SIGKILL; stop: SIGSTOP; hang: infinite loop; gil: hold the interpreter lock forever; exception: raise; "
+        "skip_collective: skip one all-reduce; swap_collectives: reorder two of them; nan: a NaN gradient; spike: a "
+        "loss 100 times too high; bitflip: flip a bit of a weight after the step; slow: microbatches take three times "
+        "as long from then on; node: kill all Ray processes of the rank's node, which must not be the driver's.",
+    )
+    rank: int = key(0, "Rank that it hits, modulo the world size.", minimum=0)
+    step: int = key(1, "Step of the fault. It is injected once, even if the step is repeated.", minimum=1)
+
+
+@dataclass
+class FaultConfig(Section):
+    """Detection of failures, and reactions to them."""
+
+    stall_timeout: float | Auto = key(
+        AUTO,
+        "Seconds without progress after which a worker counts as failed; auto: nearly 3 steps, at least 0.8 s.",
+        above=0,
+    )
+    max_failures: int = key(
+        3, "Failures in a row, without a step beyond the furthest one, that a run survives.", minimum=0
+    )
+    on_nan: Literal["stop", "skip", "rollback"] = key(
+        "stop",
+        "Reaction to a non-finite step or a loss spike that persists when recomputed, at most max_failures in a row. "
+        "stop: end the run; skip: discard the update; rollback: restore the newest checkpoint and continue with the "
+        "next batch.",
+    )
+    loss_spike_deviations: float = key(
+        0.0,
+        "A loss this many standard deviations above the mean of the last 128 steps is a spike; 0: off. 6 is typical.",
+        minimum=0,
+    )
+    replica_check_interval: int = key(
+        100,
+        "Steps between bitwise comparisons of replicas, also made before every checkpoint; 0: never. A rank that "
+        "differs from the majority is replaced; the run restores the state of keep_verified_state or else the newest "
+        "checkpoint.",
+        minimum=0,
+    )
+    on_straggler: Literal["warn", "evict", "rebalance"] = key(
+        "warn",
+        "Reaction to a slow rank. warn: record an incident; evict: also replace it; rebalance: give it fewer "
+        "microbatches (data parallelism only). CPU workers only, so far.",
+    )
+    straggler_factor: float = key(
+        2.0, "A rank is slow if its compute time per step exceeds the others' median by this factor.", above=1
+    )
+    keep_verified_state: bool = key(
+        False, "Keep the last state that replicas agreed on in host memory, for replica_check_interval."
+    )
+    inject: list[InjectConfig] = key([], "Faults to inject, for tests: [{kind: kill, rank: 1, step: 10}, ...].")

@@ -1,0 +1,48 @@
+"""Recipes: complete configurations of known runs. They lie in conf/ and are installed with the package."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from raytrain_hpc.errors import ConfigError
+
+_CHECKOUT, _INSTALLED = Path(__file__).parents[2] / "conf", Path(__file__).parents[1] / "conf"
+
+
+def get_recipe_dir() -> Path:
+    """Return the directory of the recipes: that of an installed package, or conf/ of a source checkout."""
+    return _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return the recipes by name, in alphabetical order."""
+    return {path.stem: path for path in sorted(get_recipe_dir().glob("*.yaml"))}
+
+
+def find_recipe(source: str | Path) -> tuple[Path, str]:
+    """Return the YAML file that `source` names, by its path or as a recipe, and its name for messages.
+
+    An existing file wins over a recipe of the same name. Raises ConfigError if there is neither.
+    """
+    path, recipes = Path(source), list_recipes()
+    if path.exists():
+        return path, str(path)
+    if str(source) in recipes:
+        return recipes[str(source)], f"recipe {source}"
+    remedy = "No such file or recipe; `raytrain-hpc recipes` lists all recipes"
+    matches = [path.stem] if path.stem in recipes else difflib.get_close_matches(path.stem, recipes, n=1)
+    if matches:
+        remedy = f"No such file or recipe; did you mean the recipe {matches[0]}?"
+    raise ConfigError("config", str(source), "", remedy)
+
+
+def read_description(path: Path) -> str:
+    """Return the comment at the top of a recipe, without its `#` characters."""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# yaml-language-server:"):
+            lines.append(line.removeprefix("#").removeprefix(" "))
+    return "\n".join(lines).strip()

@@ -1,0 +1,89 @@
+"""Settings of training: sections `train`, `optimizer`, `lr_scheduler`, `eval` and `lora` of the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_hpc.config.field import AUTO, Auto, Section, key
+
+
+@dataclass
+class TrainConfig(Section):
+    """Length of training, batches and precision."""
+
+    steps: int = key(150, "Number of optimizer steps.", minimum=0)
+    seq_len: int = key(128, "Tokens per sequence.", minimum=1)
+    global_batch_size: int = key(32, "Sequences per step, over all workers.", minimum=1)
+    micro_batch_size: int | Auto = key(
+        AUTO,
+        "Sequences per forward pass; must divide global_batch_size. auto: the largest that gives every data-parallel "
+        "rank work. The number of microbatches per step, global_batch_size / micro_batch_size, is fixed for the "
+        "lifetime of a run.",
+        minimum=1,
+    )
+    dtype: Literal["fp32", "bf16", "fp64"] = key(
+        "fp32", "Compute type. bf16 keeps weights, optimizer state and gradient reduction in fp32."
+    )
+    deterministic: bool | Literal["elastic"] = key(
+        False,
+        "true: deterministic kernels, so that a layout gives the same bits in every run; elastic: also a fixed order "
+        "of sums over microbatches, so that every data-parallel degree and ZeRO stage gives the same bits.",
+    )
+    compile: bool = key(False, "Apply torch.compile to each block and the loss.")
+    max_grad_norm: float = key(1.0, "Maximum global gradient norm; 0: no clipping.", minimum=0)
+
+
+@dataclass
+class OptimizerConfig(Section):
+    """The optimizer and its peak learning rate."""
+
+    name: Literal["adamw", "sgd"] = key("adamw", "adamw: AdamW with decoupled weight decay; sgd: plain SGD.")
+    lr: float = key(3e-3, "Peak learning rate.", above=0)
+    beta1: float = key(0.9, "Decay rate of AdamW's first moment.", minimum=0)
+    beta2: float = key(0.95, "Decay rate of AdamW's second moment.", minimum=0)
+    eps: float = key(1e-8, "Epsilon of AdamW.", above=0)
+    weight_decay: float = key(0.1, "Weight decay of parameters with two or more dimensions.", minimum=0)
+
+
+@dataclass
+class LrSchedulerConfig(Section):
+    """The learning rate as a function of the step."""
+
+    name: Literal["cosine", "wsd", "constant"] = key(
+        "cosine",
+        "Learning rate after the warmup. cosine: decay to min_lr; wsd: constant, then linear decay to min_lr; "
+        "constant: stay at optimizer.lr.",
+    )
+    min_lr: float | Auto = key(
+        AUTO, "Learning rate at the end of the schedule; auto: a tenth of optimizer.lr.", minimum=0
+    )
+    warmup_steps: int = key(15, "Steps of linear warmup.", minimum=0)
+    decay_fraction: float = key(0.2, "Fraction of the steps in the final decay, with name=wsd.", minimum=0)
+    batch_scaling: Literal["none", "sqrt", "linear"] = key(
+        "none",
+        "Scaling of optimizer.lr with the batch. linear: times global_batch_size / base_batch_size; sqrt: times its "
+        "square root.",
+    )
+    base_batch_size: int = key(
+        0, "Global batch size for which optimizer.lr was tuned; required by batch_scaling.", minimum=0
+    )
+
+
+@dataclass
+class EvalConfig(Section):
+    """Evaluation on the validation split."""
+
+    interval: int = key(0, "Steps between evaluations; 0: only at the end.", minimum=0)
+    samples: int = key(512, "Validation windows per evaluation, spread over the split; 0: all.", minimum=0)
+
+
+@dataclass
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA) of the built-in decoder."""
+
+    rank: int = key(0, "Train only low-rank adapters of this rank; 0: train all weights.", minimum=0)
+    alpha: float = key(16.0, "Adapter outputs are scaled by alpha / rank.", above=0)
+    target_modules: list[str] = key(
+        ["qkv", "out", "gate", "up", "down"], "Linear layers with adapters: a subset of qkv, out, gate, up and down."
+    )
