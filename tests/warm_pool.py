@@ -8,6 +8,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -64,12 +65,10 @@ class WarmPool:
         `custom`: a CustomModel or Script. `resume_step`: the checkpoint to start from. `steps_to`: the last step;
         default: train.steps.
         """
-        from raytrain_hpc.driver.run_setup import prepare_run
-
         world_size = int(config.cluster.workers)
         self._ensure_size(world_size)
         self._generation += 1
-        prepared = prepare_run(config, custom, lambda line: None)
+        prepared = prepare_run_on_cpu(config, custom)
         prepared.directory.path.mkdir(parents=True, exist_ok=True)  # in a driver, the lease creates it
         spec = _make_worker_spec(prepared, world_size, self._generation, resume_step, steps_to)
         records = self._call_on_ranks(_train, world_size, spec)
@@ -81,10 +80,8 @@ class WarmPool:
 
         With `build=False`, no trainer is built and `function(rank, rendezvous, spec)` is called.
         """
-        from raytrain_hpc.driver.run_setup import prepare_run
-
         world_size = int(config.cluster.workers)
-        prepared = prepare_run(config, None, lambda line: None)
+        prepared = prepare_run_on_cpu(config)
         spec = _make_worker_spec(prepared, world_size, self._generation + 1, None, None)
         if build:
             return self.call(_inspect_trainer, world_size, spec, function)
@@ -175,11 +172,19 @@ def _serve(connection: Connection) -> None:
             destroy_process_groups()
 
 
+def prepare_run_on_cpu(config: Config, custom: Any = None) -> PreparedRun:
+    """Prepare a run, with the settings that the driver chooses on a machine without accelerators."""
+    from raytrain_hpc.driver.run_setup import prepare_run
+    from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
+
+    prepared = prepare_run(config, custom, lambda line: None)
+    config = resolve_compile(resolve_dtype(prepared.config, has_bf16=False), has_accelerator=False)
+    return replace(prepared, config=config)
+
+
 def make_worker_spec(config: Config, world_size: int, *, steps_to: int) -> Any:
     """Return the worker spec of a first generation that trains to `steps_to`, as the driver builds it."""
-    from raytrain_hpc.driver.run_setup import prepare_run
-
-    return _make_worker_spec(prepare_run(config, None, lambda line: None), world_size, 1, None, steps_to)
+    return _make_worker_spec(prepare_run_on_cpu(config), world_size, 1, None, steps_to)
 
 
 def _make_worker_spec(

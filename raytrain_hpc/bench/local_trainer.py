@@ -11,6 +11,7 @@ import torch
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.builder import build_trainer
@@ -32,6 +33,7 @@ def require_gpu(benchmark: str) -> torch.device:
 def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
     """Build the trainer of a run with one rank, and prefetch its data for all of train.steps."""
     release_memory()
+    config = resolve_compile(resolve_dtype(config, has_bf16=True), has_accelerator=True)
     prepared = prepare_run(config, None, lambda line: None)
     layout, batching = prepared.resolve_layout(1)
     spec = WorkerSpec(

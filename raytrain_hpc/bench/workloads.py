@@ -73,7 +73,7 @@ def build_baseline_job(config: Config, workers: int, directory: Path) -> Baselin
         weight_decay=optimizer.weight_decay,
         grad_clip=train.max_grad_norm,
         dtype=train.dtype,
-        compile=train.compile,
+        compile=train.compile is True,
         device="cuda" if config.cluster.device == "cuda" else "cpu",
     )
 

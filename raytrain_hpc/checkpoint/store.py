@@ -138,6 +138,11 @@ class CheckpointStore:
         """Return the steps of all checkpoints with a manifest, ascending. Nothing is verified."""
         return [step for step, path in self._list_directories() if (path / MANIFEST_FILE).is_file()]
 
+    def get_newest_time(self) -> float:
+        """Return the Unix time at which the newest checkpoint was published, or 0 if there is none."""
+        steps = self.list_steps()
+        return (self.get_path(steps[-1]) / MANIFEST_FILE).stat().st_mtime if steps else 0.0
+
     def _list_directories(self) -> list[tuple[int, Path]]:
         """Return (step, path) of all `step-*` directories, with or without a manifest, by ascending step."""
         if not self.root.is_dir():

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import click
 
-from raytrain_hpc.cli.options import print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.link_fit import CollectiveTimings, compute_bus_gbs, fit_link
 from raytrain_hpc.planner.topology import Topology
@@ -205,8 +205,8 @@ def _pluralize_nodes(count: int) -> str:
     return "node" if count == 1 else "nodes"
 
 
-@click.command()
-@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.command(cls=ConfigCommand)
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @print_errors_on_one_line
 def doctor(words: tuple[str, ...], as_json: bool) -> None:

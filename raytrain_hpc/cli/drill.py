@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from raytrain_hpc.api import train
-from raytrain_hpc.cli.options import print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
 from raytrain_hpc.errors import CheckpointError, ConfigError
 
@@ -216,8 +216,8 @@ def _format_seconds(seconds: Sequence[float]) -> str:
     return f"{median(seconds):.2f} s (at most {max(seconds):.2f})" if seconds else "-"
 
 
-@click.command()
-@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.command(cls=ConfigCommand)
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
 @click.option("--seed", default=0, show_default=True, help="Seed of the fault schedule.")
 @click.option("--faults", default=5, show_default=True, type=click.IntRange(min=1), help="Number of faults.")
 @click.option("--workers", default=3, show_default=True, type=click.IntRange(min=2), help="Number of workers.")

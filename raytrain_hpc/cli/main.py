@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 import click
@@ -10,6 +11,8 @@ import click
 COMMANDS = (
     "train",
     "plan",
+    "config",
+    "recipes",
     "run",
     "prepare",
     "inspect",
@@ -41,7 +44,17 @@ class LazyGroup(click.Group):
         return command
 
 
+if "_RAYTRAIN_HPC_COMPLETE" in os.environ:  # set by the completion script of the shell
+    from raytrain_hpc.cli.completion import register_bash_completion
+
+    register_bash_completion()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="raytrain-hpc")
 def main() -> None:
-    """Fault-tolerant, elastic LLM training on Ray."""
+    """Fault-tolerant, elastic LLM training on Ray.
+
+    Settings are key=value words: `raytrain-hpc config` lists all keys, `raytrain-hpc recipes` complete configurations.
+    Completion in bash: eval "$(_RAYTRAIN_HPC_COMPLETE=bash_source raytrain-hpc)", likewise zsh_source and fish_source.
+    """

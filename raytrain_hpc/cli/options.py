@@ -1,4 +1,4 @@
-"""Helpers shared by commands: config arguments, option types, exit codes, and one-line errors."""
+"""Helpers shared by commands: config arguments and their completion, option types, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,86 @@ from functools import wraps
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from raytrain_hpc.errors import ConfigError, RaytrainError
 
 EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
+
+
+class ConfigWord(click.ParamType[str]):
+    """A config file, a recipe, or a `key=value` word. The shell completes files, names, keys and literal values."""
+
+    name = "word"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the completions of an incomplete word."""
+        from raytrain_hpc.cli.completion import complete_config_word
+
+        return complete_config_word(ctx.params.get(param.name or "") or (), incomplete)
+
+
+class KeyOrSection(ConfigWord):
+    """A key or a section; with --print, a word as of `train`."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the completions of an incomplete name."""
+        from raytrain_hpc.cli.completion import complete_name
+
+        return (
+            super().shell_complete(ctx, param, incomplete) if ctx.params["print_words"] else complete_name(incomplete)
+        )
+
+
+class RecipeName(click.ParamType[str]):
+    """The name of a recipe."""
+
+    name = "recipe"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the recipes whose names begin with `incomplete`."""
+        from raytrain_hpc.config.recipes import list_recipes
+
+        return [CompletionItem(name) for name in list_recipes() if name.startswith(incomplete)]
+
+
+CONFIG_WORDS, KEY_OR_SECTION, RECIPE = ConfigWord(), KeyOrSection(), RecipeName()
+
+
+class ConfigCommand(click.Command):
+    """Command with settings as words. An option such as `--steps 10` is refused with the word to write instead."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Exit with code 2 and one line if an option does not exist."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            click.echo(f"error: {error.option_name}: {_suggest_word(self, error.option_name, given)}", err=True)
+            sys.exit(2)
+
+
+def _suggest_word(command: click.Command, option: str, args: list[str]) -> str:
+    """Return the remedy for an option that does not exist: `train.steps=10` for `--steps 10`."""
+    import difflib
+
+    from raytrain_hpc.config.aliases import find_setting
+
+    known = [name for param in command.params for name in param.opts if name.startswith("--")]
+    similar = difflib.get_close_matches(option, known, n=1, cutoff=0.8)
+    if similar:
+        return f"no such option; did you mean {similar[0]}?"
+    setting = find_setting(option.lstrip("-").replace("-", "_"))
+    if not setting:
+        return "no such option; settings are key=value words, and `raytrain-hpc config` lists all keys"
+    if "=" not in setting.partition(" ")[0]:
+        position = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
+        value = args[position].partition("=")[2] if "=" in (args[position : position + 1] or [""])[0] else ""
+        value = value or next((word for word in args[position + 1 : position + 2] if not word.startswith("-")), "VALUE")
+        key, _, explanation = setting.partition(" ")
+        setting = f"{key}={value} {explanation}".rstrip()
+    return f"settings are key=value words; write {setting}"
 
 
 def print_errors_on_one_line(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import POSITIVE_FLOAT, print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import CONFIG_WORDS, POSITIVE_FLOAT, ConfigCommand, print_errors_on_one_line, split_words
 
 
-@click.command()
-@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.command(cls=ConfigCommand)
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
 @click.option("--workers", type=click.IntRange(min=1), help="Plan for this number of workers, 8 per node.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Plan for this number of nodes.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="Devices per node.  [default: 8]")

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from raytrain_hpc.cli.options import EXIT_STOPPED, print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import CONFIG_WORDS, EXIT_STOPPED, ConfigCommand, print_errors_on_one_line, split_words
 
 _SCRIPT_DEFAULTS = (
     "data.path=synthetic",
@@ -15,9 +15,9 @@ _SCRIPT_DEFAULTS = (
 )  # the script has its own data and model
 
 
-@click.command()
+@click.command(cls=ConfigCommand)
 @click.argument("script")
-@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
 @print_errors_on_one_line
 def run(script: str, words: tuple[str, ...]) -> None:
     """Run your own training script (rt.attach) on the workers; repeat the command to resume."""

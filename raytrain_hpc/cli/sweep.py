@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.run_report.run_reader import read_run
@@ -157,8 +157,8 @@ def format_table(trials: Sequence[Trial]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-@click.command()
-@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.command(cls=ConfigCommand)
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
 @click.option(
     "--over", multiple=True, required=True, help="key=value,value,...: values to try; repeat for all combinations."
 )

@@ -6,14 +6,18 @@ import sys
 
 import click
 
-from raytrain_hpc.cli.options import EXIT_STOPPED, print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import CONFIG_WORDS, EXIT_STOPPED, ConfigCommand, print_errors_on_one_line, split_words
 
 
-@click.command()
-@click.argument("words", nargs=-1, metavar="[CONFIG.yaml] [key=value ...]")
+@click.command(cls=ConfigCommand)
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
 @print_errors_on_one_line
 def train(words: tuple[str, ...]) -> None:
-    """Train a model. Without a config: a small byte-level model of the Python standard library's source code."""
+    """Train a model. Without a config: a small byte-level model of the Python standard library's source code.
+
+    CONFIG is a YAML file or a recipe (`raytrain-hpc recipes`); `raytrain-hpc config` lists the keys, and
+    `raytrain-hpc config --print [CONFIG] [key=value ...]` shows what would be used and where it was set.
+    """
     from raytrain_hpc.config.loader import load_config
 
     path, overrides = split_words(words)

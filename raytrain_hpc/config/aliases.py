@@ -130,16 +130,26 @@ FOREIGN_NAMES: dict[str, str] = {
 
 def suggest_key(key: str) -> str:
     """Return a suggestion for a key that does not exist: "did you mean train.steps?", or the known sections."""
+    setting = find_setting(key)
+    if setting:
+        return f"did you mean {setting}?"
+    return f"known sections: {', '.join(SECTIONS)}; `raytrain-hpc config` lists all keys"
+
+
+def find_setting(key: str) -> str:
+    """Return the setting that a former, foreign or misspelled key stands for, or "" if none is similar.
+
+    It is a key, a key with its value ("train.dtype=bf16"), or either of them with an explanation in parentheses.
+    """
     keys, name = list(get_fields()), key.rpartition(".")[2].replace("-", "_")
     if key in FORMER_KEYS:
-        return f"did you mean {FORMER_KEYS[key]}?"
+        return FORMER_KEYS[key]
     # Foreign names first: a similar key ("train.batch_size" and "train.micro_batch_size") can be another thing.
     if name in FOREIGN_NAMES:
-        return f"did you mean {FOREIGN_NAMES[name]}?"
-    matches = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    # After typing errors, the most frequent mistake is the right key in a wrong section ("optim.lr").
+        return FOREIGN_NAMES[name]
+    # After typing errors, the most frequent mistake is the right key in a wrong section, or in none ("optim.lr").
+    matches = [k for k in keys if k.rpartition(".")[2] == name] if "." not in key else []
+    matches = matches or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     matches = matches or [k for k in keys if k.rpartition(".")[2] == name]
     matches = matches or [new for old, new in FORMER_KEYS.items() if old.rpartition(".")[2] == name]
-    if matches:
-        return f"did you mean {matches[0]}?"
-    return f"known sections: {', '.join(SECTIONS)}; `raytrain-hpc config` lists all keys"
+    return matches[0] if matches else ""

@@ -5,7 +5,6 @@ Every invalid setting is a one-line ConfigError with the setting's origin.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from raytrain_hpc.config.aliases import suggest_key
+from raytrain_hpc.config.field import suggest_name
 from raytrain_hpc.config.init_from import read_model_settings
 from raytrain_hpc.config.presets import PRESET_TRAINING, PRESETS
 from raytrain_hpc.config.recipes import find_recipe
@@ -153,9 +153,7 @@ def _prepend_model_settings(settings: list[Setting]) -> list[Setting]:
         return settings
     name = str(presets[-1].value)
     if name not in PRESETS:
-        matches = difflib.get_close_matches(name, PRESETS, n=1) or list(PRESETS)
-        remedy = f"did you mean {matches[0]}?" if len(matches) == 1 else f"known: {', '.join(matches)}"
-        raise ConfigError("model.preset", name, presets[-1].origin, remedy)
+        raise ConfigError("model.preset", name, presets[-1].origin, suggest_name(name, list(PRESETS)))
     preset = {f"model.{key}": value for key, value in PRESETS[name].items()} | PRESET_TRAINING[name]
     return [Setting(key, value, f"preset {name}") for key, value in preset.items()] + settings
 

@@ -179,7 +179,11 @@ class ClusterConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints in run.dir/checkpoints, and in-memory snapshots."""
 
-    interval: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped.", minimum=0)
+    interval: int | Auto = key(
+        AUTO,
+        "Steps between checkpoints; 0: only at the end and when stopped; auto: also every 10 minutes of training.",
+        minimum=0,
+    )
     keep: int = key(3, "Number of newest checkpoints to keep; 0: all.", minimum=0)
     async_: bool = key(True, "Write checkpoints in the background, overlapped with the next steps.")
     snapshot_interval: int = key(

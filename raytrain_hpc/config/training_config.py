@@ -22,15 +22,21 @@ class TrainConfig(Section):
         "lifetime of a run.",
         minimum=1,
     )
-    dtype: Literal["fp32", "bf16", "fp64"] = key(
-        "fp32", "Compute type. bf16 keeps weights, optimizer state and gradient reduction in fp32."
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = key(
+        AUTO,
+        "Compute type. bf16 keeps weights, optimizer state and gradient reduction in fp32; auto: bf16 on accelerators "
+        "that have it, else fp32. A run keeps the type that it started with.",
     )
     deterministic: bool | Literal["elastic"] = key(
         False,
         "true: deterministic kernels, so that a layout gives the same bits in every run; elastic: also a fixed order "
         "of sums over microbatches, so that every data-parallel degree and ZeRO stage gives the same bits.",
     )
-    compile: bool = key(False, "Apply torch.compile to each block and the loss.")
+    compile: bool | Auto = key(
+        AUTO,
+        "Apply torch.compile to each block and the loss; auto: on accelerators, for the built-in decoder, under the "
+        "layouts that support it.",
+    )
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; 0: no clipping.", minimum=0)
 
 

@@ -63,7 +63,7 @@ def _check_model(config: Config) -> None:
         raise _make_error(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
     if m.num_experts and m.experts_per_token > m.num_experts:
         raise _make_error(config, "model.experts_per_token", f"must not exceed model.num_experts={m.num_experts}")
-    if m.num_experts and config.train.compile:
+    if m.num_experts and config.train.compile is True:
         raise _make_error(config, "model.num_experts", "is not supported with train.compile; set train.compile=false")
     if not m.dropout < 1:
         raise _make_error(config, "model.dropout", "needs a probability below 1")

@@ -116,6 +116,18 @@ def describe_type(declared: Any) -> str:
     return f"a {declared.__name__}"
 
 
+def format_value(value: Any) -> str:
+    """Return a value as written in YAML on one line: `true`, `0.003`, `[0, 1]`, and "" for empty text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(format_value(item) for item in value)}]"
+    if isinstance(value, Section):
+        names = value.__dataclass_fields__
+        return f"{{{', '.join(f'{name}: {format_value(getattr(value, name))}' for name in names)}}}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def list_literals(declared: Any) -> list[str]:
     """Return the words that a declared type accepts, as written in YAML: "auto", "true", "zbv"; empty for text."""
     if declared is bool:

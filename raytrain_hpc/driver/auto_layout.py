@@ -7,9 +7,11 @@ from copy import copy
 from dataclasses import replace
 from math import gcd
 
+from raytrain_hpc.config.schema import AUTO
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.planner.explain import describe_fit, explain_estimate, suggest_remedies
 from raytrain_hpc.planner.hardware import Machine, make_machine
+from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.measured_links import load_calibration, load_links
 from raytrain_hpc.planner.search import Estimate, estimate_layout, rank_layouts
@@ -25,19 +27,23 @@ def resolve_auto_layout(
 ) -> PreparedRun:
     """Return the run with every free setting resolved for `world` workers on the nodes of `cluster`.
 
-    Free settings are those set to `auto` or to a list and, on accelerators, the parallel axes that are not set. The
-    choice and its expected step time are printed. Raises LayoutError if no layout is legal.
+    These are `train.dtype` and `train.compile`, settings of the layout that are `auto` or a list and, on accelerators,
+    the parallel axes that are not set. The chosen layout and its expected step time are printed. Raises LayoutError if
+    no layout is legal.
     """
-    config = copy(prepared.config)
     has_accelerator = cluster.device == "cuda"
+    config = copy(resolve_dtype(prepared.config, has_bf16=cluster.has_bf16))
     free_settings = dict(
         build_search_space(config, has_accelerator=has_accelerator, data_parallel_only=prepared.custom is not None)
     )
+    if prepared.custom is not None and config.train.compile == AUTO:
+        config.train = replace(config.train, compile=False)
     if prepared.stored_batching is not None:  # the batch was split when the run first started
         free_settings.pop("micro_batch_size", None)
-        config.train = replace(config.train, micro_batch_size=prepared.stored_batching.size)
     if not free_settings:
-        return prepared
+        return replace(prepared, config=resolve_compile(config, has_accelerator=has_accelerator))
+    if prepared.stored_batching is not None:
+        config.train = replace(config.train, micro_batch_size=prepared.stored_batching.size)
     machine = build_machine(world, cluster)
     best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free_settings)[0]
     print_line(f"planned {', '.join(sorted(free_settings))}: {describe_fit(best, machine)}")

@@ -99,7 +99,8 @@ class LocalBackend:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
         device_name = find_device_preset(torch.cuda.get_device_name(self._device)) if use_cuda else ""
-        self.cluster = Topology((Node("local", "127.0.0.1", 1),), self._device.type, device_name)
+        has_bf16 = use_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        self.cluster = Topology((Node("local", "127.0.0.1", 1),), self._device.type, device_name, has_bf16)
 
     def create_worker_group(self, config: Config) -> LocalWorkerGroup:
         """Create the worker group of one rank."""

@@ -15,6 +15,9 @@ from raytrain_hpc.planner.topology import Node, Topology
 DEFAULT_CPU_WORKERS = 2
 
 
+_WITHOUT_BF16 = {"K80", "P4", "P100", "T4", "V100"}  # Ray's names of GPUs older than Ampere
+
+
 def read_topology(config: Config) -> Topology:
     """Return the live nodes, with one slot per GPU, or per CPU if there is no GPU or the settings ask for CPU.
 
@@ -35,17 +38,20 @@ def read_topology(config: Config) -> Topology:
         )
         for node in sorted(alive, key=lambda node: str(node["NodeID"]))
     ]
-    return Topology(tuple(node for node in nodes if node.slots > 0), device, _detect_accelerator(alive))
+    accelerators = _list_accelerators(alive)
+    return Topology(
+        tuple(node for node in nodes if node.slots > 0),
+        device,
+        find_device_preset(accelerators[0]) if len(accelerators) == 1 else "",
+        has_bf16=device == "cuda" and not _WITHOUT_BF16 & set(accelerators),
+    )
 
 
-def _detect_accelerator(nodes: list[dict[str, Any]]) -> str:
-    """Return the device name of the cluster's accelerator; empty unless there is exactly one type.
-
-    Ray names accelerators as resources, such as accelerator_type:H100.
-    """
+def _list_accelerators(nodes: list[dict[str, Any]]) -> list[str]:
+    """Return Ray's names of the accelerators. Each is a resource of its nodes, such as accelerator_type:H100."""
     label = "accelerator_type:"
-    accelerators = {name.removeprefix(label) for node in nodes for name in node["Resources"] if name.startswith(label)}
-    return find_device_preset(accelerators.pop()) if len(accelerators) == 1 else ""
+    names = {name.removeprefix(label) for node in nodes for name in node["Resources"] if name.startswith(label)}
+    return sorted(names)
 
 
 def resolve_world_size(config: Config, cluster: Topology) -> int:

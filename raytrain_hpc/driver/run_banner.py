@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
+from raytrain_hpc.config.schema import AUTO, Config, get_fields
+from raytrain_hpc.config.value_types import format_value
 from raytrain_hpc.driver.auto_layout import estimate_run
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.observability.console import format_count
@@ -44,6 +46,8 @@ def write_and_announce_run(
     tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
     prepared.directory.write_start(config, plan, tokenizer)
     print_line(f"run     {config.run.dir}  seed {config.run.seed}")
+    for line in describe_choices(config):
+        print_line(line)
     if prepared.custom:
         print_line("model   given by the caller")
     else:
@@ -62,6 +66,24 @@ def write_and_announce_run(
         f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
         f"(logging.peak_tflops={config.logging.peak_tflops})"
     )
+
+
+def describe_choices(config: Config) -> list[str]:
+    """Return a line with the settings that a preset brought along, and one with those chosen for the hardware."""
+    values = {key: getattr(getattr(config, key.partition(".")[0]), f.name) for key, f in get_fields().items()}
+    lines = []
+    for label, prefix in (("preset", "preset "), ("auto", AUTO)):
+        keys = [key for key in values if config.origin(key).startswith(prefix) and not key.startswith("model.")]
+        if keys:
+            name = f"{config.origin(keys[0]).removeprefix(prefix)}: " if label == "preset" else ""
+            lines.append(f"{label:<8}{name}{', '.join(f'{key}={format_value(values[key])}' for key in keys)}")
+    if config.checkpoint.interval == AUTO:
+        text = "checkpoint.interval: every 10 minutes and at the end"
+        if lines and lines[-1].startswith("auto"):
+            lines[-1] += f", {text}"
+        else:
+            lines.append(f"auto    {text}")
+    return lines
 
 
 def _describe_data(prepared: PreparedRun) -> str:

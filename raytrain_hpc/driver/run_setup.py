@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,6 +153,11 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     newest = find_newest_checkpoint(store, warn)
     if newest is None:
         return replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
+    if config.train.dtype == AUTO:  # a run keeps the type that it started with, whatever hardware it resumes on
+        config = copy(config)
+        config.train = replace(config.train, dtype=newest.meta["dtype"])
+        config.origins = config.origins | {"train.dtype": str(newest.path)}
+        prepared = replace(prepared, config=config)
     _check_same_run(prepared, newest)
     stream.get_resume_step(DataState.from_json(newest.meta["data_state"]))
     prepared = replace(prepared, stored_batching=Batching(**newest.meta["microbatches"]))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
-from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.auto_layout import build_machine, resolve_auto_layout
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
@@ -252,6 +252,7 @@ class Supervisor:
             replication_pairs=plan_replication_pairs(layout, sites)
             if self._config.checkpoint.replicate_snapshots
             else (),
+            last_checkpoint_time=max(self._timestamps["began"], prepared.store.get_newest_time()),
             is_single_node=len({site.node for site in sites}) == 1,
         )
         run.incidents.record_resumption(step, layout.world_size)
@@ -274,7 +275,7 @@ class Supervisor:
 
     def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
         """Return whether a checkpoint of `step` is due and was not published."""
-        interval = self._config.checkpoint.interval
+        interval = 0 if self._config.checkpoint.interval == AUTO else int(self._config.checkpoint.interval)
         is_due = step == self._config.train.steps or (step and interval and step % interval == 0)
         return bool(is_due) and step not in run.prepared.store.list_steps()
 

@@ -139,7 +139,7 @@ def parallelize(
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
         _apply_deferred_wgrad(module, layout, weight_grad_store)
-        _apply_compile(units, enabled=train.compile)
+        _apply_compile(units, enabled=train.compile is True)
     gradient_sync = apply_data_parallel(
         stages,
         blocks,
@@ -167,7 +167,7 @@ def describe_parallelism(config: Config, layout: Layout) -> list[str]:
         f"tiling into about {tile_elements} elements": tile_elements > 0,
         f"activation checkpointing: {settings.activation_checkpointing}": settings.activation_checkpointing != "none",
         "deferred weight gradients": layout.pp > 1 and layout.pipeline.splits_backward,
-        "compile": train.compile,
+        "compile": train.compile is True,
         f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,
         f"state replicated over {layout.num_state_replicas} ranks (dp_replicate x cp)": layout.num_state_replicas > 1,
     }

@@ -129,6 +129,7 @@ def describe_estimate(estimate: Estimate, best: Estimate, workload: Workload, ma
         "grad_acc": choice.microbatches_per_rank,
         "activation_checkpointing": choice.recompute,
         "offload": choice.offload,
+        "compile": choice.compiled,
         "step_time_s": estimate.step_s,
         "tokens_per_sec": workload.global_batch_size * workload.seq_len / estimate.step_s,
         "mfu": estimate.mfu,

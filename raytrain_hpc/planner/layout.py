@@ -180,7 +180,7 @@ def check_axes(config: Config) -> None:
             "parallel.pp_stages_per_rank", p.pp_stages_per_rank, config.origin("parallel.pp_stages_per_rank"), remedy
         )
     for axis in ("tp", "cp", "pp"):
-        if config.train.compile and getattr(p, axis) > 1:
+        if config.train.compile is True and getattr(p, axis) > 1:
             remedy = "not tested with train.compile yet; set train.compile=false"
             raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
     if p.cp % p.ulysses:
@@ -191,7 +191,7 @@ def check_axes(config: Config) -> None:
             raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
     if config.train.deterministic == "elastic":
         _check_elastic(config)
-    if p.tile_mib and (p.zero != 3 or config.train.compile):
+    if p.tile_mib and (p.zero != 3 or config.train.compile is True):
         remedy = "only ZeRO-3 gathers weights layer by layer; set parallel.zero=3 or parallel.tile_mib=0"
         if p.zero == 3:
             remedy = "not tested with train.compile yet; set train.compile=false"

@@ -13,6 +13,7 @@ from raytrain_hpc.planner.explain import describe_estimate, describe_fit, sugges
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_token
 from raytrain_hpc.planner.goodput import COPY_BYTES_PER_S, estimate_goodput
 from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.hardware_defaults import resolve_dtype
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
 from raytrain_hpc.planner.placement import Site, describe_placement, place_ranks
 from raytrain_hpc.planner.search import rank_layouts
@@ -31,9 +32,11 @@ def make_plan(
     pause_s: float,
 ) -> dict[str, Any]:
     """Return everything that the `plan` command reports, as JSON values. See api.plan for the arguments."""
+    has_accelerator = machine.device.name != "cpu"
+    config = resolve_dtype(config, has_bf16=has_accelerator)
     vocab_size = 256 if config.model.vocab_size == "auto" else None
     spec = resolve_model_spec(config.model, vocab_size=vocab_size, seq_len=config.train.seq_len)
-    space = build_search_space(config, has_accelerator=machine.device.name != "cpu")
+    space = build_search_space(config, has_accelerator=has_accelerator)
     estimates, workload = rank_layouts(config, spec, machine, calibration, space), make_workload(config, spec)
     best = estimates[0]
     choice, layout = best.choice, best.choice.layout

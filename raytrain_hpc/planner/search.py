@@ -14,6 +14,7 @@ from raytrain_hpc.planner.activation_memory import Recompute
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.cost_model import CostModel, StepCost
 from raytrain_hpc.planner.hardware import Machine
+from raytrain_hpc.planner.hardware_defaults import resolve_compile
 from raytrain_hpc.planner.layout import Batching, Layout, check_model_divisible, resolve_batching, resolve_layout
 from raytrain_hpc.planner.memory_model import MemoryFootprint, MemoryModel
 from raytrain_hpc.planner.search_space import SearchSpace
@@ -49,13 +50,17 @@ def rank_layouts(
     `build_search_space`; all others are kept. Recomputation and offloading are only as strong as needed for a layout to
     fit. Raises LayoutError if no layout is legal, with the reason against the last one tried.
     """
-    workload = make_workload(config, spec)
-    models = _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
+    has_accelerator = machine.device.name != "cpu"
+    models: dict[bool | str, _Models] = {}  # by train.compile, which can differ between layouts
     estimates, reason = [], None
     for candidate in _iter_configs(config, spec, machine, space):
+        candidate = resolve_compile(candidate, has_accelerator=has_accelerator)
+        compiled = candidate.train.compile
+        if compiled not in models:
+            models[compiled] = _build_models(candidate, spec, machine, calibration)
         try:
             estimates += [
-                _estimate_with_least_savings(choice, models, config, space)
+                _estimate_with_least_savings(choice, models[compiled], config, space)
                 for choice in _list_choices(candidate, spec, machine, space)
             ]
         except LayoutError as error:
@@ -80,9 +85,8 @@ def estimate_layout(
     config: Config, spec: ModelSpec, machine: Machine, calibration: Calibration, layout: Layout, batching: Batching
 ) -> Estimate:
     """Estimate cost and memory of one layout with the given settings."""
-    workload = make_workload(config, spec)
-    models = _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
-    choice = LayoutChoice(layout, batching, config.parallel.activation_checkpointing, config.parallel.offload)
+    models, p = _build_models(config, spec, machine, calibration), config.parallel
+    choice = LayoutChoice(layout, batching, p.activation_checkpointing, p.offload, config.train.compile is True)
     return models.estimate(choice, models.memory.estimate_footprint(choice))
 
 
@@ -96,6 +100,11 @@ class _Models:
         device, cost = self.machine.device, self.cost.estimate_step(choice)
         gib, mfu = footprint.compute_required_gib(device), self.cost.compute_mfu(cost.total)
         return Estimate(choice, cost, footprint, gib, gib <= device.memory_gib, mfu)
+
+
+def _build_models(config: Config, spec: ModelSpec, machine: Machine, calibration: Calibration) -> _Models:
+    workload = make_workload(config, spec)
+    return _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
 
 
 def _compute_complexity(estimate: Estimate) -> tuple[int, ...]:
@@ -220,7 +229,7 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     layout = resolve_layout(config, machine.num_devices)
     check_model_divisible(config, spec)
     if "micro_batch_size" not in space:
-        return [LayoutChoice(layout, resolve_batching(config, layout))]
+        return [LayoutChoice(layout, resolve_batching(config, layout), compiled=config.train.compile is True)]
     allowed, global_batch_size, choices = space["micro_batch_size"], config.train.global_batch_size, []
     reason = None
     for size in (
@@ -229,7 +238,8 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
         sized_config = copy(config)
         sized_config.train = replace(config.train, micro_batch_size=size)
         try:
-            choices.append(LayoutChoice(layout, resolve_batching(sized_config, layout)))
+            batching = resolve_batching(sized_config, layout)
+            choices.append(LayoutChoice(layout, batching, compiled=config.train.compile is True))
         except LayoutError as error:
             reason = error
     if not choices and reason is not None:

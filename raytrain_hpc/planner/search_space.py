@@ -34,7 +34,8 @@ def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_o
     if has_accelerator and config.train.micro_batch_size == AUTO:
         space["micro_batch_size"] = None
     for name in _MODEL_PARALLEL_AXES:
-        skip_model_parallel = data_parallel_only or config.train.deterministic == "elastic" or config.train.compile
+        train = config.train
+        skip_model_parallel = data_parallel_only or train.deterministic == "elastic" or train.compile is True
         if name in space and f"parallel.{name}" not in config.auto_choices and skip_model_parallel:
             del space[name]
     if "ep" in space and not config.model.num_experts:
@@ -58,6 +59,6 @@ def apply_choice(config: Config, choice: LayoutChoice) -> Config:
         activation_checkpointing=choice.recompute,
         offload=choice.offload,
     )
-    chosen.train = replace(config.train, micro_batch_size=choice.batching.size)
+    chosen.train = replace(config.train, micro_batch_size=choice.batching.size, compile=choice.compiled)
     chosen.auto_choices = {}
     return chosen

@@ -22,6 +22,7 @@ class Topology:
     nodes: tuple[Node, ...]
     device: str  # "cuda" or "cpu"
     accelerator: str = ""  # device preset of the GPUs, empty if they differ or are unknown
+    has_bf16: bool = False  # whether the slots are accelerators that compute in bf16
 
     @property
     def ray_resource(self) -> str:

@@ -48,6 +48,7 @@ class LayoutChoice:
     batching: Batching
     recompute: Recompute = "none"
     offload: Offload = "none"
+    compiled: bool = False
 
     @property
     def microbatches_per_rank(self) -> int:
@@ -56,14 +57,14 @@ class LayoutChoice:
 
 
 def make_workload(config: Config, spec: ModelSpec) -> Workload:
-    """Return the workload that these settings train."""
+    """Return the workload that these settings train. Call after `train.dtype` and `train.compile` were resolved."""
     train = config.train
     return Workload(
         spec,
         train.seq_len,
         train.global_batch_size,
-        train.dtype,
+        "fp32" if train.dtype == "auto" else train.dtype,
         config.optimizer.name,
-        train.compile,
+        train.compile is True,
         bucket_bytes=config.parallel.bucket_mib << 20,
     )

@@ -140,7 +140,7 @@ def configure_torch(config: Config, device: torch.device) -> None:
     preload_modules(config)
     torch.set_num_threads(config.cluster.cpu_threads)
     is_deterministic = config.train.deterministic is not False
-    if config.train.compile:
+    if config.train.compile is True:
         torch.use_deterministic_algorithms(is_deterministic)  # the compiler reads it too; loads it, which takes seconds
     else:
         torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
@@ -234,7 +234,16 @@ def _build_checkpointer(
     control: ControlChannel,
 ) -> Checkpointer:
     indexes = peer_info.destination_indexes
-    return Checkpointer(state, indexes, context, store, spec.generation, spec.config.checkpoint, control.emit)
+    return Checkpointer(
+        state,
+        indexes,
+        context,
+        store,
+        spec.generation,
+        spec.config.checkpoint,
+        control.emit,
+        last_time=spec.last_checkpoint_time,
+    )
 
 
 def _build_rollback(
@@ -246,8 +255,15 @@ def _build_rollback(
     checkpointer: Checkpointer,
     optimizer: Optimizer,
 ) -> CheckpointRollback:
-    indexes, interval = peer_info.destination_indexes, spec.config.checkpoint.interval
-    return CheckpointRollback(store, interval, context, state, indexes, checkpointer.finish, optimizer.release_memory)
+    return CheckpointRollback(
+        store,
+        context,
+        state,
+        peer_info.destination_indexes,
+        checkpointer.get_last_due_step,
+        checkpointer.finish,
+        optimizer.release_memory,
+    )
 
 
 def _build_loaders(

@@ -1,4 +1,4 @@
-"""Reduction of a step's losses, token counts and stop requests over all ranks."""
+"""Reduction of a step's losses, token counts and requests over all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from raytrain_hpc.planner.layout import Batching
 
 
 @dataclass(frozen=True)
+class StepRequests:
+    """What ranks ask for after a step: to stop or pause training, or to save a checkpoint."""
+
+    stop: bool = False
+    pause: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
 class StepTotals:
     """Sums of one step over all ranks, on the device: reading them on the host waits for the device.
 
-    `totals`: fp64 [loss sum, valid tokens, ranks that ask for a stop, ranks that ask for a pause].
+    `totals`: fp64 [loss sum, valid tokens, ranks that ask to stop, to pause, to save].
     `by_microbatch`: fp64 [V, 2], loss sum and valid tokens per logical microbatch.
     """
 
@@ -29,10 +38,10 @@ class StepTotals:
         """Valid tokens of the global batch, fp64 scalar on the device."""
         return self.totals[1]
 
-    def get_loss_and_requests(self) -> tuple[float, bool, bool]:
-        """Return the mean loss per valid token, whether any rank asks for a stop, and whether any asks for a pause."""
-        loss_sum, num_tokens, stop, pause = self.totals.tolist()
-        return loss_sum / num_tokens, stop > 0, pause > 0
+    def get_loss_and_requests(self) -> tuple[float, StepRequests]:
+        """Return the mean loss per valid token, and what any rank asks for."""
+        loss_sum, num_tokens, *requests = self.totals.tolist()
+        return loss_sum / num_tokens, StepRequests(*(count > 0 for count in requests))
 
     def get_microbatch_losses(self) -> list[float]:
         """Return the mean loss of every logical microbatch, in order."""
@@ -55,23 +64,25 @@ class LossReducer:
             -(-batching.count // layout.dp_size) if layout.is_lockstep else len(self._local_range)
         )
 
-    def reduce(self, losses: Tensor, *, stop: bool, pause: bool) -> StepTotals:
+    def reduce(self, losses: Tensor, requests: StepRequests) -> StepTotals:
         """Sum the losses and requests of all ranks in one all-reduce. Collective over all ranks.
 
-        `losses`: fp64 [num_local_microbatches, 2], loss sum and valid tokens of each microbatch of this rank. `stop`
-        and `pause`: whether this rank was asked to stop or pause after the step.
+        `losses`: fp64 [num_local_microbatches, 2], loss sum and valid tokens of each microbatch of this rank.
+        `requests`: those of this rank.
         """
         context = self._context
         # One row per logical microbatch, filled by one data-parallel rank, and one column per context-parallel rank.
         # Every element has at most one nonzero contribution, so the sum over ranks is exact in any order.
-        shape = (self._num_microbatches + 1, context.layout.cp, 2)
+        shape = (self._num_microbatches + 2, context.layout.cp, 2)  # the last two rows hold the requests
         sums = torch.zeros(shape, dtype=torch.float64, device=context.device)
         local_losses = mask_duplicates(losses, context)[: len(self._local_range)]
         sums[self._local_range.start : self._local_range.stop, context.coordinates["cp"]] = local_losses
-        sums[-1, 0] = sums.new_tensor((float(stop), float(pause)))
+        sums[-2, 0] = sums.new_tensor((float(requests.stop), float(requests.pause)))
+        sums[-1, 0, 0] = float(requests.save)
         all_reduce(sums, context)
-        by_microbatch = sums[:-1].sum(1)
-        return StepTotals(torch.cat((sum_pairwise(by_microbatch), sums[-1, 0])), by_microbatch)
+        by_microbatch = sums[:-2].sum(1)
+        totals = torch.cat((sum_pairwise(by_microbatch), sums[-2, 0], sums[-1, 0, :1]))
+        return StepTotals(totals, by_microbatch)
 
 
 def mask_duplicates(sums: Tensor, context: ParallelContext) -> Tensor:

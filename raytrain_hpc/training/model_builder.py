@@ -40,7 +40,7 @@ def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModul
         local_range = tp_axis.get_local_range(len(positions))
         shard_positions = positions[local_range.start : local_range.stop]
         loss = partial(vocab_parallel_loss_sum, axis=tp_axis, vocab_size=model_spec.vocab_size)
-    elif config.train.compile:
+    elif config.train.compile is True:
         loss = torch.compile(loss_sum)
     return DecoderTrainModule(model_spec, config.run.seed, positions, shard_positions, stage_layers, loss)
 

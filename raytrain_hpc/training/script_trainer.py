@@ -141,7 +141,14 @@ class ScriptTrainer:
         self._snapshots = SnapshotManager(config, self._snapshot_store, state, live_state_suffices, None, lambda: None)
         self._snapshots.begin_generation(spec.start_step, spec.generation)
         self._checkpointer = Checkpointer(
-            state, peer_info.destination_indexes, context, store, spec.generation, config.checkpoint, self._control.emit
+            state,
+            peer_info.destination_indexes,
+            context,
+            store,
+            spec.generation,
+            config.checkpoint,
+            self._control.emit,
+            last_time=spec.last_checkpoint_time,
         )
         self._fault_injector = FaultInjector(
             config.fault.inject, context.rank, context.layout.world_size, Path(config.run.dir), self._script_loss
@@ -224,7 +231,8 @@ class ScriptTrainer:
         self._fault_injector.pre_forward(step)
         weighted_loss = self._script_loss.loss(loss, loss) * weight
         self._snapshots.wait_for_copies()
-        requests = (float(self._control.stop_requested), float(self._control.pause_requested))
+        control, save = self._control, self._checkpointer.is_time_due()
+        requests = (float(control.stop_requested), float(control.pause_requested), float(save))
         sums = torch.tensor([float(weighted_loss.detach()), *requests], dtype=torch.float64, device=self.device)
         if self.context.world_group is not None:  # all ranks wait here for the slowest; stalls are timed from here on
             dist.all_reduce(sums, group=self.context.world_group)
@@ -276,12 +284,12 @@ class ScriptTrainer:
 
     def _commit(self, step: int) -> tuple[bool, bool]:
         """Commit a step. Return whether the run stops after it, and whether the generation pauses."""
-        loss, stop, pause = self._totals or [0.0] * 3
+        loss, stop, pause, save = self._totals or [0.0] * 4
         before_end = step < self._spec.end_step
         stopped, paused = stop > 0 and before_end, pause > 0 and before_end
         self._fault_injector.post_step(step, self._state)
         self._script_state.capture()
-        should_save = self._checkpointer.should_save(step) or not before_end or stopped
+        should_save = self._checkpointer.should_save(step) or save > 0 or not before_end or stopped
         self._snapshots.after_step(step, before_pause=paused)
         record = self._build_metrics(step, loss, self._step_timer.end_step())
         self._control.record_commit(record)

@@ -93,10 +93,10 @@ class CheckpointRollback:
     """Rollback of all ranks to the newest checkpoint during a run."""
 
     store: CheckpointStore
-    interval: int  # steps between checkpoints
     context: ParallelContext
     state: ShardedState
     indexes: list[StateIndex]
+    get_last_due_step: Callable[[int], int]  # the last step up to a given one of which a checkpoint was due
     wait_for_writes: Callable[[], object]  # waits until this rank's part of the last checkpoint is written
     release_memory: Callable[[], None]  # called after moments were filled
 
@@ -125,10 +125,7 @@ class CheckpointRollback:
 
         Waits for the latest one to be published, so that the choice does not depend on the speed of a disk.
         """
-        expected_step, deadline = (
-            step // self.interval * self.interval if self.interval else 0,
-            time.monotonic() + _PUBLISH_TIMEOUT_S,
-        )
+        expected_step, deadline = self.get_last_due_step(step), time.monotonic() + _PUBLISH_TIMEOUT_S
         while expected_step and expected_step not in self.store.list_steps() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL_S)
         newest = self.store.find_newest_valid(lambda path, reason: None)

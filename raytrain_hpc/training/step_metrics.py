@@ -14,6 +14,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.observability.metrics import RANK_STATISTIC_KEYS
 from raytrain_hpc.optim.lr_scheduler import learning_rate
 from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.training.loss_reduction import StepRequests
 from raytrain_hpc.training.timers import PhaseTimer, reduce_over_ranks
 
 
@@ -21,14 +22,13 @@ from raytrain_hpc.training.timers import PhaseTimer, reduce_over_ranks
 class StepResult:
     """Outcome of one forward and backward pass over the global batch; the same on every rank except for `data_s`.
 
-    `loss` is the mean per valid token, `grad_norm` the norm before clipping. `stop` and `pause`: whether any rank was
-    asked to stop or pause after this step. `data_s`: seconds this rank waited for data.
+    `loss` is the mean per valid token, `grad_norm` the norm before clipping. `requests`: what any rank
+    asks for after this step. `data_s`: seconds this rank waited for data.
     """
 
     loss: float
     grad_norm: float
-    stop: bool
-    pause: bool
+    requests: StepRequests
     data_s: float
     microbatch_losses: list[float]  # mean loss of each logical microbatch of the global batch
 

@@ -22,7 +22,7 @@ from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.device_loader import DeviceLoader
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.forward_backward import ForwardBackward
-from raytrain_hpc.training.loss_reduction import LossReducer, StepTotals
+from raytrain_hpc.training.loss_reduction import LossReducer, StepRequests, StepTotals
 from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.step_guard import StepGuard
@@ -76,7 +76,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         # The first step of a generation may compile: the watchdog allows phase "building" more time.
-        self._compute_phase: Phase = "building" if self.config.train.compile else "training"
+        self._compute_phase: Phase = "building" if self.config.train.compile is True else "training"
 
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Train from `start_step` committed steps to `end_step`, and save a checkpoint at the end or on a stop.
@@ -136,9 +136,9 @@ class Trainer:
         totals = self.reduce_losses_and_requests(losses)
         with self.timers.phase("communication"):
             grad_norm = self.model_update.clip_gradients(totals.num_tokens)
-        mean_loss, stop, pause = totals.get_loss_and_requests()
+        mean_loss, requests = totals.get_loss_and_requests()
         self.raise_if_aborted()
-        return StepResult(mean_loss, float(grad_norm), stop, pause, reader.seconds, totals.get_microbatch_losses())
+        return StepResult(mean_loss, float(grad_norm), requests, reader.seconds, totals.get_microbatch_losses())
 
     def wait_for_background_copies(self) -> None:
         """Wait for snapshots and checkpoint staging, which read the live state, and for copies of snapshots to peers.
@@ -155,7 +155,8 @@ class Trainer:
         """Sum losses, token counts, and requests to stop or pause over all ranks, in one all-reduce."""
         control = self.control
         with self.timers.phase("communication"):
-            return self.loss_reducer.reduce(losses, stop=control.stop_requested, pause=control.pause_requested)
+            requests = StepRequests(control.stop_requested, control.pause_requested, self.checkpointer.is_time_due())
+            return self.loss_reducer.reduce(losses, requests)
 
     def retry_step(self, step: int, first_result: StepResult) -> tuple[StepResult, bool]:
         """Recompute a step with a bad loss or norm once, to rule out a transient hardware error.
@@ -194,9 +195,9 @@ class Trainer:
         evaluation. An evaluation due at a stop or pause stays pending.
         """
         is_end = step == end_step
-        stop, pause = result.stop and not is_end, result.pause and not is_end
+        stop, pause = result.requests.stop and not is_end, result.requests.pause and not is_end
         self.fault_injector.post_step(step, self.snapshots.live_state)
-        save = self.checkpointer.should_save(step) or is_end or stop
+        save = self.checkpointer.should_save(step) or result.requests.save or is_end or stop
         self.snapshots.after_step(step, before_pause=pause)
         record = self.metrics.build(step, result, timer.end_step(), self.model_update.gradient_nbytes)
         self.control.record_commit(record)

@@ -16,7 +16,12 @@ LARGE = [*WIDE, "train.global_batch_size=64", "train.dtype=bf16"]
 
 
 def cluster(*slots: int, device: str = "cuda", accelerator: str = "h100") -> Topology:
-    return Topology(tuple(Node(f"n{i}", f"10.0.0.{i}", count) for i, count in enumerate(slots)), device, accelerator)
+    return Topology(
+        tuple(Node(f"n{i}", f"10.0.0.{i}", count) for i, count in enumerate(slots)),
+        device,
+        accelerator,
+        device == "cuda",
+    )
 
 
 def prepare(*words: str) -> PreparedRun:
@@ -37,7 +42,7 @@ def test_unset_axes_are_chosen_on_accelerators() -> None:
 
 def test_nothing_is_chosen_on_cpu_unless_requested() -> None:
     run = prepare("cluster.workers=4")
-    assert resolve_auto_layout(run, 4, cluster(4, device="cpu"), pytest.fail) is run
+    assert resolve_auto_layout(run, 4, cluster(4, device="cpu"), pytest.fail).config.parallel == run.config.parallel
     requested = prepare("cluster.workers=4", "parallel.tp=[2]", "parallel.zero=[1]")
     layout, _ = resolve_auto_layout(requested, 4, cluster(2, 2, device="cpu"), lambda line: None).resolve_layout(4)
     assert (layout.tp, layout.zero, layout.dp_shard) == (2, 1, 2)
@@ -68,3 +73,25 @@ def test_unknown_device_is_assumed_to_be_an_h100() -> None:
     lines: list[str] = []
     resolve_auto_layout(prepare(*LARGE, "cluster.workers=8"), 8, cluster(8, accelerator=""), lines.append)
     assert "per device assumed to be an h100" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "has_bf16", "expected"),
+    [
+        ([], "cpu", False, ("fp32", False)),
+        ([], "cuda", True, ("bf16", True)),
+        ([], "cuda", False, ("fp32", True)),
+        (["parallel.tp=2"], "cuda", True, ("bf16", False)),
+        (["train.dtype=fp32", "train.compile=false"], "cuda", True, ("fp32", False)),
+        (["model.num_experts=4"], "cuda", True, ("bf16", False)),
+    ],
+)
+def test_precision_and_compilation_follow_the_hardware(
+    words: list[str], device: str, has_bf16: bool, expected: tuple[str, bool]
+) -> None:
+    axes = [f"parallel.{axis}=1" for axis in ("tp", "cp", "pp") if f"parallel.{axis}=2" not in words]
+    run = prepare("cluster.workers=4", "train.dtype=auto", "parallel.zero=0", *axes, *words)
+    topology = Topology((Node("n0", "10.0.0.1", 4),), device, "h100" if device == "cuda" else "", has_bf16)
+    train = resolve_auto_layout(run, 4, topology, lambda line: None).config.train
+    assert (train.dtype, train.compile) == expected
+    assert run.config.train.compile in ("auto", False), "the given settings are not modified"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from tests.parallel.layout_run import BASE, MODELS, run_layout
-from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, prepare_run_on_cpu
 
 LIMIT = 768 * 8  # bytes: in fp64, each weight of these models has two to five tiles, mostly of uneven sizes
 TILED = [f"parallel.tile_mib={LIMIT / 2**20}"]
@@ -84,10 +84,10 @@ def observe_step(rank: int, rendezvous: Any, config: Any) -> dict[str, int]:
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
     from raytrain_hpc.training.builder import build_trainer
 
-    prepared = prepare_run(config, None, lambda line: None)
+    prepared = prepare_run_on_cpu(config)
     layout, batching = prepared.resolve_layout(2)
     spec = WorkerSpec(
-        config=config,
+        config=prepared.config,
         layout=layout,
         batching=batching,
         model_spec=prepared.model_spec,

@@ -1,0 +1,33 @@
+"""Settings that depend on the hardware: `train.dtype=auto` and `train.compile=auto`."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+from raytrain_hpc.config.schema import AUTO, Config
+
+
+def resolve_dtype(config: Config, *, has_bf16: bool) -> Config:
+    """Return the config with `train.dtype=auto` resolved: bf16 on accelerators that have it, else fp32."""
+    if config.train.dtype != AUTO:
+        return config
+    resolved = copy(config)
+    resolved.train = replace(config.train, dtype="bf16" if has_bf16 else "fp32")
+    resolved.origins = config.origins | {"train.dtype": AUTO}
+    return resolved
+
+
+def resolve_compile(config: Config, *, has_accelerator: bool) -> Config:
+    """Return the config with `train.compile=auto` resolved. Call when the parallel axes have their sizes.
+
+    Blocks are compiled on accelerators, except under tensor, context and pipeline parallelism, with experts and with
+    tiled layers, where compilation is refused.
+    """
+    if config.train.compile != AUTO:
+        return config
+    p, resolved = config.parallel, copy(config)
+    is_supported = p.tp == p.cp == p.pp == 1 and not config.model.num_experts and not p.tile_mib
+    resolved.train = replace(config.train, compile=has_accelerator and is_supported)
+    resolved.origins = config.origins | {"train.compile": AUTO}
+    return resolved
