@@ -25,9 +25,12 @@ exclude_patterns = ["_build", "_extensions"]
 
 # Docstrings use Google style and mark code with single backticks.
 default_role = "literal"
+smartquotes_action = "D"  # dashes, but straight quotes and dots: they are often code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_class_signature = "separated"
+autodoc_default_options = {"exclude-members": "__init__, __new__"}  # functions return these objects
 napoleon_numpy_docstring = False
 
 myst_enable_extensions = ["colon_fence"]

@@ -84,8 +84,8 @@ class ConfigKeyLinks(SphinxPostTransform):
             return
         page = self.app.builder.get_relative_uri(self.env.docname, REFERENCE_PAGE)
         for literal in list(self.document.findall(nodes.literal)):
-            key = literal.astext().partition("=")[0]
-            if key in get_fields() and not isinstance(literal.parent, nodes.reference):
+            key, _, value = literal.astext().partition("=")
+            if key in get_fields() and " " not in value and not isinstance(literal.parent, nodes.reference):
                 literal.replace_self(nodes.reference("", "", literal.deepcopy(), refuri=f"{page}#{key}"))
 
 

@@ -26,13 +26,9 @@ class MetricReference(SphinxDirective):
             if not key.startswith("ranks/")
         )
         kinds = ", ".join(f"{kind} ({description})" for kind, description in STATISTICS.items())
-        statistics = nodes.paragraph(
-            text=f"Statistics over ranks have the keys ranks/KEY/KIND. KIND is {kinds}. KEY is "
-        )
-        for index, key in enumerate(RANK_STATISTIC_KEYS):
-            statistics += [nodes.Text(", " if index else ""), nodes.literal(text=key)]
-        statistics += nodes.Text(".")
-        return [nodes.definition_list("", *items, classes=["config-keys"]), statistics]
+        keys = ", ".join(f"`{key}`" for key in RANK_STATISTIC_KEYS)
+        text = f"Statistics over ranks have the keys `ranks/KEY/KIND`. KIND is {kinds}. KEY is one of {keys}."
+        return [nodes.definition_list("", *items, classes=["config-keys"]), make_paragraph(text)]
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
