@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+import torch
 import yaml
 
 from raytrain_hpc.cli.main import main
@@ -33,6 +35,15 @@ from tests.docs.workspace import TINY, call, make_workspace
 
 CPU_WORKERS = 2  # of cluster.workers=auto
 BYTES = 256  # vocabulary of the built-in dataset
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restore_torch() -> Iterator[None]:
+    """Undo what training in this process sets for the process."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode(mode)
 
 
 @pytest.fixture(scope="module")
