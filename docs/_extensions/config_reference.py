@@ -9,7 +9,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 from docutils import nodes
 from inline_code import make_paragraph
-from raytrain_hpc.config.value_types import describe_key_type, describe_type, get_type
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
@@ -17,6 +16,7 @@ from sphinx.util.typing import ExtensionMetadata
 
 from raytrain_hpc.config.field import Section
 from raytrain_hpc.config.schema import SECTIONS, get_fields, to_dict
+from raytrain_hpc.config.value_types import describe_key_type, describe_type, get_type
 
 REFERENCE_PAGE = "configuration"
 

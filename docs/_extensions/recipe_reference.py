@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from docutils import nodes
 from inline_code import make_paragraph
-from raytrain_hpc.config.recipes import list_recipes, read_description
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata
+
+from raytrain_hpc.config.recipes import list_recipes, read_description
 
 
 class RecipeReference(SphinxDirective):
