@@ -65,7 +65,7 @@ class ConfigReference(SphinxDirective):
 
 def _describe_values(field: Field[Any], type_text: str) -> Iterator[nodes.Node]:
     """Yield the type, the default and the bound of a key."""
-    yield nodes.Text(f"{type_text[:1].upper()}{type_text[1:]}. Default: ")
+    yield nodes.Text(f"Values: {type_text}. Default: ")
     default = field.default if field.default_factory is MISSING else field.default_factory()
     yield nodes.literal(text=yaml.safe_dump(to_dict(default), default_flow_style=True).split("\n")[0] or '""')
     minimum, above = field.metadata["minimum"], field.metadata["above"]
