@@ -23,10 +23,10 @@ def train(words: tuple[str, ...]) -> None:
     path, overrides = split_words(words)
     config = load_config(path, overrides)
     from raytrain_hpc.api import train as run_training
-    from raytrain_hpc.cli.train_summary import format_sample, format_summary
+    from raytrain_hpc.cli.train_summary import format_summary, sample_text
 
     result = run_training(config)
-    for line in format_sample(config, result):
+    for line in sample_text(config, result):
         click.echo(line)
     for line in format_summary(config, result):
         click.echo(line)

@@ -1,4 +1,4 @@
-"""Closing output of `raytrain-hpc train`: a text sample, the results, the paths, the next command."""
+"""Closing output of `raytrain-hpc train`: a text sample (also stored), the results, the paths, the next command."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.dataset.sources import STDLIB
+from raytrain_hpc.driver.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
 
 
-def format_sample(config: Config, result: Result) -> Iterator[str]:
-    """Yield lines with text sampled from the trained model, if the run has a tokenizer and a checkpoint."""
+_PROMPT = "\n"
+
+
+def sample_text(config: Config, result: Result) -> Iterator[str]:
+    """Sample text from the trained model, if the run has a tokenizer and a checkpoint; store it and yield it as lines.
+
+    The text is appended to samples.jsonl. If that fails, the last line says so.
+    """
     run_dir = Path(config.run.dir)
     if result.outcome != "done" or not config.logging.sample_tokens or not (run_dir / "tokenizer.json").exists():
         return
@@ -23,9 +30,13 @@ def format_sample(config: Config, result: Result) -> Iterator[str]:
     from raytrain_hpc.text_generation import generate
 
     yield "sample of the model's own text:"
-    text = "".join(generate(run_dir, max_tokens=config.logging.sample_tokens))
+    text = "".join(generate(run_dir, _PROMPT, max_tokens=config.logging.sample_tokens))
     for line in text.splitlines():
         yield f"  | {line}"
+    try:
+        RunDirectory(run_dir).append_sample(result.steps, _PROMPT, text)
+    except OSError as error:
+        yield f"alarm: the sample was not stored: {error.strerror}"
 
 
 def format_summary(config: Config, result: Result) -> Iterator[str]:

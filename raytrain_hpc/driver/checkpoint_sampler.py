@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -10,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.run_directory import RunDirectory
 
-_SAMPLES_FILE = "samples.jsonl"
 _MAX_PRINTED_CHARS = 200  # of an answer, on the console
 _NICE = 10  # below the run's priority
 _CLOSE_TIMEOUT_S, _PROMPT_TIMEOUT_S = 120.0, 600.0  # for all pending samples at the end of the run; for one prompt
@@ -70,8 +69,7 @@ class CheckpointSampler:
                 self._has_alarmed = True
                 return
             answer = output.removeprefix(prompt).rstrip("\n")
-            with (run_dir / _SAMPLES_FILE).open("a") as file:
-                file.write(json.dumps({"step": step, "prompt": prompt, "answer": answer}) + "\n")
+            RunDirectory(run_dir).append_sample(step, prompt, answer)
             self._print_line(f"sample  step {step}: {prompt!r} -> {answer[:_MAX_PRINTED_CHARS]!r}")
 
 

@@ -20,6 +20,7 @@ from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.factory import build_rank_trainer
+from raytrain_hpc.worker.host_info import describe_process
 
 
 class LocalWorkerGroup:
@@ -69,6 +70,7 @@ class LocalWorkerGroup:
                 "memory_gib": memory_gib,
                 "began": now,
                 "imported": now,
+                **describe_process(),
             }
         ]
 

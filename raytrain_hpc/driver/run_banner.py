@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -34,6 +35,8 @@ def write_and_announce_run(
         else compute_state_bytes(parameters, layout, train.dtype, config.optimizer.name, config.parallel.offload)
     )
     plan = {
+        "started": time.time(),
+        "parameters": None if prepared.custom else model_spec.count_parameters(),
         "layout": asdict(layout),
         "workers": layout.world_size,
         "microbatches": asdict(batching),

@@ -14,7 +14,16 @@ from raytrain_hpc.config.schema import Config
 
 
 class RunDirectory:
-    """The directory `run.dir`, with the paths of its files. `alarm` is called with each failure to write."""
+    """The directory `run.dir`, with the paths of its files. `alarm` is called with each failure to write.
+
+    config.yaml      all settings, resolved
+    plan.json        layout, microbatches, number of parameters, estimated memory and step time, unix time of this start
+    workers.json     the current generation: versions that rank 0 runs; host, device and coordinates of each rank
+    metrics.jsonl    metrics of each committed step (observability/metrics.py)
+    incidents.jsonl  failures and what they cost (driver/incident_log.py)
+    samples.jsonl    text sampled from checkpoints: step, prompt, answer
+    result.json      the result (driver/result.py)
+    """
 
     def __init__(self, path: Path, alarm: Callable[[str], None] = lambda text: None):
         self.path = path
@@ -26,6 +35,7 @@ class RunDirectory:
         self.tokenizer = path / "tokenizer.json"
         self.tensorboard = path / "tb"
         self.timeline = path / "timeline"
+        self.samples = path / "samples.jsonl"
         self.result = path / "result.json"
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
@@ -35,9 +45,20 @@ class RunDirectory:
         if tokenizer is not None:
             self._write_atomically(self.tokenizer, _to_json(tokenizer))
 
-    def write_workers(self, generation: int, workers: list[dict[str, Any]]) -> None:
-        """Write the workers of the current generation."""
-        self._write_atomically(self.path / "workers.json", _to_json({"generation": generation, "workers": workers}))
+    def write_workers(self, generation: int, versions: dict[str, str], workers: list[dict[str, Any]]) -> None:
+        """Write the workers of the current generation, and the versions of the software that they run."""
+        content = {"generation": generation, "versions": versions, "workers": workers}
+        self._write_atomically(self.path / "workers.json", _to_json(content))
+
+    def append_sample(self, step: int, prompt: str, answer: str) -> None:
+        """Append text that the model of `step` wrote after `prompt` to samples.jsonl, unless it is there already.
+
+        Raises OSError if the file cannot be read or written.
+        """
+        line = json.dumps({"step": step, "prompt": prompt, "answer": answer})
+        if not self.samples.exists() or line not in self.samples.read_text().splitlines():
+            with self.samples.open("a") as file:
+                file.write(f"{line}\n")
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result of the run."""

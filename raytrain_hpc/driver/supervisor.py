@@ -322,9 +322,9 @@ class Supervisor:
         self._console.print_line(f"worker failed: {failure}; {step} steps are committed")
 
     def _write_workers(self, run: _RunContext, layout: Layout, infos: list[dict[str, Any]]) -> None:
-        """Write workers.json for the ranks of this generation."""
-        keys = ("rank", "pid", "node", "host", "device")
+        """Write workers.json for the ranks of this generation. The versions are those that rank 0 runs."""
+        keys = ("rank", "pid", "node", "host", "cpu", "device", "memory_gib")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
         ]
-        run.prepared.directory.write_workers(run.lease.generation, workers)
+        run.prepared.directory.write_workers(run.lease.generation, infos[0]["versions"], workers)

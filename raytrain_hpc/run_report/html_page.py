@@ -1,110 +1,136 @@
-"""HTML page of a report, with its styles and script inlined. The page loads nothing from elsewhere."""
+"""HTML page of a report, with its styles, data and script inlined. The page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
-from typing import Any
 
-from raytrain_hpc.run_report.charts import Line, Mark, draw_line_chart, format_number
-from raytrain_hpc.run_report.figures import COLORS, draw_memory, draw_placement, draw_step_time
+from raytrain_hpc.run_report.charts import Chart, draw_figure
+from raytrain_hpc.run_report.comparison import flatten_config, format_setting, render_comparison, render_facts
+from raytrain_hpc.run_report.curves import build_axis_rows, build_curves, build_marks, build_step_time_chart
+from raytrain_hpc.run_report.html_table import render_table
+from raytrain_hpc.run_report.incident_table import render_incidents
+from raytrain_hpc.run_report.memory_bars import render_memory
+from raytrain_hpc.run_report.placement_map import render_placement
 from raytrain_hpc.run_report.run_reader import RunRecord
+from raytrain_hpc.run_report.summary import summarize_facts, summarize_results
 
-_CURVE_TITLES = {
-    "train/loss": "training loss, nats per token (dots: validation)",
-    "throughput/tokens_per_sec": "tokens per second",
-    "train/lr": "learning rate",
-    "train/grad_norm": "gradient norm before clipping",
-    "throughput/mfu": "model FLOPs utilization",
-    "memory/peak_gib": "peak memory of rank 0, GiB",
-}
-_INCIDENT_COLOR = "#d62728"
-_MAX_STACK_CHARS = 4000
+SCRIPTS = ("scale.js", "charts.js", "page.js")
+_TOOLS = (
+    '<form id="tools" hidden><fieldset><legend>x axis</legend>'
+    '<label><input type="radio" name="x" value="step" checked>steps</label>'
+    '<label><input type="radio" name="x" value="tokens">tokens</label>'
+    '<label><input type="radio" name="x" value="time">time</label></fieldset>'
+    '<fieldset><legend>y axis</legend><label><input type="checkbox" name="log">logarithmic</label>'
+    '<label><input type="checkbox" name="full">show outliers</label></fieldset>'
+    '<fieldset><legend>smoothing</legend><input type="range" name="smoothing" min="0" max="0.98" step="0.02" value="0"'
+    ' aria-label="smoothing"><output>off</output></fieldset></form>'
+)
+
+
+class _Figures:
+    """Numbered charts of a page: each is drawn as HTML and kept for the script."""
+
+    def __init__(self) -> None:
+        self.charts: list[Chart] = []
+
+    def draw(self, chart: Chart) -> str:
+        """Return the chart as HTML; empty if it has no points."""
+        if chart.is_empty:
+            return ""
+        self.charts.append(chart)
+        return draw_figure(chart, len(self.charts) - 1)
 
 
 def render_page(runs: Sequence[RunRecord]) -> str:
     """Return the self-contained HTML report of one or several runs."""
-    title = ", ".join(run.name for run in runs)
-    sections = [f"<h1>{escape(title)}</h1>", _render_results(runs), _render_curves(runs)]
-    for run in runs:
-        if len(runs) > 1:
-            sections.append(f"<h1>{escape(run.name)}</h1>")
-        sections += _render_run(run)
-    package = files(__package__)
-    style, script = (package.joinpath(name).read_text() for name in ("style.css", "script.js"))
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
-    body = "".join(part for part in sections if part)
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}<script>{script}</script></body></html>'
-
-
-def _render_results(runs: Sequence[RunRecord]) -> str:
-    rows = []
-    for run, color in zip(runs, _assign_colors(runs), strict=True):
-        metrics, result = run.last_metrics, run.result
-        layout = {axis: size for axis, size in run.plan.get("layout", {}).items() if _is_informative(axis, size)}
-        rows.append(
-            [
-                f'<i class="dot" style="background:{color}"></i>{escape(run.name)}',
-                escape(str(result.get("outcome", "running"))),
-                f"{metrics.get('step', 0)} of {run.config.get('train', {}).get('steps', '?')}",
-                _format_cell(metrics.get("train/loss")),
-                _format_cell(result.get("val/loss", _get_last_value(run, "val/loss"))),
-                _format_cell(metrics.get("train/tokens")),
-                _format_cell(_compute_median_throughput(run)),
-                _format_percent(result.get("goodput")),
-                str(len(run.incidents)),
-                str(metrics.get("elastic/world_size", run.plan.get("workers", "?"))),
-                escape(" ".join(f"{axis}={size}" for axis, size in layout.items()) or "one rank"),
-            ]
-        )
-    names = ("run", "outcome", "steps", "loss", "validation", "tokens", "tokens/s", "goodput", "incidents", "ranks")
-    return _render_table((*names, "layout"), rows)
-
-
-def _render_curves(runs: Sequence[RunRecord]) -> str:
-    marks = [mark for run in runs for mark in _make_incident_marks(run)]
-    charts = []
-    for key, title in _CURVE_TITLES.items():
-        lines = []
-        for run, color in zip(runs, _assign_colors(runs), strict=True):
-            lines.append(Line(run.name, run.get_points(key), color))
-            if key == "train/loss":
-                lines.append(Line(f"{run.name}, validation", run.get_points("val/loss"), color, has_markers=True))
-        charts.append(draw_line_chart(title, lines, marks))
-    return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>'
-
-
-def _make_incident_marks(run: RunRecord) -> Iterable[Mark]:
-    for incident in run.incidents:
-        yield Mark(float(incident.get("step") or 0), _describe_incident(incident), _INCIDENT_COLOR)
-
-
-def _describe_incident(incident: dict[str, Any]) -> str:
-    rank_text = "" if incident.get("rank") is None else f": rank {incident['rank']} on {incident.get('node')}"
-    seconds = incident.get("recovered_s")
-    recovery_text = "" if seconds is None else f"; next step {seconds:.2f} s later"
-    return f"{incident.get('kind')}{rank_text}, at step {incident.get('step')}{recovery_text}"
-
-
-def _render_run(run: RunRecord) -> list[str]:
-    parts = [
-        ("Step time by phase", draw_step_time(run) + _render_rank_statistics(run)),
-        ("Memory per rank", draw_memory(run)),
-        ("Layout and placement", draw_placement(run.workers) if run.workers else ""),
-        ("Pipeline", _render_pipeline(run)),
-        ("Incidents", _render_incidents(run)),
+    runs, figures = name_apart(runs), _Figures()
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    if len(runs) == 1:
+        top = [_render_summary(runs[0]), _render_sample(runs[0]), _render_curves(runs, figures)]
+        top += _render_details(runs[0], 0, figures)
+    else:
+        top = [render_comparison(runs), _render_curves(runs, figures), render_facts(runs)]
+        for index, run in enumerate(runs):
+            top += [f'<h1 class="run">{escape(run.name)}</h1>', _render_sample(run)]
+            top += _render_details(run, index, figures)
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        *top,
+        f"<footer>{_describe_page()}</footer>",
+        _render_data(runs, figures.charts),
     ]
-    config = "\n".join(
-        f"{section}.{key}={value}"
-        for section, keys in run.config.items()
-        if isinstance(keys, dict)
-        for key, value in keys.items()
+    package = files(__package__)
+    style, *scripts = (package.joinpath(name).read_text() for name in ("style.css", *SCRIPTS))
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style>"
     )
-    settings = f"<details><summary>{escape(str(run.path))}</summary><pre>{escape(config)}</pre></details>"
-    return [*(f"<h2>{title}</h2>{content}" for title, content in parts if content), f"<h2>Settings</h2>{settings}"]
+    script = f"<script>{''.join(scripts)}</script>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}{script}</body></html>'
+
+
+def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs with distinct names: the name of the directory, or its path, replaces one that several have."""
+    named = list(runs)
+    for get_name in (lambda run: run.path.name, lambda run: str(run.path)):
+        counts = Counter(run.name for run in named)
+        named = [replace(run, name=get_name(run)) if counts[run.name] > 1 else run for run in named]
+    return named
+
+
+def _render_summary(run: RunRecord) -> str:
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in summarize_results(run).items()
+    )
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in summarize_facts(run).items())
+    return f'<dl class="tiles">{tiles}</dl><dl class="facts">{facts}</dl>'
+
+
+def _render_sample(run: RunRecord) -> str:
+    """Return the texts that the model wrote at the newest sampled step; empty without samples."""
+    newest = [sample for sample in run.samples if sample.get("step") == run.samples[-1].get("step")]
+    texts = "".join(
+        f"<pre><b>{escape(str(sample.get('prompt', '')).lstrip())}</b>{escape(str(sample.get('answer', '')))}</pre>"
+        for sample in newest
+    )
+    return f"<h2>Text sample, step {newest[0].get('step')}</h2>{texts}" if newest else ""
+
+
+def _render_curves(runs: Sequence[RunRecord], figures: _Figures) -> str:
+    drawn = "".join(figures.draw(chart) for chart in build_curves(runs))
+    if not drawn:
+        return ""
+    note = ""
+    if any(run.incidents for run in runs):
+        note = "<p class='caption'>Dashed vertical lines are incidents, numbered as in the table of incidents.</p>"
+    return f'<h2>Curves</h2>{_TOOLS}{note}<div class="charts">{drawn}</div>'
+
+
+def _render_details(run: RunRecord, index: int, figures: _Figures) -> list[str]:
+    """Return the sections about run number `index` alone."""
+    step_time = figures.draw(replace(build_step_time_chart(run, index), marks=build_marks(run, index, False)))
+    parts = [
+        ("Incidents", render_incidents(run)),
+        ("Step time", step_time + _render_rank_statistics(run)),
+        ("Memory per rank", render_memory(run)),
+        ("Placement", render_placement(run)),
+        ("Pipeline", _render_pipeline(run)),
+        ("Settings", _render_settings(run)),
+    ]
+    return [f"<section><h2>{title}</h2>{content}</section>" for title, content in parts if content]
+
+
+def _render_settings(run: RunRecord) -> str:
+    lines = [f"{key}={format_setting(value)}" for key, value in flatten_config(run.config).items()]
+    summary = f"<summary>all {len(lines)} settings</summary>"
+    return f'<details class="settings">{summary}<pre>{escape(chr(10).join(lines))}</pre></details>'
 
 
 def _render_rank_statistics(run: RunRecord) -> str:
@@ -113,17 +139,15 @@ def _render_rank_statistics(run: RunRecord) -> str:
     if not lines:
         return ""
     metrics = lines[-1]
-    names = [
-        key[len("ranks/") : -len("/mean")] for key in metrics if key.startswith("ranks/") and key.endswith("/mean")
-    ]
+    keys = [key for key in metrics if key.startswith("ranks/") and key.endswith("/mean")]
     rows = []
-    for name in names:
+    for name in (key[len("ranks/") : -len("/mean")] for key in keys):
         scale, unit = (1000.0, "ms") if name.startswith("time/") else (1.0, "GiB")
         values = [metrics[f"ranks/{name}/{kind}"] * scale for kind in ("mean", "min", "max", "std")]
-        rows.append([escape(name.partition("/")[2].rpartition("_")[0]), *(f"{value:.3f} {unit}" for value in values)])
-    num_ranks = metrics.get("elastic/world_size")
-    caption = f"<p>Over {num_ranks} ranks, at step {metrics['step']}:</p>"
-    return caption + _render_table(("", "mean", "min", "max", "std"), rows)
+        label = "peak memory" if unit == "GiB" else name.partition("/")[2].removesuffix("_s")
+        rows.append([escape(f"{label} ({unit})"), *(f"{value:.2f}" for value in values)])
+    caption = f"<p class='caption'>Over {metrics.get('elastic/world_size')} ranks, at step {metrics['step']}:</p>"
+    return caption + render_table(("", "mean", "min", "max", "std"), rows)
 
 
 def _render_pipeline(run: RunRecord) -> str:
@@ -131,74 +155,25 @@ def _render_pipeline(run: RunRecord) -> str:
         return ""
     name, picture = run.timeline
     svg = re.sub(r"^<svg ([^>]*)>", _make_scalable, picture)
-    return f"<p>{escape(name)}: forward blue, backward red, weight gradients green</p>{svg}"
+    caption = f"<p>{escape(name)}: forward blue, backward red, weight gradients green</p>"
+    return f'{caption}<div class="scroll pipeline">{svg}</div>'
 
 
 def _make_scalable(match: re.Match[str]) -> str:
     size = dict(re.findall(r'(width|height)="(\d+)"', match[1]))
-    return f'<svg class="bars" viewBox="0 0 {size["width"]} {size["height"]}">'
+    return f'<svg viewBox="0 0 {size["width"]} {size["height"]}">'
 
 
-def _render_incidents(run: RunRecord) -> str:
-    rows = []
-    for incident in run.incidents:
-        time = (
-            datetime.fromtimestamp(incident["time"], UTC).strftime("%Y-%m-%d %H:%M:%S") if incident.get("time") else ""
-        )
-        stacks = incident.get("stacks") or ""
-        text = (
-            stacks if isinstance(stacks, str) else "\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items())
-        )
-        details = (
-            f"<details><summary>stacks</summary><pre>{escape(text[:_MAX_STACK_CHARS])}</pre></details>" if text else ""
-        )
-        rank = incident.get("rank")
-        rows.append(
-            [
-                time,
-                escape(str(incident.get("kind"))),
-                "" if rank is None else str(rank),
-                escape(str(incident.get("node") or "")[:12]),
-                str(incident.get("step")),
-                _format_cell(incident.get("detected_s")),
-                _format_cell(incident.get("recovered_s")),
-                _format_cell(incident.get("steps_lost")),
-                escape(str(incident.get("operation") or ""))
-                + f"<br><small>{escape(str(incident.get('reason') or ''))}</small>{details}",
-            ]
-        )
-    names = ("when (UTC)", "what", "rank", "node", "step", "detected, s", "recovered, s", "steps lost", "where")
-    return _render_table(names, rows) if rows else ""
+def _render_data(runs: Sequence[RunRecord], charts: Sequence[Chart]) -> str:
+    """Return the charts' data for the script."""
+    data = {
+        "runs": [{"name": run.name, "axis": build_axis_rows(run)} for run in runs],
+        "charts": [chart.to_json() for chart in charts],
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="data">{text}</script>'
 
 
-def _render_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table. The cells must be HTML already."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _assign_colors(runs: Sequence[RunRecord]) -> list[str]:
-    return [COLORS[number % len(COLORS)] for number in range(len(runs))]
-
-
-def _is_informative(axis: str, size: object) -> bool:
-    return axis != "schedule" and size not in (1, 0, None) and axis != "virtual_stages"
-
-
-def _get_last_value(run: RunRecord, key: str) -> float | None:
-    points = run.get_points(key)
-    return points[-1][1] if points else None
-
-
-def _compute_median_throughput(run: RunRecord) -> float | None:
-    rates = sorted(rate for _, rate in run.get_points("throughput/tokens_per_sec"))
-    return rates[len(rates) // 2] if rates else None
-
-
-def _format_cell(value: float | None) -> str:
-    return "" if value is None else format_number(value)
-
-
-def _format_percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
+def _describe_page() -> str:
+    now = datetime.now(UTC)
+    return f"Written by raytrain-hpc report on {now:%Y-%m-%d %H:%M} UTC. Losses are in nats per token."

@@ -5,12 +5,22 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from raytrain_hpc.run_report.charts import Line, Mark, draw_line_chart, format_number
-from raytrain_hpc.run_report.figures import COLORS
+from raytrain_hpc.run_report.charts import draw_svg
+from raytrain_hpc.run_report.curves import build_curves
 from raytrain_hpc.run_report.run_reader import RunRecord, read_run
+from raytrain_hpc.run_report.scale import format_number
 
-_STYLE = "max-width:640px;font:13px system-ui,sans-serif"
-_CHART_STYLE = "<style>.rt-live .grid{stroke:#8884}.rt-live text{fill:currentColor;font:11px system-ui}</style>"
+_STYLE = "max-width:760px;font:13px system-ui,sans-serif"
+# The palette of style.css in tones that are legible on light and dark pages: notebooks do not tell their theme.
+_CHART_STYLE = (
+    "<style>.rt-live .c0{--c:#3d85cc}.rt-live .c1{--c:#e07b1a}.rt-live .alert{--c:#e04545}"
+    ".rt-live .grid{stroke:#8884}.rt-live text{fill:currentColor;font:12px system-ui}.rt-live .line{fill:none;"
+    "stroke:var(--c);stroke-width:1.6}.rt-live .line.sparse{stroke-width:2.4}.rt-live .dot{fill:var(--c)}"
+    ".rt-live .mark{stroke:var(--c);stroke-dasharray:4 3}.rt-live .marklabel{fill:var(--c)}"
+    ".rt-live .clipped{fill:currentColor}.rt-live i{display:inline-block;width:1em;height:3px;background:var(--c);"
+    "vertical-align:middle;margin:0 .4em 0 1em}</style>"
+)
+_LEGEND = '<div><b>loss</b> <i class="c0"></i>training <i class="c1"></i>validation</div>'
 
 
 def render_live_html(run_dir: str | Path, state: str) -> str:
@@ -18,13 +28,9 @@ def render_live_html(run_dir: str | Path, state: str) -> str:
     if not (Path(run_dir) / "config.yaml").exists():
         return f'<div style="{_STYLE}"><b>{escape(str(run_dir))}</b>: {escape(state)}</div>'
     run = read_run(run_dir)
-    marks = [Mark(float(incident.get("step") or 0), str(incident.get("kind")), "#d62728") for incident in run.incidents]
-    lines = [
-        Line("training", run.get_points("train/loss"), COLORS[0]),
-        Line("validation", run.get_points("val/loss"), COLORS[1], has_markers=True),
-    ]
     cells = "".join(f"<td><small>{name}</small><br><b>{value}</b></td>" for name, value in _collect_figures(run, state))
-    chart = draw_line_chart("loss, nats per token", lines, marks)
+    charts = build_curves([run])
+    chart = _LEGEND + draw_svg(charts[0])[0] if charts else ""
     return f'<div class="rt-live" style="{_STYLE}">{_CHART_STYLE}<table><tr>{cells}</tr></table>{chart}</div>'
 
 

@@ -15,6 +15,8 @@ from raytrain_hpc.errors import RunDirectoryError
 
 Json = dict[str, Any]
 
+_SHORT_ID_CHARS = 8
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -28,12 +30,23 @@ class RunRecord:
     result: Json
     metrics: list[Json]
     incidents: list[Json]
+    versions: dict[str, str]  # of the software that rank 0 ran, by package
+    samples: list[Json]  # text written by the model, oldest first
     timeline: tuple[str, str] | None  # file name and SVG of the newest recorded step
 
     def get_points(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric at all steps with a finite value."""
         values = ((line["step"], line.get(key)) for line in self.metrics)
         return [(step, value) for step, value in values if value is not None and isfinite(value)]
+
+    def get_host(self, node: str | None) -> str:
+        """Return the host name of a node, numbered if several nodes have it; else the beginning of the node's id."""
+        hosts = {str(worker.get("node")): str(worker.get("host") or "") for worker in self.workers}
+        host = hosts.get(str(node))
+        if not host:
+            return str(node or "")[:_SHORT_ID_CHARS]
+        namesakes = [other for other, name in hosts.items() if name == host]
+        return host if len(namesakes) == 1 else f"{host}, node {namesakes.index(str(node))}"
 
     @property
     def last_metrics(self) -> Json:
@@ -50,13 +63,16 @@ def read_run(path: str | Path) -> RunRecord:
         config = yaml.safe_load(directory.config.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise RunDirectoryError(f"{directory.config}: cannot be read: {' '.join(str(error).split())}") from error
+    workers = _read_json(directory.path / "workers.json")
     steps = {line["step"]: line for line in directory.read_metrics() if "step" in line}
     return RunRecord(
         path=directory.path,
         name=str(config.get("run", {}).get("name") or directory.path.name),
         config=config,
         plan=_read_json(directory.path / "plan.json"),
-        workers=_read_json(directory.path / "workers.json").get("workers", []),
+        workers=workers.get("workers", []),
+        versions=workers.get("versions", {}),
+        samples=_read_samples(directory.samples),
         result=_read_json(directory.result),
         metrics=[steps[step] for step in sorted(steps)],
         incidents=[json.loads(line) for line in directory.read_incidents() if line],
@@ -71,6 +87,17 @@ def _read_json(path: Path) -> Json:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _read_samples(path: Path) -> list[Json]:
+    """Return the samples in samples.jsonl, except a line that a kill left incomplete."""
+    samples = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            samples.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return samples
 
 
 def _read_timeline(directory: Path) -> tuple[str, str] | None:

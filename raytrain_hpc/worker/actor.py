@@ -63,6 +63,7 @@ class WorkerActor:
         from raytrain_hpc.distributed.network_interface import find_interface
         from raytrain_hpc.distributed.process_groups import set_network_interface
         from raytrain_hpc.training.builder import configure_torch
+        from raytrain_hpc.worker.host_info import describe_process
 
         configure_torch(config, self._device)  # takes seconds, for which other ranks would wait later
         interface = config.cluster.network_interface
@@ -86,6 +87,7 @@ class WorkerActor:
             "pulse": str(self._heartbeat.path),
             "began": self._start_unix,
             "imported": self._imported_unix,
+            **describe_process(),
         }
 
     def warm_up(self, spec: WorkerSpec) -> None:

@@ -1,4 +1,4 @@
-"""Facts about a worker's process and host, for `doctor`."""
+"""Facts about a worker's process and host, for `doctor` and for the record of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+_PACKAGES = ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")
 _MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the square matrices that are multiplied
 _COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
@@ -24,7 +25,7 @@ def collect_host_info(device: torch.device, path: str, marker: str) -> dict[str,
         sees_marker = False
     return {
         "python": platform.python_version(),
-        "versions": {name: _get_version(name) for name in ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")},
+        "versions": {name: _get_version(name) for name in _PACKAGES},
         "time": time.time(),
         "shared_memory_free": shutil.disk_usage("/dev/shm").free,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -32,6 +33,22 @@ def collect_host_info(device: torch.device, path: str, marker: str) -> dict[str,
         "tflops": _measure_tflops(device),
         "memory_gbs": _measure_memory_gbs(device),
     }
+
+
+def describe_process() -> dict[str, Any]:
+    """Return the versions that this process runs, and the CPU of its host, for workers.json."""
+    versions = {"python": platform.python_version()} | {name: _get_version(name) for name in _PACKAGES}
+    return {"versions": versions, "cpu": _get_cpu_name()}
+
+
+def _get_cpu_name() -> str:
+    """Return the CPU model as Linux names it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _get_version(name: str) -> str:

@@ -46,7 +46,7 @@ ALLOWED_IMPORTS = {
     "worker": "errors config planner elastic state parallel snapshot distributed data runtime training",
     "driver": "errors config planner elastic state distributed data runtime checkpoint observability optim training "
     "worker",
-    "run_report": "errors config driver",
+    "run_report": "errors config observability driver",
     "api": "errors config planner elastic state model snapshot data runtime checkpoint observability training driver "
     "run_report",
     "huggingface": "errors config state data checkpoint",

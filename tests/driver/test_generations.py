@@ -68,6 +68,7 @@ class FakeWorkerGroup:
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         facts = {"rank": 0, "rack": "", "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
+        facts |= {"cpu": "c", "versions": {}}
         return [facts | {"began": time.time(), "imported": time.time()}]
 
     def run_generation(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain_hpc import Result, load_config, train
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.observability.metrics import METRIC_KEYS
+from raytrain_hpc.text_generation import load_model
 from tests.warm_pool import make_small_config
 
 
@@ -74,6 +78,25 @@ def test_workers_file_has_the_documented_keys(run: FinishedRun) -> None:
     assert {"rank", "pid", "node", "device", "coordinates"} <= set(worker)
     assert (worker["rank"], worker["pid"], worker["device"]) == (0, os.getpid(), "cpu")
     assert worker["coordinates"] == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
+    assert worker["cpu"] and worker["memory_gib"] is None
+
+
+def test_software_start_and_size_of_the_run_are_recorded(run: FinishedRun) -> None:
+    versions = run.json("workers.json")["versions"]
+    assert {"python", "raytrain-hpc", "torch", "ray"} <= set(versions)
+    assert (versions["python"], versions["torch"]) == (platform.python_version(), torch.__version__)
+    plan = run.json("plan.json")
+    assert run.metrics[0]["time/unix"] - 60 < plan["started"] < run.metrics[0]["time/unix"]
+    model, _ = load_model(RunDirectory(run.path))
+    assert plan["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_sample_is_stored_once(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for answer in ("a\nb", "a\nb", "c"):
+        directory.append_sample(3, "\n", answer)
+    lines = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+    assert lines == [{"step": 3, "prompt": "\n", "answer": answer} for answer in ("a\nb", "c")]
 
 
 def test_written_config_is_the_config_of_the_run(run: FinishedRun) -> None:

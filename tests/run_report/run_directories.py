@@ -36,10 +36,14 @@ def make_metrics(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
+
 INCIDENT = {
     "kind": "died",
     "rank": 1,
     "node": "n1",
+    "world": 2,
+    "world_after": 1,
     "pid": 42,
     "operation": "ALLREDUCE <3>",
     "reason": "killed by signal 9",
@@ -59,6 +63,8 @@ def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", d
     (directory / "config.yaml").write_text(config_to_yaml(config))
     memory = dict.fromkeys(("weights", "gradients", "moments", "copies", "activations", "working"), 2**27)
     plan = {"layout": {"dp_replicate": 2, "tp": 1, "pp": 1, "zero": 0}, "workers": 2, "memory": memory}
+    plan |= {"started": 1.7e9 - 30, "parameters": 886_000, "flops_per_token": 5.7e6}
+    plan |= {"microbatches": {"count": 4, "size": 8}}
     (directory / "plan.json").write_text(json.dumps(plan))
     workers = [
         {
@@ -66,12 +72,16 @@ def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", d
             "pid": 40 + rank,
             "node": f"n{rank}",
             "host": f"host{rank}",
+            "cpu": "Z80",
             "device": "cpu",
+            "memory_gib": None,
             "coordinates": coordinates,
         }
         for rank, coordinates in enumerate(({"pp": 0, "dp_replicate": 0}, {"pp": 1, "dp_replicate": 1}))
     ]
-    (directory / "workers.json").write_text(json.dumps({"generation": 1, "workers": workers}))
+    (directory / "workers.json").write_text(json.dumps({"generation": 1, "versions": VERSIONS, "workers": workers}))
+    sample = json.dumps({"step": 6, "prompt": "", "answer": "def <f>(x):"})
+    (directory / "samples.jsonl").write_text(f"{sample}\n" + '{"step": 7, "pro')
     statistics = {
         f"ranks/time/step_s/{kind}": value for kind, value in {"mean": 1, "min": 0.9, "max": 1.1, "std": 0.1}.items()
     }
@@ -83,5 +93,7 @@ def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", d
     (directory / "metrics.jsonl").write_text(text + '{"step": 7, "train/lo')  # truncated by a kill
     (directory / "incidents.jsonl").write_text(json.dumps(INCIDENT) + "\n")
     if done:
-        (directory / "result.json").write_text(json.dumps({"outcome": "done", "goodput": 0.93, "val/loss": 2.5}))
+        (directory / "result.json").write_text(
+            json.dumps({"outcome": "done", "goodput": 0.93, "val/loss": 2.5, "wall_s": 95.0})
+        )
     return directory

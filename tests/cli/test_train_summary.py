@@ -1,0 +1,36 @@
+"""The text sampled at the end of training is printed and stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raytrain_hpc import Result, load_config
+from raytrain_hpc.cli.train_summary import sample_text
+from raytrain_hpc.config.schema import Config
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Result]:
+    """A finished run whose model always writes the same two lines."""
+    monkeypatch.setattr("raytrain_hpc.text_generation.generate", lambda *args, **options: iter(["def ", "f:\n", "  x"]))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    times = {"wall_s": 1.0, "goodput": 1.0, "restarts": 0, "startup": {}}
+    losses = {"train_loss": 1.0, "val_loss": 1.0, "best_val_loss": 1.0}
+    where = {"layout": {}, "checkpoint": str(tmp_path / "checkpoints" / "step-00000007"), "run_dir": str(tmp_path)}
+    result = Result(outcome="done", steps=7, tokens=70, **times, **losses, **where)
+    return load_config(None, [f"run.dir={tmp_path}"]), result
+
+
+def test_sample_is_printed_and_stored(run: tuple[Config, Result], tmp_path: Path) -> None:
+    assert list(sample_text(*run)) == ["sample of the model's own text:", "  | def f:", "  |   x"]
+    assert list(sample_text(*run))[-1] == "  |   x"  # the same command once more
+    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 7, "prompt": "\n", "answer": "def f:\n  x"}
+
+
+def test_sample_that_cannot_be_stored_is_reported(run: tuple[Config, Result], tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").mkdir()
+    assert list(sample_text(*run))[-1] == "alarm: the sample was not stored: Is a directory"
