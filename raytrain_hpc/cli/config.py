@@ -23,7 +23,7 @@ from raytrain_hpc.errors import ConfigError
 @click.option("--schema", is_flag=True, help="Print the JSON schema of config files, for editors.")
 @print_errors_on_one_line
 def config(names: tuple[str, ...], print_words: bool, schema: bool) -> None:
-    """List the configuration keys with type, default and description: all, or those of a section, or one key.
+    """Print the configuration keys with type, default and description: all, or those of a section, or one key.
 
     With --print, the arguments are those of `train`, and every setting is printed with its value and its origin.
     """
@@ -73,7 +73,9 @@ def _format_key(key: str) -> Iterator[str]:
     field = get_fields()[key]
     yield f"  {key}={format_value(get_default(field))}  ({describe_key_type(key)})"
     width = min(110, shutil.get_terminal_size().columns)
-    yield from textwrap.wrap(field.metadata["doc"], width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    yield from textwrap.wrap(
+        field.metadata["doc"], width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+    )
 
 
 def _format_details(key: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from raytrain_hpc.errors import ConfigError
 @click.argument("name", required=False, type=RECIPE)
 @print_errors_on_one_line
 def recipes(name: str | None) -> None:
-    """List the recipes and model presets, or print the recipe NAME. Use it as `raytrain-hpc train NAME`."""
+    """Print the recipes and model presets, or the recipe NAME. Use it as `raytrain-hpc train NAME`."""
     if name is None:
         for line in _format_list():
             click.echo(line)

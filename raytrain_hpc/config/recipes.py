@@ -1,4 +1,4 @@
-"""Recipes: complete configurations of known runs. They lie in conf/ and are installed with the package."""
+"""Recipes: complete configurations of known runs, in conf/."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from pathlib import Path
 
 from raytrain_hpc.errors import ConfigError
 
-_CHECKOUT, _INSTALLED = Path(__file__).parents[2] / "conf", Path(__file__).parents[1] / "conf"
-
-
-def get_recipe_dir() -> Path:
-    """Return the directory of the recipes: that of an installed package, or conf/ of a source checkout."""
-    return _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+# Installed as package data; in a checkout, a link to conf/ at the top level.
+RECIPE_DIR = Path(__file__).parents[1] / "conf"
 
 
 def list_recipes() -> dict[str, Path]:
     """Return the recipes by name, in alphabetical order."""
-    return {path.stem: path for path in sorted(get_recipe_dir().glob("*.yaml"))}
+    return {path.stem: path for path in sorted(RECIPE_DIR.glob("*.yaml"))}
 
 
 def find_recipe(source: str | Path) -> tuple[Path, str]:

@@ -109,11 +109,16 @@ def describe_type(declared: Any) -> str:
         values = [str(value) for value in get_args(declared)]
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     if get_origin(declared) in _UNIONS:
-        return " or ".join(describe_type(member) for member in get_args(declared))
+        words = [word for member in get_args(declared) for word in _split_description(member)]
+        return f"{', '.join(words[:-1])} or {words[-1]}"
     if get_origin(declared) is list:
         (item,) = get_args(declared)
         return f"a list like {_ITEM_EXAMPLES[item]}"
     return f"a {declared.__name__}"
+
+
+def _split_description(declared: Any) -> list[str]:
+    return list_literals(declared) or [describe_type(declared)]
 
 
 def format_value(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import AUTO, Config
@@ -158,12 +158,13 @@ def get_fixed_world_size(config: Config) -> int | None:
 
 
 def get_min_world_size(config: Config) -> int:
-    """Return the fewest ranks that the settings allow. Axes left `auto` count as one."""
+    """Return the fewest ranks that the settings allow. Axes left `auto` are as large as parallel.ep needs."""
     p = config.parallel
     axes = (p.dp_replicate, p.dp_shard) if p.zero else (p.dp_replicate,)
-    return get_fixed_world_size(config) or get_model_parallel_size(config) * prod(
-        1 if axis == AUTO else int(axis) for axis in axes
-    )
+    dp_size = prod(1 if axis == AUTO else int(axis) for axis in axes)
+    if AUTO in axes:
+        dp_size *= p.ep // gcd(p.ep, dp_size * p.cp)
+    return get_fixed_world_size(config) or get_model_parallel_size(config) * dp_size
 
 
 def check_axes(config: Config) -> None:

@@ -154,7 +154,7 @@ def test_python_keyword_key_is_written_without_underscore() -> None:
         ("model.preset=llama3_9b", "did you mean llama3_8b?"),
         ("train.steps=true", "needs a whole number"),
         ("train.steps=1.5", "train.steps"),
-        ("train.compile=1", "needs true or false"),
+        ("train.compile=1", "needs true, false or auto"),
         ("train.dtype=fp8", "train.dtype"),
         ("optimizer.lr=nan", "needs a finite number"),
         ("optimizer.lr=0", "needs more than 0"),
