@@ -73,9 +73,8 @@ def _format_key(key: str) -> Iterator[str]:
     field = get_fields()[key]
     yield f"  {key}={format_value(get_default(field))}  ({describe_key_type(key)})"
     width = min(110, shutil.get_terminal_size().columns)
-    yield from textwrap.wrap(
-        field.metadata["doc"], width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
-    )
+    lines = textwrap.wrap(field.metadata["doc"], width - 6, break_on_hyphens=False)
+    yield from (f"      {line}" for line in lines)
 
 
 def _format_details(key: str) -> Iterator[str]:

@@ -46,7 +46,7 @@ def test_config_prints_resolved_settings_with_their_origins() -> None:
     found = {line.split("=")[0]: line for line in lines}
     assert list(found) == list(get_fields())
     assert found["train.steps"].split() == ["train.steps=5000", "#", "command", "line"]
-    assert found["optimizer.lr"].endswith("# recipe llama3_8b:30")
+    assert found["optimizer.lr"].endswith("# recipe llama3_8b:27")
     assert found["model.num_layers"].endswith("# preset llama3_8b")
     assert found["parallel.tp"].startswith("parallel.tp=auto ") and found["run.seed"].endswith("# default")
 
