@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.ray_address import LOCAL, get_cluster_address, hide_auth_notice, is_reachable
@@ -72,7 +73,7 @@ def _connect(config: Config, num_workers: int) -> bool:
     # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # One CPU more than the run needs: workers that hold every CPU starve Ray Data.
-    cpus = max(os.cpu_count() or 1, num_workers + 1)
+    cpus = max(count_usable_cpus(), num_workers + 1)
     try:
         with hide_auth_notice():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)

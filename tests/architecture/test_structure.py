@@ -21,6 +21,7 @@ PACKAGE_OF_FILE = {
     "ray_address": "config",
     "script": "api",
     "cache_dir": "config",
+    "cpu_limits": "config",
     "text_generation": "api",
     "__main__": "cli",
     "__init__": "public",

@@ -13,7 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.data.preprocess.executors import Task, WorkersLostError, count_cpus
+from raytrain_hpc.cpu_limits import count_usable_cpus
+from raytrain_hpc.data.preprocess.executors import Task, WorkersLostError
 from raytrain_hpc.data.preprocess.partition import InputPartition
 from raytrain_hpc.errors import ClusterError, DataError
 from raytrain_hpc.ray_address import LOCAL, hide_auth_notice, is_reachable
@@ -97,7 +98,7 @@ def _connect_to_ray(address: str | None, num_workers: int | None) -> Iterator[No
     options: dict[str, Any] = {"address": address}
     if is_local:
         local_options = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-        options = {"address": "local", "num_cpus": num_workers or count_cpus(), **local_options}
+        options = {"address": "local", "num_cpus": num_workers or count_usable_cpus(), **local_options}
     try:
         with hide_auth_notice(), _set_environment(_LOW_MEMORY_ENV if is_local else {}):
             ray.init(**options, log_to_driver=False, logging_level=logging.WARNING)
