@@ -162,7 +162,10 @@ class ClusterConfig(Section):
     )
     cpu_threads: int = key(1, "CPU threads per worker.", minimum=1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device type; auto: cuda if the cluster has GPUs, else cpu.")
-    network_interface: str = key(AUTO, "Network interface for collectives; auto: the one with the node's Ray address.")
+    network_interface: str = key(
+        AUTO,
+        "Network interface for collectives, or several separated by commas; auto: the one with the node's Ray address.",
+    )
     start_timeout: float = key(120.0, "Seconds within which all workers must start.", above=0)
     min_workers: int | Auto = key(
         AUTO, "Fewest workers to continue on while failed ones are replaced; auto: one model replica.", minimum=1

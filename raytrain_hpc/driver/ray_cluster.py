@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.cpu_limits import count_usable_cpus
+from raytrain_hpc.distributed.network_interface import check_interface
 from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.ray_address import LOCAL, find_address_problem, get_cluster_address, hide_auth_notice
@@ -71,6 +72,7 @@ def _connect(config: Config, num_workers: int) -> bool:
             "alone; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
             "(ray symmetric-run), or set cluster.address to a running cluster"
         )
+    check_interface(config)
     check_socket_path()
     # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")

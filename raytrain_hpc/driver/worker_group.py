@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.state_partition import StatePart
-from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.errors import ClusterError, RaytrainError
 from raytrain_hpc.planner.placement import assign_workers_to_nodes
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -183,6 +183,8 @@ class ActorPool:
             try:
                 worker.info = ray.get(worker.description_ref)
             except RayError as error:
+                if not self._is_started and isinstance(cause := getattr(error, "cause", None), RaytrainError):
+                    raise cause from error
                 if not self._is_started:
                     raise ClusterError(f"a worker did not start: {extract_last_line(error)}") from error
                 self._failed_starts += 1

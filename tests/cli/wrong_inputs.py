@@ -158,6 +158,14 @@ WRONG = [
         alone=True,
     ),
     train(
+        "unknown network interface",
+        "cluster.workers=2 cluster.address=local cluster.network_interface=ib7",
+        "cluster.network_interface='ib7' (command line)",
+        "has no interface 'ib7'",
+        "with an IP address; it has ",
+        alone=True,
+    ),
+    train(
         "path too long for Ray's sockets",
         "cluster.workers=2 cluster.address=local",
         "bytes, at most 107 are possible",
