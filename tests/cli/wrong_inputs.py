@@ -197,6 +197,11 @@ WRONG = [
         ("{dir}/latin1.txt", "byte 3 is not UTF-8", "tokenizer byte"),
     ),
     Wrong(
+        "prepare: binary file in a folder",
+        "prepare {dir}/mixed --out {dir}/o",
+        ("{dir}/mixed/logo.png", "byte 8 is NUL", "leave it out"),
+    ),
+    Wrong(
         "prepare: missing field",
         "prepare {dir}/rows.jsonl --out {dir}/o --field body",
         ("{dir}/rows.jsonl: line 2", "no field 'body'", "'text'"),
@@ -250,6 +255,9 @@ def build_inputs(root: Path) -> None:
     (root / "empty.txt").write_text("")
     (root / "rows.jsonl").write_text('{"body": "one"}\n{"text": "two"}\n')
     (root / "folder").mkdir()
+    (root / "mixed").mkdir()
+    (root / "mixed" / "a.txt").write_text(text)
+    (root / "mixed" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (root / "broken.yaml").write_text("train:\n  steps: 5\n lr: 1\n")
     (root / "list.yaml").write_text("- 1\n")
     (root / "python.yaml").write_text("run:\n  name: !!python/object/apply:os.getcwd []\n")

@@ -120,7 +120,8 @@ def prepare(
 
     A text file is one document. In .jsonl and .parquet files, each row is a document: its `field` (default "text"),
     or its `prompt_field` and `response_field`, of which only responses count as targets. .gz and .zst are
-    decompressed. The last `val_fraction` of the tokens becomes the validation split.
+    decompressed; binary files (with NUL bytes) are refused. The last `val_fraction` of the tokens becomes the
+    validation split.
 
     `engine` is local (`workers` processes), ray (Ray Data, on the cluster at `address`) or auto; it does not affect
     the output. `progress(done, total)` counts bytes over all passes. An existing dataset at `out` is returned if it
