@@ -37,6 +37,11 @@ class RunConfig(Section):
         "Start from the weights and architecture of another run or an imported model, given by its directory; model "
         "keys override it. Step count, data order and optimizer state start fresh.",
     )
+    deadline: str = key(
+        AUTO,
+        "Time before which the run saves and stops, with exit code 3. auto: the end of the Slurm or PBS job, if known; "
+        "none; a duration from the start of the command (3h30m, 90m, 5400 for seconds); or a time (2026-12-31T18:00).",
+    )
 
 
 @dataclass

@@ -23,7 +23,7 @@ def choose_interface(config: Config, address: str) -> str | None:
 
 
 def check_interface(config: Config) -> None:
-    """Raise ConfigError if this node lacks an interface that cluster.network_interface names, or that one has no address."""
+    """Raise ConfigError unless this node has every interface of cluster.network_interface, each with an address."""
     names, interfaces = config.cluster.network_interface, list_interfaces()
     for name in [] if names == AUTO else names.split(","):
         if name not in interfaces:

@@ -97,10 +97,15 @@ class ActorPool:
         """Start due replacements and block until `count` actors are ready; ClusterError past cluster.start_timeout."""
         self._refill_slots(time.monotonic())
         timeout = self._config.cluster.start_timeout
-        missing = count - len(self.ready)
-        descriptions = [worker.description_ref for worker in self._starting]
-        ready, _ = ray.wait(descriptions, num_returns=min(missing, len(descriptions)), timeout=timeout)
-        self._register_started(ready)
+        deadline = time.monotonic() + timeout
+        while (missing := count - len(self.ready)) > 0 and self._starting and time.monotonic() < deadline:
+            descriptions = [worker.description_ref for worker in self._starting]
+            ready, _ = ray.wait(
+                descriptions,
+                num_returns=min(missing, len(descriptions)),
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
+            self._register_started(ready)  # one that failed to start is started again
         if len(self.ready) < count:
             raise ClusterError(
                 f"cluster.start_timeout={timeout:g}: only {len(self.ready)} of {count} workers were ready in time; see "
