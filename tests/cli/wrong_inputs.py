@@ -134,6 +134,9 @@ WRONG = [
     train("run.dir is a file", "run.dir={dir}/text.txt", "{dir}/text.txt", "File exists", "another run.dir"),
     train("run.dir below a file", "run.dir={dir}/text.txt/run", "Not a directory", "another run.dir"),
     train("run.dir not writable", "run.dir=/proc/none/run", "/proc/none/run", "another run.dir"),
+    train("deadline of no form", "run.deadline=soon", "run.deadline='soon' (command line)", "3h30m", "auto or none"),
+    train("deadline that has passed", "run.deadline=2020-01-01T08:00", "has passed", "give a later time"),
+    train("date that does not exist", "run.name=x train.steps=2026-13-01", "train.steps", "not a YAML value"),
     train("run.dir empty", "run.dir=", "run.dir=''", "needs a directory"),
     train(
         "no Ray at the address",
