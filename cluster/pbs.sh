@@ -4,8 +4,8 @@
 #   RUN_ARGS="conf/llama3_8b.yaml run.dir=/shared/runs/llama3_8b" qsub -V -l select=8:ncpus=64:ngpus=4 cluster/pbs.sh
 #
 # The shape above is that of Polaris (four A100 per node). Put site-specific settings (queue, account, file systems,
-# modules) on the qsub line or below "environment". With RESUBMIT=cluster/pbs.sh next to RUN_ARGS, a run that the time
-# limit has stopped is submitted again and resumes from the checkpoint.
+# modules) on the qsub line or below "environment". With RESUBMIT=cluster/pbs.sh next to RUN_ARGS, a run that stopped
+# before its time limit is submitted again and resumes from the checkpoint.
 #PBS -N raytrain
 #PBS -l place=scatter:exclhost
 #PBS -l walltime=06:00:00
@@ -31,48 +31,26 @@ export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 unset RAY_ADDRESS
 
 # --- the run ----------------------------------------------------------------------------------------------------------
-export PID_FILE
-PID_FILE=$(mktemp)
-stopping=""
-timer=""
-# shellcheck disable=SC2329  # the trap invokes it
-stop() { # the driver saves and stops; symmetric-run then ends Ray on all nodes
-    stopping=yes
-    [ ! -s "$PID_FILE" ] || kill -TERM "$(cat "$PID_FILE")" || true
-}
-trap stop USR1 TERM
-trap 'rm -f "$PID_FILE"; [ -z "$timer" ] || kill "$timer" 2>/dev/null || true' EXIT
-
-# PBS sends no signal before the limit: this timer fires MARGIN_S seconds before it. A `read` that never returns data
-# serves as the timer, because a `sleep` would outlive this script.
-limit_s=${WALLTIME_S:-$(qstat -f "$PBS_JOBID" | awk '/Resource_List.walltime/ {split($3, t, ":"); print t[1] * 3600 + t[2] * 60 + t[3]}')}
-margin_s=${MARGIN_S:-300}
-if [ "$limit_s" -gt "$margin_s" ]; then
-    exec 9<> <(:)
-    (
-        trap - EXIT USR1 TERM
-        read -r -t "$((limit_s - margin_s))" -u 9 || kill -USR1 $$
-    ) &
-    timer=$!
-fi
+# The run saves and stops before the end of the job (run.deadline): the time at which this script started, plus this limit
+# in seconds, which Torque sets and PBS Professional does not.
+export PBS_WALLTIME=${PBS_WALLTIME:-$(qstat -f "$PBS_JOBID" | awk '/Resource_List.walltime/ {split($3, t, ":"); print t[1] * 3600 + t[2] * 60 + t[3]}')}
+read -r -a words <<<"$RUN_ARGS"
+export STATUS_FILE # for the exit code of the run: that of mpiexec also depends on the other nodes
+STATUS_FILE=$(mktemp)
+trap 'rm -f "$STATUS_FILE"' EXIT
 
 # symmetric-run starts the head here and a worker on every other node, and runs the command after -- on the head only.
-read -r -a words <<<"$RUN_ARGS"
+status=0
 # shellcheck disable=SC2016  # the inner shell is the one to expand it
 mpiexec -n "$nodes" --ppn 1 \
     ray symmetric-run --address "$address" --min-nodes "$nodes" --num-cpus "$cpus" -- \
-    bash -c 'echo $$ > "$PID_FILE"; exec raytrain-hpc train "$@"' raytrain-hpc "${words[@]}" "cluster.address=$address" &
-run=$!
+    bash -c 'raytrain-hpc train "$@"; status=$?; echo "$status" >"$STATUS_FILE"; exit "$status"' \
+    raytrain-hpc "${words[@]}" "cluster.address=$address" || status=$?
 
-status=0
-wait "$run" || status=$?
-if [ -n "$stopping" ]; then
-    status=0
-    wait "$run" || status=$? # the first wait ended with the signal, not with the run
-    echo "time limit near: stopped with $status"
-    if [ "$status" -eq 3 ] && [ -n "${RESUBMIT:-}" ]; then # saved, and not done
-        qsub -V "$RESUBMIT"
-        exit 0
-    fi
+[ ! -s "$STATUS_FILE" ] || status=$(cat "$STATUS_FILE")
+if [ "$status" -eq 3 ] && [ -n "${RESUBMIT:-}" ]; then # saved, and not done
+    echo "stopped in time: submitting again"
+    qsub -V "$RESUBMIT"
+    exit 0
 fi
 exit "$status"

@@ -12,8 +12,6 @@
 #SBATCH --time=12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Five minutes before the limit Slurm signals this script only, not the processes it started: see stop() below.
-#SBATCH --signal=B:USR1@300
 set -euo pipefail
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -31,29 +29,24 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 unset RAY_ADDRESS
 
 # --- the run ----------------------------------------------------------------------------------------------------------
-export PID_FILE
-PID_FILE=$(mktemp)
-stopping=""
-# shellcheck disable=SC2329  # the trap invokes it
-stop() { # the driver saves and stops; symmetric-run then ends Ray on all nodes
-    stopping=yes
-    [ ! -s "$PID_FILE" ] || kill -TERM "$(cat "$PID_FILE")" || true
-}
-trap stop USR1
-trap 'rm -f "$PID_FILE"' EXIT
+# The run saves and stops before the end of the job (run.deadline), a Unix time that recent Slurm sets.
+export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date +%s --date="$(squeue --noheader --job "$SLURM_JOB_ID" --format=%e)")}
+export STATUS_FILE # for the exit code of the run: that of srun also depends on the tasks of other nodes
+STATUS_FILE=$(mktemp)
+trap 'rm -f "$STATUS_FILE"' EXIT
 
 # symmetric-run starts the head here and a worker on every other node, and runs the command after -- on the head only.
 # --wait, --kill-on-bad-exit: end the other nodes' tasks once the driver has ended.
+status=0
 # shellcheck disable=SC2016  # the inner shell is the one to expand it
 srun --wait=60 --kill-on-bad-exit=1 \
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
-    bash -c 'echo $$ > "$PID_FILE"; exec raytrain-hpc train "$@"' raytrain-hpc "$@" "cluster.address=$address" &
+    bash -c 'raytrain-hpc train "$@"; status=$?; echo "$status" >"$STATUS_FILE"; exit "$status"' \
+    raytrain-hpc "$@" "cluster.address=$address" || status=$?
 
-status=0
-wait $! || status=$?
-if [ -n "$stopping" ]; then
-    wait || true # the first wait ended with the signal, not with srun
-    echo "time limit near: requeueing"
+[ ! -s "$STATUS_FILE" ] || status=$(cat "$STATUS_FILE")
+if [ "$status" -eq 3 ]; then # saved, and not done
+    echo "stopped in time: requeueing"
     scontrol requeue "$SLURM_JOB_ID" # the same command resumes from the checkpoint
     exit 0
 fi

@@ -162,7 +162,7 @@ def start_shared_ray() -> Iterator[None]:
 
 def report(part: str, words: Sequence[str], out: Path, steps: int) -> None:
     """Measure or plan one part, and print its tables."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     if part == "fits":
         print(f"## fits: planned state of a model, on devices of {DEVICE_GIB} GiB\n\n{markdown(fits(words))}")
         print("State: weights, gradients and optimizer. Activations are not counted; they must fit into the rest.\n")

@@ -19,8 +19,8 @@ from raytrain_hpc.bench.contenders import log_progress, scratch_dir
 from raytrain_hpc.bench.corpus import write_corpus
 from raytrain_hpc.bench.process_memory import measure_peak_pss
 from raytrain_hpc.bench.results_table import Table
+from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.data.dataset.manifest import Manifest
-from raytrain_hpc.data.preprocess.executors import count_cpus
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.ray_address import hide_auth_notice
 
@@ -32,7 +32,7 @@ GOAL, MEMORY_GOAL_MIB = 0.9, 1024.0
 def run(rounds: int) -> Table:
     """Measure speed in `rounds` alternating rounds, then peak memory on a small and a large input."""
     table = Table(
-        f"bench prepare: BPE tokenization on {count_cpus()} cores compared with one process, and memory",
+        f"bench prepare: BPE tokenization on {count_usable_cpus()} cores compared with one process, and memory",
         ("measure", "input MiB", "one process MB/s", "Ray Data MB/s", "ratio", "ratio each round")
         + ("peak MiB", "goal", "met"),
     )
@@ -81,7 +81,7 @@ def _measure_speed(files: Sequence[Path], tokenizer: Path, directory: Path, roun
                 raise RuntimeError("both sides must produce the same number of tokens")
             log_progress(f"one process {single_s[-1]:.1f} s, Ray Data {ray_s[-1]:.1f} s")
     ratios = [single / ray for single, ray in zip(single_s, ray_s, strict=True)]
-    goal = GOAL * count_cpus()
+    goal = GOAL * count_usable_cpus()
     speeds = [size / 1e6 / median(seconds) for seconds in (single_s, ray_s)]
     table.add_row("speed", size / 2**20, *speeds, median(ratios), ratios, None, goal, median(ratios) >= goal)
 
@@ -110,7 +110,7 @@ def _read_texts(files: Sequence[Path]) -> Iterator[str]:
 
 def _run_prepare(files: Sequence[Path], tokenizer: Path, directory: Path) -> Manifest:
     out = directory / "prepared"
-    manifest = prepare(files, out, tokenizer=f"hf:{tokenizer}", engine="ray", workers=count_cpus())
+    manifest = prepare(files, out, tokenizer=f"hf:{tokenizer}", engine="ray", workers=count_usable_cpus())
     shutil.rmtree(out)
     return manifest
 
@@ -124,7 +124,7 @@ def _ray_cluster(directory: Path) -> Iterator[None]:
     with hide_auth_notice():
         ray.init(
             address="local",
-            num_cpus=count_cpus(),
+            num_cpus=count_usable_cpus(),
             object_store_memory=80 << 20,
             include_dashboard=False,
             log_to_driver=False,

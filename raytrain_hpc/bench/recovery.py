@@ -20,6 +20,7 @@ from raytrain_hpc.bench.interleave import TrainingProcess, launch_training
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.startup import check_ray_train
 from raytrain_hpc.bench.workloads import SMALL, build_baseline_job, make_settings
+from raytrain_hpc.cpu_limits import count_usable_cpus
 
 WORKERS = 2
 STEPS = 1_000_000
@@ -135,7 +136,7 @@ def _start_platform(*extra: str) -> Iterator[SystemRun]:
 @contextmanager
 def _start_ray_train() -> Iterator[SystemRun]:
     with _job_dir() as (directory, job_file):
-        slots = str(max(os.cpu_count() or 1, WORKERS + 1))
+        slots = str(max(count_usable_cpus(), WORKERS + 1))
         command = [sys.executable, restart_baseline.__file__, str(job_file), str(directory), "ray-train"]
         environment = {"RAY_TMPDIR": str(directory)}
         with _start_system(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
+
+from raytrain_hpc.cpu_limits import count_usable_cpus
 
 Value = str | int | float | bool | None | list[float]
 
@@ -15,7 +16,7 @@ Value = str | int | float | bool | None | list[float]
 def describe_machine() -> str:
     """Describe the machine and the package versions."""
     packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "pyarrow", "numpy"))
-    return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
+    return f"{count_usable_cpus()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from raytrain_hpc.bench import ray_train_baseline
 from raytrain_hpc.bench.contenders import log_progress, run_platform, run_process, scratch_dir
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.workloads import SMALL, build_baseline_job, make_settings
+from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.errors import MissingDependencyError
 
 GOAL = 0.5
@@ -86,7 +86,7 @@ def _time_ray_train() -> StartupParts:
     with scratch_dir() as directory:
         job_file, marks_file = directory / "job.json", directory / "marks.json"
         job_file.write_text(json.dumps(build_baseline_job(config, WORKERS, directory).to_json()))
-        slots = max(os.cpu_count() or 1, WORKERS + 1)  # as many as the platform requests
+        slots = max(count_usable_cpus(), WORKERS + 1)  # as many as the platform requests
         command = [
             sys.executable,
             ray_train_baseline.__file__,

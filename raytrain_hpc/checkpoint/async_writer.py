@@ -17,8 +17,8 @@ class AsyncCheckpointWriter:
     """Writer of one rank's checkpoint shards in a background thread, one checkpoint at a time.
 
     `on_report` is called once per save, from the writing thread, with {"step": N, "shard": a ShardReport as JSON} or
-    {"step": N, "error": text}. An OSError is reported only, and the writer stays usable. Any other exception is
-    reported and also raised by the next `save` or `finish`.
+    {"step": N, "error": text}, and "seconds" since the copy began. An OSError is reported only, and the writer stays
+    usable. Any other exception is reported and also raised by the next `save` or `finish`.
     """
 
     def __init__(self, on_report: Callable[[dict[str, Any]], None]) -> None:
@@ -35,11 +35,12 @@ class AsyncCheckpointWriter:
         """
         start = time.monotonic()
         self.finish()
+        copy_start = time.monotonic()
         copies = self._buffer.copy(shards).shards
         # A daemon thread, so that a file server that does not respond cannot block the exit of the interpreter. A file
         # cut short by the exit has not been reported and is therefore never published.
         self._thread = threading.Thread(
-            target=self._write, args=(copies, path, step), name="checkpoint-writer", daemon=True
+            target=self._write, args=(copies, path, step, copy_start), name="checkpoint-writer", daemon=True
         )
         self._thread.start()
         if wait:
@@ -68,7 +69,7 @@ class AsyncCheckpointWriter:
             raise error
         return True
 
-    def _write(self, copies: Sequence[StateShard], path: Path, step: int) -> None:
+    def _write(self, copies: Sequence[StateShard], path: Path, step: int, copy_start: float) -> None:
         """Write one file and report it. Runs in the writing thread."""
         try:
             self._buffer.synchronize()
@@ -79,6 +80,6 @@ class AsyncCheckpointWriter:
             self._error = error
             report = {"step": step, "error": f"{path} cannot be written: {error!r}"}
         try:
-            self._on_report(report)
+            self._on_report(report | {"seconds": time.monotonic() - copy_start})
         except Exception as error:
             self._error = error

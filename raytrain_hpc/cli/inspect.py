@@ -8,10 +8,13 @@ from raytrain_hpc.cli.options import print_errors_on_one_line
 
 
 @click.command()
-@click.argument("directory")
+@click.argument("dataset")
 @print_errors_on_one_line
-def inspect(directory: str) -> None:
-    """Show the contents of a dataset: counts, tokenizer, checksums, a decoded sample."""
-    from raytrain_hpc.data.dataset.inspect import describe
+def inspect(dataset: str) -> None:
+    """Show the contents of a dataset: counts, tokenizer, checksums, a decoded sample.
 
-    click.echo(describe(directory))
+    DATASET is a directory that `prepare` wrote, stdlib or synthetic, as in data.path.
+    """
+    from raytrain_hpc.data.dataset.sources import describe_source
+
+    click.echo(describe_source(dataset))

@@ -15,12 +15,26 @@ _SCRIPT_DEFAULTS = (
 )  # the script has its own data and model
 
 
-@click.command(cls=ConfigCommand)
+class ScriptCommand(ConfigCommand):
+    """Command whose arguments after the first `--` are those of the user's script. Click itself drops the `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Set the arguments of the script aside, and parse the others."""
+        end = args.index("--") if "--" in args else len(args)
+        ctx.obj = tuple(args[end + 1 :])
+        return super().parse_args(ctx, args[:end])
+
+
+@click.command(cls=ScriptCommand)
 @click.argument("script")
-@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...]", type=CONFIG_WORDS)
+@click.argument("words", nargs=-1, metavar="[CONFIG] [key=value ...] [-- ARGS ...]", type=CONFIG_WORDS)
+@click.pass_obj
 @print_errors_on_one_line
-def run(script: str, words: tuple[str, ...]) -> None:
-    """Run your own training script (rt.attach) on the workers; repeat the command to resume."""
+def run(script_arguments: tuple[str, ...], script: str, words: tuple[str, ...]) -> None:
+    """Run your own training script (rt.attach) on the workers; repeat the command to resume.
+
+    ARGS after `--` are passed to the script (sys.argv).
+    """
     from pathlib import Path
 
     from raytrain_hpc.api import run_script
@@ -29,7 +43,7 @@ def run(script: str, words: tuple[str, ...]) -> None:
 
     path, overrides = split_words(words)
     config = load_config(path, overrides, defaults=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
-    result = run_script(config, script)
+    result = run_script(config, script, script_arguments)
     for line in format_summary(config, result):
         click.echo(line)
     if result.outcome == "stopped":

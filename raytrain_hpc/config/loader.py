@@ -129,7 +129,7 @@ def _parse_override(override: str) -> Setting:
     name = name.strip()
     try:
         value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         if name not in TEXT_KEYS:
             raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
         value = text

@@ -37,6 +37,11 @@ class RunConfig(Section):
         "Start from the weights and architecture of another run or an imported model, given by its directory; model "
         "keys override it. Step count, data order and optimizer state start fresh.",
     )
+    deadline: str = key(
+        AUTO,
+        "Time before which the run saves and stops, with exit code 3. auto: the end of the Slurm or PBS job, if known; "
+        "none; a duration from the start of the command (3h30m, 90m, 5400 for seconds); or a time (2026-12-31T18:00).",
+    )
 
 
 @dataclass
@@ -162,7 +167,10 @@ class ClusterConfig(Section):
     )
     cpu_threads: int = key(1, "CPU threads per worker.", minimum=1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device type; auto: cuda if the cluster has GPUs, else cpu.")
-    network_interface: str = key(AUTO, "Network interface for collectives; auto: the one with the node's Ray address.")
+    network_interface: str = key(
+        AUTO,
+        "Network interface for collectives, or several separated by commas; auto: the one with the node's Ray address.",
+    )
     start_timeout: float = key(120.0, "Seconds within which all workers must start.", above=0)
     min_workers: int | Auto = key(
         AUTO, "Fewest workers to continue on while failed ones are replaced; auto: one model replica.", minimum=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_hpc.config.deadline_text import parse_deadline
 from raytrain_hpc.config.schema import AUTO, Config, DataConfig, LoraConfig, LrSchedulerConfig, get_fields
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
@@ -45,6 +46,11 @@ def _check_run(config: Config) -> None:
         raise _make_error(config, "run.dir", "needs a directory")
     if config.run.seed >= 1 << 63:
         raise _make_error(config, "run.seed", "needs a number below 2**63")
+    if config.run.deadline != AUTO:
+        try:
+            parse_deadline(config.run.deadline, start_unix=0.0)
+        except ValueError as error:
+            raise _make_error(config, "run.deadline", str(error)) from None
 
 
 def _check_model(config: Config) -> None:

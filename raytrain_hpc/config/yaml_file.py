@@ -96,6 +96,6 @@ def _flatten(node: yaml.MappingNode, prefix: str, name: str) -> Iterator[Setting
         else:
             try:
                 value = yaml.SafeLoader("").construct_object(value_node, deep=True)
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
                 raise ConfigError(dotted, value_node.value, origin, "not a plain YAML value; quote it") from error
             yield Setting(dotted, value, origin)

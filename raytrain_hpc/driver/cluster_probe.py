@@ -19,6 +19,7 @@ from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import get_fixed_world_size
 from raytrain_hpc.planner.link_fit import CollectiveTimings
 from raytrain_hpc.planner.topology import Topology
+from raytrain_hpc.ray_address import check_address
 
 _TIMEOUT_S = 300.0
 
@@ -70,16 +71,27 @@ def group_workers_by_scope(nodes: Sequence[str]) -> dict[str, list[int]]:
 def inspect_running_cluster(config: Config) -> Machine:
     """Return the devices that a run with `config` would use, as a machine of the planner.
 
-    If no cluster is running, Ray is started on this machine.
+    If no cluster is running, Ray is started on this machine. Raises ClusterError if Ray cannot be reached or started.
     """
+    _check_address(config)
     with connect_ray(config, get_fixed_world_size(config) or DEFAULT_CPU_WORKERS):
         cluster = read_topology(config)
         return build_machine(resolve_world_size(config, cluster), cluster)
 
 
+def _check_address(config: Config) -> None:
+    """Raise ClusterError if something else than Ray answers at cluster.address, unless Ray is connected already."""
+    if not ray.is_initialized():
+        check_address(config)
+
+
 @contextmanager
 def open_cluster_probe(config: Config) -> Iterator[ClusterProbe]:
-    """Yield a probe with the workers that a run with `config` would use. No run is started."""
+    """Yield a probe with the workers that a run with `config` would use. No run is started.
+
+    Raises ClusterError if Ray cannot be reached or started, or has too few slots.
+    """
+    _check_address(config)
     with open_ray_backend(config) as backend:
         cluster, store = backend.cluster, backend.store
         pool = ActorPool(config, backend.world_size, cluster)

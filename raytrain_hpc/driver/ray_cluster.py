@@ -13,9 +13,12 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.cpu_limits import count_usable_cpus
+from raytrain_hpc.distributed.network_interface import check_interface
 from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.ray_address import LOCAL, get_cluster_address, hide_auth_notice, is_reachable
+from raytrain_hpc.ray_address import LOCAL, find_address_problem, get_cluster_address, hide_auth_notice
+from raytrain_hpc.ray_temp_dir import check_socket_path
 
 
 @contextmanager
@@ -69,10 +72,12 @@ def _connect(config: Config, num_workers: int) -> bool:
             "alone; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
             "(ray symmetric-run), or set cluster.address to a running cluster"
         )
+    check_interface(config)
+    check_socket_path()
     # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # One CPU more than the run needs: workers that hold every CPU starve Ray Data.
-    cpus = max(os.cpu_count() or 1, num_workers + 1)
+    cpus = max(count_usable_cpus(), num_workers + 1)
     try:
         with hide_auth_notice():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
@@ -95,7 +100,7 @@ def _is_ray_running_locally() -> bool:
     from ray._private.utils import read_ray_address  # no public API works without connecting
 
     address: str | None = read_ray_address()
-    return address is not None and is_reachable(address)
+    return address is not None and find_address_problem(address) is None
 
 
 def _extract_first_line(error: BaseException) -> str:

@@ -28,12 +28,7 @@ def write_and_announce_run(
         make_workload(prepared.config, prepared.model_spec),
     )
     config, model_spec, train = prepared.config, prepared.model_spec, prepared.config.train
-    parameters = count_max_rank_parameters(model_spec, layout, train.seq_len)
-    state_size = (
-        None
-        if prepared.custom
-        else compute_state_bytes(parameters, layout, train.dtype, config.optimizer.name, config.parallel.offload)
-    )
+    state_size = compute_state_bytes_per_rank(prepared, layout)
     plan = {
         "started": time.time(),
         "parameters": None if prepared.custom else model_spec.count_parameters(),
@@ -87,6 +82,15 @@ def describe_choices(config: Config) -> list[str]:
         else:
             lines.append(f"auto    {text}")
     return lines
+
+
+def compute_state_bytes_per_rank(prepared: PreparedRun, layout: Layout) -> int | None:
+    """Return the bytes of weights, gradients and optimizer state on the fullest rank; None for a caller's model."""
+    if prepared.custom:
+        return None
+    config = prepared.config
+    parameters = count_max_rank_parameters(prepared.model_spec, layout, config.train.seq_len)
+    return compute_state_bytes(parameters, layout, config.train.dtype, config.optimizer.name, config.parallel.offload)
 
 
 def _describe_data(prepared: PreparedRun) -> str:

@@ -67,12 +67,12 @@ class RunRecorder:
         checkpoint_metadata: Callable[[int], dict[str, Any]],
         flops_per_token: float | None,
         trackers: Sequence[Tracker] = (),
-        on_published: Callable[[int], None] = lambda step: None,
+        on_published: Callable[[int, float], None] = lambda step, seconds: None,
     ):
         """Open the run's files and restore the totals of earlier starts.
 
         `trackers` also receive the metrics of committed steps; they must neither raise nor block. `on_published` is
-        called with the step of each published checkpoint.
+        called with the step of each published checkpoint, and its seconds from the copy of the state.
         """
         self._config, self._directory, self._console = config, directory, console
         self._store, self._lease, self._checkpoint_metadata = store, lease, checkpoint_metadata
@@ -82,6 +82,7 @@ class RunRecorder:
         self._tensorboard: TensorBoardWriter | None = None
         self._trackers, self._on_published = tuple(trackers), on_published
         self._shards: dict[int, dict[int, ShardReport | str]] = {}
+        self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
         self.totals = RunTotals()
@@ -95,7 +96,7 @@ class RunRecorder:
         """
         with self._lock:
             self._generation, self._world, self._device = generation, world, device
-            self._shards, self._committed_step = {}, first_step
+            self._shards, self._write_s, self._committed_step = {}, {}, first_step
             self._awaits_first_step = self.totals.first_step_unix is None
             if self._awaits_first_step:
                 self.ready_records = {}
@@ -200,6 +201,7 @@ class RunRecorder:
         step, rank = record["step"], record["rank"]
         report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
         self._shards.setdefault(step, {})[rank] = report
+        self._write_s[step] = max(self._write_s.get(step, 0.0), record.get("seconds", 0.0))
         self._publish_complete_checkpoints()
 
     def _publish_complete_checkpoints(self) -> None:
@@ -209,15 +211,16 @@ class RunRecorder:
             if len(reports) < self._world or step > self._committed_step:
                 continue
             del self._shards[step]
+            write_s = self._write_s.pop(step)
             errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
             if errors:
                 first_rank = min(errors)
                 more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
                 self._report_save_failure(step, f"rank {first_rank}{more}: {errors[first_rank]}")
                 continue
-            self._publish(step, [report for report in reports.values() if not isinstance(report, str)])
+            self._publish(step, [report for report in reports.values() if not isinstance(report, str)], write_s)
 
-    def _publish(self, step: int, reports: list[ShardReport]) -> None:
+    def _publish(self, step: int, reports: list[ShardReport], write_s: float) -> None:
         start = time.perf_counter()
         try:
             self._jsonl.sync()
@@ -232,8 +235,9 @@ class RunRecorder:
         self.totals.checkpoint_path, self.totals.save_error = str(path), None
         self.totals.unsaved_steps = [(s, seconds) for s, seconds in self.totals.unsaved_steps if s > step]
         shown_path = Path(self._config.run.dir) / "checkpoints" / path.name  # with run.dir as the user wrote it
-        self._console.print_line(f"checkpoint {shown_path} ({1000 * (time.perf_counter() - start):.0f} ms to publish)")
-        self._on_published(step)
+        publish_s = time.perf_counter() - start
+        self._console.print_line(f"checkpoint {shown_path} ({1000 * publish_s:.0f} ms to publish)")
+        self._on_published(step, write_s + publish_s)
         try:
             self._store.prune(self._config.checkpoint.keep)
         except CheckpointError as error:

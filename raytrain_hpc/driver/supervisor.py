@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,13 +16,16 @@ from raytrain_hpc.driver.auto_layout import build_machine, resolve_auto_layout
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
+from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
 from raytrain_hpc.driver.incident_log import IncidentLog
+from raytrain_hpc.driver.job_deadline import find_deadline
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
 from raytrain_hpc.driver.result import Result
 from raytrain_hpc.driver.result_builder import build_result
-from raytrain_hpc.driver.run_banner import write_and_announce_run
+from raytrain_hpc.driver.run_banner import compute_state_bytes_per_rank, write_and_announce_run
 from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
 from raytrain_hpc.driver.run_setup import PreparedRun, find_newest_checkpoint, make_paths_absolute, prepare_run
+from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
 from raytrain_hpc.elastic.recovery import Membership, get_min_workers
 from raytrain_hpc.elastic.state_partition import (
     find_newest_complete_step,
@@ -46,18 +50,21 @@ class _RunContext:
     recorder: RunRecorder
     incidents: IncidentLog
     batching: Batching
+    deadline: DeadlineMonitor
 
 
 class Supervisor:
     """Driver of one run.
 
     Setting `stop`, from any thread or signal handler, saves and stops after the current step. Between generations, the
-    next one is still formed and trains a step first.
+    next one is formed only if a newer state than that of the newest checkpoint is in memory, and only saves it; before
+    any state exists, it trains one step.
     """
 
     def __init__(self, config: Config, custom: CustomModel | Script | None, console: Console, stop: threading.Event):
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
+        self._deadline: Deadline | None = None
         self._restarts = 0
         self._consecutive_failures = 0  # failures in a row, counted from the last one beyond `_furthest_step`
         self._furthest_step = -1  # furthest committed step at any failure
@@ -79,6 +86,7 @@ class Supervisor:
 
     def run(self) -> Result:
         """Prepare the run, train, and write the result. Raises the RaytrainError that the user should see."""
+        self._deadline = find_deadline(self._config, os.environ, self._timestamps["began"])
         prepared = prepare_run(self._config, self._custom, self._print_once)
         with open_backend(self._config) as backend:
             self._timestamps["cluster"] = time.time()
@@ -127,6 +135,13 @@ class Supervisor:
         )
         prepared.store.remove_leftovers()
         sampler = CheckpointSampler(self._config, self._console.print_line, self._alarm)
+        assumed_save_s = assume_save_s(compute_state_bytes_per_rank(prepared, layout))
+        deadline = DeadlineMonitor(self._deadline, assumed_save_s, self._stop_event, self._console.print_line)
+
+        def on_published(step: int, seconds: float) -> None:
+            sampler.on_published(step)
+            deadline.record_save(seconds)
+
         recorder = RunRecorder(
             self._config,
             prepared.directory,
@@ -136,12 +151,16 @@ class Supervisor:
             prepared.make_checkpoint_metadata(batching),
             None if self._custom else compute_flops_per_token(prepared.model_spec, self._config.train.seq_len),
             self._create_trackers(backend),
-            sampler.on_published,
+            on_published,
         )
-        run = _RunContext(prepared, lease, recorder, IncidentLog(prepared.directory), batching)
+        run = _RunContext(prepared, lease, recorder, IncidentLog(prepared.directory), batching, deadline)
         self._target_workers = self._target_workers or backend.world_size
         try:
-            outcome = "done" if self._is_already_trained(run) else self._run_generations(run, backend)
+            if self._is_already_trained(run):
+                outcome = "done"
+            else:
+                with deadline.watch():
+                    outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
             recorder.close(failed=sys.exc_info()[0] is not None)
@@ -184,7 +203,7 @@ class Supervisor:
             self._stop_event,
         )
         try:
-            while True:
+            while not (self._stop_event.is_set() and self._is_saved(run, workers)):
                 membership = planner.wait_for_membership()
                 try:
                     outcome = self._run_generation(run, workers, planner, membership)
@@ -196,8 +215,22 @@ class Supervisor:
                     if outcome == "lost":
                         workers.discard_state()
                 run.lease.next_generation()  # a new number: shards that earlier generations report are ignored
+            return "stopped"
         finally:
             workers.close()
+
+    def _is_saved(self, run: _RunContext, workers: WorkerGroup) -> bool:
+        """Return whether no state in memory is newer than the newest checkpoint, which is then that of the result.
+
+        False if there is no checkpoint. Call between generations. Raises LeaseLostError if another driver took over.
+        """
+        run.lease.check()
+        memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
+        newest = find_newest_checkpoint(run.prepared.store, self._print_once)
+        if newest is None or (memory_step or 0) > newest.step:
+            return False
+        run.recorder.totals.checkpoint_path = str(newest.path)
+        return True
 
     def _start_worker_group(self, backend: ExecutionBackend) -> WorkerGroup:
         """Create the worker group of the run and start it. Raises ClusterError if the workers do not start."""
@@ -236,6 +269,7 @@ class Supervisor:
         elif membership.step is None and prepared.init_checkpoint is not None:
             self._console.print_line(f"initial weights from {prepared.init_checkpoint}")
         self._console.start_progress(self._config.train.steps, step)
+        only_saves = self._stop_event.is_set() and membership.step is not None and step < self._config.train.steps
         spec = WorkerSpec(
             config=make_paths_absolute(self._config),
             layout=layout,
@@ -245,9 +279,10 @@ class Supervisor:
             generation=run.lease.generation,
             resume_step=None if newest is None else step,
             memory_step=membership.step,
-            end_step=self._config.train.steps,
-            pending_eval_metrics=self._find_pending_eval_metrics(run, step),
-            has_pending_checkpoint=membership.step is not None and self._is_checkpoint_missing(run, step),
+            end_step=step if only_saves else self._config.train.steps,
+            pending_eval_metrics=None if only_saves else self._find_pending_eval_metrics(run, step),
+            has_pending_checkpoint=only_saves
+            or (membership.step is not None and self._is_checkpoint_missing(run, step)),
             init_checkpoint=prepared.init_checkpoint,
             replication_pairs=plan_replication_pairs(layout, sites)
             if self._config.checkpoint.replicate_snapshots
@@ -257,7 +292,8 @@ class Supervisor:
         )
         run.incidents.record_resumption(step, layout.world_size)
         on_record = partial(self._handle_record, run)
-        return workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
+        outcome = workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
+        return "stopped" if only_saves and outcome == "done" else outcome
 
     def _find_pending_eval_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
         """Return the metrics of `step` if its evaluation is due but not in them, otherwise None.
@@ -289,6 +325,8 @@ class Supervisor:
             self._console.print_line(f"{where}: {record['reason']}")
             return
         run.recorder.handle_record(record)
+        if record["type"] == "step":
+            run.deadline.record_step(record["metrics"]["time/step_s"])
         if (
             run.recorder.committed_step > previous_step
             and (incident := run.incidents.record_commit(record["metrics"]["time/unix"])) is not None

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.state_partition import StatePart
-from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.errors import ClusterError, RaytrainError
 from raytrain_hpc.planner.placement import assign_workers_to_nodes
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -97,10 +97,15 @@ class ActorPool:
         """Start due replacements and block until `count` actors are ready; ClusterError past cluster.start_timeout."""
         self._refill_slots(time.monotonic())
         timeout = self._config.cluster.start_timeout
-        missing = count - len(self.ready)
-        descriptions = [worker.description_ref for worker in self._starting]
-        ready, _ = ray.wait(descriptions, num_returns=min(missing, len(descriptions)), timeout=timeout)
-        self._register_started(ready)
+        deadline = time.monotonic() + timeout
+        while (missing := count - len(self.ready)) > 0 and self._starting and time.monotonic() < deadline:
+            descriptions = [worker.description_ref for worker in self._starting]
+            ready, _ = ray.wait(
+                descriptions,
+                num_returns=min(missing, len(descriptions)),
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
+            self._register_started(ready)  # one that failed to start is started again
         if len(self.ready) < count:
             raise ClusterError(
                 f"cluster.start_timeout={timeout:g}: only {len(self.ready)} of {count} workers were ready in time; see "
@@ -183,6 +188,8 @@ class ActorPool:
             try:
                 worker.info = ray.get(worker.description_ref)
             except RayError as error:
+                if not self._is_started and isinstance(cause := getattr(error, "cause", None), RaytrainError):
+                    raise cause from error
                 if not self._is_started:
                     raise ClusterError(f"a worker did not start: {extract_last_line(error)}") from error
                 self._failed_starts += 1

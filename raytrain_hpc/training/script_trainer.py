@@ -184,6 +184,8 @@ class ScriptTrainer:
                 self._outcome = "stopped" if stopped else "paused"
                 raise _ScriptExit
         self._step, self._outcome = None, "done"
+        if spec.end_step < spec.config.train.steps:  # the run was stopped: what follows the loop must not be run
+            raise _ScriptExit
         self._control.set_phase("idle")  # code after the loop has no time limit
 
     def get_local_rows(self, num_rows: int) -> range:

@@ -60,17 +60,15 @@ class WorkerActor:
         """
         import torch
 
-        from raytrain_hpc.distributed.network_interface import find_interface
+        from raytrain_hpc.distributed.network_interface import choose_interface
         from raytrain_hpc.distributed.process_groups import set_network_interface
         from raytrain_hpc.training.builder import configure_torch
         from raytrain_hpc.worker.host_info import describe_process
 
         configure_torch(config, self._device)  # takes seconds, for which other ranks would wait later
-        interface = config.cluster.network_interface
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        chosen_interface = find_interface(address) if interface == "auto" else interface
-        if chosen_interface is not None:
-            set_network_interface(chosen_interface)
+        if (interface := choose_interface(config, address)) is not None:
+            set_network_interface(interface)
         if spec is not None:
             self.warm_up(spec)
         gc.freeze()  # these objects stay: spare later garbage collections from scanning them

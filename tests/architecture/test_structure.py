@@ -19,8 +19,10 @@ FILES = sorted(PACKAGE_ROOT.rglob("*.py"))
 # The package that a top-level file counts as; every other top-level file or folder is a package of its own.
 PACKAGE_OF_FILE = {
     "ray_address": "config",
+    "ray_temp_dir": "config",
     "script": "api",
     "cache_dir": "config",
+    "cpu_limits": "config",
     "text_generation": "api",
     "__main__": "cli",
     "__init__": "public",

@@ -134,6 +134,9 @@ WRONG = [
     train("run.dir is a file", "run.dir={dir}/text.txt", "{dir}/text.txt", "File exists", "another run.dir"),
     train("run.dir below a file", "run.dir={dir}/text.txt/run", "Not a directory", "another run.dir"),
     train("run.dir not writable", "run.dir=/proc/none/run", "/proc/none/run", "another run.dir"),
+    train("deadline of no form", "run.deadline=soon", "run.deadline='soon' (command line)", "3h30m", "auto or none"),
+    train("deadline that has passed", "run.deadline=2020-01-01T08:00", "has passed", "give a later time"),
+    train("date that does not exist", "run.name=x train.steps=2026-13-01", "train.steps", "not a YAML value"),
     train("run.dir empty", "run.dir=", "run.dir=''", "needs a directory"),
     train(
         "no Ray at the address",
@@ -148,6 +151,29 @@ WRONG = [
         "cluster.address=127.0.0.1:1 (RAY_ADDRESS)",
         "ray start --head",
         env={"RAY_ADDRESS": "127.0.0.1:1"},
+        alone=True,
+    ),
+    train(
+        "address of a dashboard",
+        "cluster.workers=2 cluster.address=http://127.0.0.1:8265",
+        "cluster.address=http://127.0.0.1:8265 (command line)",
+        "not of the form host:port",
+        alone=True,
+    ),
+    train(
+        "unknown network interface",
+        "cluster.workers=2 cluster.address=local cluster.network_interface=ib7",
+        "cluster.network_interface='ib7' (command line)",
+        "has no interface 'ib7'",
+        "with an IP address; it has ",
+        alone=True,
+    ),
+    train(
+        "path too long for Ray's sockets",
+        "cluster.workers=2 cluster.address=local",
+        "bytes, at most 107 are possible",
+        "set RAY_TMPDIR",
+        env={"RAY_TMPDIR": f"/tmp/{'x' * 60}"},
         alone=True,
     ),
     train(
@@ -174,6 +200,11 @@ WRONG = [
         ("{dir}/latin1.txt", "byte 3 is not UTF-8", "tokenizer byte"),
     ),
     Wrong(
+        "prepare: binary file in a folder",
+        "prepare {dir}/mixed --out {dir}/o",
+        ("{dir}/mixed/logo.png", "byte 8 is NUL", "leave it out"),
+    ),
+    Wrong(
         "prepare: missing field",
         "prepare {dir}/rows.jsonl --out {dir}/o --field body",
         ("{dir}/rows.jsonl: line 2", "no field 'body'", "'text'"),
@@ -188,6 +219,12 @@ WRONG = [
         "prepare: no Ray at the address",
         "prepare {dir}/text.txt --out {dir}/o --address 127.0.0.1:1",
         ("address=127.0.0.1:1", "nothing answers there"),
+        alone=True,
+    ),
+    Wrong(
+        "doctor: no Ray at the address",
+        "doctor cluster.address=127.0.0.1:1",
+        ("cluster.address=127.0.0.1:1", "nothing answers there"),
         alone=True,
     ),
     Wrong("prepare: fraction", "prepare {dir}/text.txt --out {dir}/o --val-fraction 1.5", ("1.5", "below 1")),
@@ -221,6 +258,9 @@ def build_inputs(root: Path) -> None:
     (root / "empty.txt").write_text("")
     (root / "rows.jsonl").write_text('{"body": "one"}\n{"text": "two"}\n')
     (root / "folder").mkdir()
+    (root / "mixed").mkdir()
+    (root / "mixed" / "a.txt").write_text(text)
+    (root / "mixed" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (root / "broken.yaml").write_text("train:\n  steps: 5\n lr: 1\n")
     (root / "list.yaml").write_text("- 1\n")
     (root / "python.yaml").write_text("run:\n  name: !!python/object/apply:os.getcwd []\n")

@@ -46,6 +46,7 @@ class FakeWorkerGroup:
     def __init__(self, plan: list[int | Exception | None], held_steps: tuple[int, ...]):
         self.plan, self.held_steps, self.closed = plan, held_steps, False
         self.specs: list[Any] = []
+        self.stops_at_failure = False  # a stop is requested when a generation fails
 
     @property
     def _next(self) -> int | Exception | None:
@@ -87,6 +88,8 @@ class FakeWorkerGroup:
             on_record({"type": "step", "metrics": make_metrics(step, spec.generation)})
         if num_steps is None:
             return "done"
+        if self.stops_at_failure:
+            stop_event.set()
         now = time.time()
         raise WorkerFailedError(0, "n", 7, "died", "the reason", detected_at=now, last_seen=now - 0.25)
 
@@ -106,9 +109,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
     """Run the command with a worker group that follows a plan; the last entry of the plan repeats."""
 
     def start(
-        plan: list[int | Exception | None], *words: str, held_steps: tuple[int, ...] = ()
+        plan: list[int | Exception | None], *words: str, held_steps: tuple[int, ...] = (), stops: bool = False
     ) -> tuple[int, FakeWorkerGroup]:
         workers = FakeWorkerGroup(plan, held_steps)
+        workers.stops_at_failure = stops
 
         class FakeBackend:
             world_size, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
@@ -196,3 +200,25 @@ def test_permanently_shrunk_cluster_is_a_fault(run, capsys) -> None:
     assert code == 4 and "error: too few workers to continue: no slots" in capsys.readouterr().err
     code, _ = run([ClusterError("no slots")])
     assert code == 2
+
+
+def test_stop_between_generations_only_saves_the_state_in_memory(run, tmp_path, capsys) -> None:
+    code, workers = run([3, None], "train.steps=9", "eval.interval=3", held_steps=(2, 3), stops=True)
+    assert code == 3 and len(workers.specs) == 2
+    saving = workers.specs[1]
+    assert (saving.start_step, saving.end_step, saving.memory_step) == (3, 3, 3), "no step is trained"
+    assert saving.has_pending_checkpoint and saving.pending_eval_metrics is None
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["outcome"], result["steps"]) == ("stopped", 3)
+    assert "stopped at step 3 of 9" in capsys.readouterr().out
+
+
+def test_stop_between_generations_needs_no_workers_if_all_is_saved(run, tmp_path) -> None:
+    with pytest.raises(SystemExit) as exit_info:  # a run of its own, for its checkpoint
+        main(["train", *SMALL_OVERRIDES, f"run.dir={tmp_path}", "train.steps=2", "cluster.workers=0"])
+    assert not exit_info.value.code
+    for held_steps, generations in (((), 1), ((1, 2), 1), ((2, 3), 2)):
+        code, workers = run([1, None], "train.steps=4", held_steps=held_steps, stops=True)
+        assert code == 3 and len(workers.specs) == generations, held_steps
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["checkpoint"] == f"{tmp_path}/checkpoints/step-00000002"

@@ -1,61 +1,55 @@
-"""The Slurm script with stand-ins for Slurm and Ray: its commands, and its actions at the time limit."""
+"""The Slurm script with stand-ins for Slurm and Ray: its commands, the end of the job, and what follows the run."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.fake_commands import install_fake_commands
+from tests.jobs.fake_commands import ROOT, install_fake_commands, run_job
 
-SCRIPT = Path(__file__).parents[2] / "cluster" / "slurm.sh"
+SCRIPT = ROOT / "cluster" / "slurm.sh"
 STAND_INS = {
-    "srun": 'while [ "$1" != ray ]; do shift; done; shift; exec ray "$@"',
+    # The exit code of the real one is the highest of all tasks: that of a task killed when the driver has ended.
+    "srun": 'while [ "$1" != ray ]; do shift; done; shift; ray "$@"; exit 137',
+    "squeue": 'echo "squeue $*" >> "$LOG"; echo 2033-05-18T03:33:20',
     "scontrol": 'echo "scontrol $*" >> "$LOG"',
 }
+WORDS = ["conf/llama3_8b.yaml", "run.dir=/shared/a b"]
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "4", "HEAD_IP": "10.0.0.1"}
-    yield install_fake_commands(tmp_path, STAND_INS) | slurm
+    yield install_fake_commands(tmp_path, STAND_INS) | slurm | {"SLURM_JOB_END_TIME": "4000000000"}
     assert list((tmp_path / "tmp").iterdir()) == []  # the script cleans up after itself
-
-
-def start_job(env: dict[str, str]) -> subprocess.Popen[str]:
-    words = [str(SCRIPT), "conf/llama3_8b.yaml", "run.dir=/shared/a b"]
-    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.parametrize("code", [0, 2, 4])
 def test_exit_code_is_that_of_the_driver(env: dict[str, str], code: int) -> None:
-    process = start_job(env | {"ENDS_WITH": str(code)})
-    process.communicate(timeout=30)
-    assert process.returncode == code
-    ray, *driver = Path(env["LOG"]).read_text().splitlines()
+    returned, output, (ray, *driver) = run_job(SCRIPT, env | {"ENDS_WITH": str(code)}, *WORDS)
+    assert returned == code, output
     assert ray.startswith("ray symmetric-run --address 10.0.0.1:6379 --min-nodes 3 --num-cpus 4 -- bash -c")
-    assert driver == [
-        "driver",
-        "train",
-        "conf/llama3_8b.yaml",
-        "run.dir=/shared/a b",
-        "cluster.address=10.0.0.1:6379",
-    ]
+    assert driver == ["driver", "train", *WORDS, "cluster.address=10.0.0.1:6379"]
+    assert float(Path(env["JOB_END"]).read_text()) == 4e9
 
 
-def test_run_saves_and_requeues_near_the_limit(env: dict[str, str]) -> None:
-    process = start_job(env)
-    log = Path(env["LOG"])
-    deadline = time.monotonic() + 20
-    while not (log.exists() and "ready" in log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, output
-    assert log.read_text().splitlines()[-2:] == ["driver saves", "scontrol requeue 17"]
-    assert "requeueing" in output
+def test_run_that_stopped_in_time_is_requeued(env: dict[str, str]) -> None:
+    returned, output, log = run_job(SCRIPT, env | {"ENDS_WITH": "3"}, *WORDS)
+    assert (returned, log[-1]) == (0, "scontrol requeue 17") and "requeueing" in output
+
+
+def test_end_of_the_job_is_asked_for_if_slurm_does_not_set_it(env: dict[str, str]) -> None:
+    del env["SLURM_JOB_END_TIME"]
+    returned, output, log = run_job(SCRIPT, env, *WORDS)
+    assert returned == 0, output
+    assert log[0] == "squeue --noheader --job 17 --format=%e"
+    assert float(Path(env["JOB_END"]).read_text()) == datetime(2033, 5, 18, 3, 33, 20).timestamp() > time.time()
+
+
+def test_ray_that_does_not_start_is_a_failure(env: dict[str, str]) -> None:
+    returned, _, log = run_job(SCRIPT, env | {"RAY_FAILS": "yes"}, *WORDS)
+    assert returned == 137 and len(log) == 1

@@ -78,6 +78,22 @@ def test_recovery_with_changed_ranks_and_a_new_worker_keeps_the_losses(pool: War
     assert [metrics["train/loss"] for metrics in get_step_metrics(records)] == undisturbed[3:]
 
 
+def test_a_generation_of_no_steps_saves_the_state_in_memory(pool: WarmPool, tmp_path: Path) -> None:
+    """After a stop between generations, on other ranks: the same files as those of a run that ended at that step."""
+    first = make_worker_spec(make_small_config(tmp_path, *OVERRIDES, "parallel.zero=1"), 3, steps_to=3)
+    ended = pool.call(run_generation, 3, [first], (0, 1, 2), (0, 1, 2))
+    saving = replace(first, memory_step=3, end_step=3, generation=first.generation + 1, has_pending_checkpoint=True)
+    saved = pool.call(run_generation, 3, [saving], (2, 0, 1), ())
+
+    def read_shards(results: Any) -> dict[str, str]:
+        reports = [record for *_, records in results for record in records if record["type"] == "shard"]
+        assert [report["step"] for report in reports] == [3, 3, 3] and all(r["seconds"] > 0 for r in reports)
+        return {report["shard"]["file"]: report["shard"]["sha256"] for report in reports}
+
+    assert len(read_shards(ended)) == 3 and read_shards(saved) == read_shards(ended)
+    assert not get_step_metrics([record for *_, records in saved for record in records])
+
+
 def test_peer_that_cannot_open_shared_memory_logs_it() -> None:
     spec = replace(
         make_worker_spec(make_small_config(None, "parallel.zero=3"), 2, steps_to=3),

@@ -10,8 +10,9 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.config.schema import DataConfig, SourceConfig
+from raytrain_hpc.config.schema import DataConfig, RunConfig, SourceConfig
 from raytrain_hpc.data.dataset.builtin import SyntheticTokens, prepare_stdlib_dataset
+from raytrain_hpc.data.dataset.inspect import describe
 from raytrain_hpc.data.dataset.local_cache import copy_to_local_cache
 from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
 from raytrain_hpc.data.dataset.storage import Location, parse_location
@@ -22,6 +23,7 @@ from raytrain_hpc.errors import DataError
 
 STDLIB, SYNTHETIC = "stdlib", "synthetic"
 _SYNTHETIC_VAL_TOKENS = 1 << 16
+_SYNTHETIC_VOCAB_SIZE = 256  # unless the settings give one
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,26 @@ def open_dataset(
     if any(source.path == SYNTHETIC for source in sources):
         if len(sources) > 1:
             raise DataError("data.sources: synthetic tokens cannot be mixed with other sources; use them alone")
-        return _open_synthetic(256 if vocab_size is None else vocab_size, seed)
+        return _open_synthetic(_SYNTHETIC_VOCAB_SIZE if vocab_size is None else vocab_size, seed)
     return _open_prepared(sources, verify_limit_bytes, cache_dir)
+
+
+def describe_source(path: str) -> str:
+    """Describe a dataset as `data.path` names it: a directory, stdlib (prepared if it is not cached), or synthetic.
+
+    Raises DataError if it is missing or damaged.
+    """
+    if path != SYNTHETIC:
+        return describe(prepare_stdlib_dataset() if path == STDLIB else path)
+    dataset = _open_synthetic(_SYNTHETIC_VOCAB_SIZE, seed=RunConfig().seed)
+    return "\n".join(
+        [
+            "synthetic: random tokens computed when they are read; no files, no tokenizer, no documents",
+            f"tokens        unlimited for training, {_SYNTHETIC_VAL_TOKENS:,} for validation",
+            f"vocabulary    model.vocab_size, {_SYNTHETIC_VOCAB_SIZE} if it is auto",
+            f"dataset hash  {dataset.dataset_hash}, for this vocabulary and run.seed={RunConfig().seed}",
+        ]
+    )
 
 
 def _open_synthetic(vocab_size: int, seed: int) -> Dataset:

@@ -61,11 +61,6 @@ class MultiprocessExecutor:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def count_cpus() -> int:
-    """Count the CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def _exit_with_parent() -> None:
     """Ignore Ctrl-C and exit when the parent exits. A worker would otherwise wait forever for a killed parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.data.dataset.manifest import (
     MANIFEST_FILE,
     VERSION,
@@ -37,7 +38,6 @@ from raytrain_hpc.data.preprocess.executors import (
     MultiprocessExecutor,
     SerialExecutor,
     WorkersLostError,
-    count_cpus,
 )
 from raytrain_hpc.data.preprocess.input_files import InputFile, TextFields, check_fields, find_input_files, parse_fields
 from raytrain_hpc.data.preprocess.partition import InputPartition, combine_checksums, compute_checksum, plan_partitions
@@ -120,7 +120,8 @@ def prepare(
 
     A text file is one document. In .jsonl and .parquet files, each row is a document: its `field` (default "text"),
     or its `prompt_field` and `response_field`, of which only responses count as targets. .gz and .zst are
-    decompressed. The last `val_fraction` of the tokens becomes the validation split.
+    decompressed; binary files (with NUL bytes) are refused. The last `val_fraction` of the tokens becomes the
+    validation split.
 
     `engine` is local (`workers` processes), ray (Ray Data, on the cluster at `address`) or auto; it does not affect
     the output. `progress(done, total)` counts bytes over all passes. An existing dataset at `out` is returned if it
@@ -270,7 +271,7 @@ def _choose_executor(engine: str, workers: int | None, address: str | None, job:
 
         return RayDataExecutor(address, workers)
     if workers is None:
-        workers = 1 if total_bytes < _SINGLE_PROCESS_MAX_BYTES.get(job.spec.kind, 8 << 20) else count_cpus()
+        workers = 1 if total_bytes < _SINGLE_PROCESS_MAX_BYTES.get(job.spec.kind, 8 << 20) else count_usable_cpus()
     return SerialExecutor() if min(workers, len(job.partitions)) == 1 else MultiprocessExecutor(workers)
 
 
@@ -294,7 +295,7 @@ def _find_existing_dataset(out: Path, job: _PrepareJob) -> Manifest | None:
 
 def _hash_inputs(partitions: Sequence[InputPartition]) -> tuple[InputRecord, ...]:
     """Hash the current inputs."""
-    with ThreadPoolExecutor(count_cpus()) as threads:
+    with ThreadPoolExecutor(count_usable_cpus()) as threads:
         checksums = threads.map(
             compute_checksum, [file_range for partition in partitions for file_range in partition.ranges]
         )

@@ -13,10 +13,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raytrain_hpc.data.preprocess.executors import Task, WorkersLostError, count_cpus
+from raytrain_hpc.config.schema import AUTO
+from raytrain_hpc.cpu_limits import count_usable_cpus
+from raytrain_hpc.data.preprocess.executors import Task, WorkersLostError
 from raytrain_hpc.data.preprocess.partition import InputPartition
 from raytrain_hpc.errors import ClusterError, DataError
-from raytrain_hpc.ray_address import LOCAL, hide_auth_notice, is_reachable
+from raytrain_hpc.ray_address import LOCAL, START_RAY, find_address_problem, hide_auth_notice
+from raytrain_hpc.ray_temp_dir import check_socket_path
 
 # Only partition descriptions and reports pass through the object store, tokens through files. Ray's minimum size.
 _OBJECT_STORE_BYTES = 80 << 20
@@ -35,15 +38,12 @@ class RayDataExecutor:
     def __init__(self, address: str | None, num_workers: int | None):
         """Check the address. None or "local" starts a local Ray; `num_workers`: concurrent tasks, None: all CPUs.
 
-        Raises ClusterError if nothing answers at the address: Ray itself would retry for much longer.
+        Raises ClusterError if Ray does not answer at the address: Ray itself would retry for much longer.
         """
         self._address, self._num_workers = address, num_workers
-        is_remote = address not in (None, LOCAL) and ":" in str(address) and not ray.is_initialized()
-        if is_remote and not is_reachable(str(address).removeprefix("ray://")):
-            raise ClusterError(
-                f"address={address}: nothing answers there; start Ray with `ray start --head`, correct the address, "
-                "or use --engine local"
-            )
+        is_explicit = address not in (None, AUTO, LOCAL) and not ray.is_initialized()
+        if is_explicit and (problem := find_address_problem(str(address))) is not None:
+            raise ClusterError(f"address={address}: {problem}; {START_RAY}, or use --engine local")
 
     def run(self, task: Task, partitions: Sequence[InputPartition]) -> Iterator[tuple[InputPartition, Any]]:
         """Yield (partition, result) as tasks finish. Raises ClusterError if Ray cannot be reached or started."""
@@ -94,10 +94,12 @@ def _connect_to_ray(address: str | None, num_workers: int | None) -> Iterator[No
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_local = address in (None, LOCAL)
+    if is_local:
+        check_socket_path()
     options: dict[str, Any] = {"address": address}
     if is_local:
         local_options = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-        options = {"address": "local", "num_cpus": num_workers or count_cpus(), **local_options}
+        options = {"address": "local", "num_cpus": num_workers or count_usable_cpus(), **local_options}
     try:
         with hide_auth_notice(), _set_environment(_LOW_MEMORY_ENV if is_local else {}):
             ray.init(**options, log_to_driver=False, logging_level=logging.WARNING)

@@ -87,12 +87,17 @@ class DocumentReader:
         check_unchanged(file)
 
     def _decode(self, blocks: Iterator[bytes]) -> Iterator[str]:
-        """Decode UTF-8 blocks; a character may span two blocks."""
+        """Decode UTF-8 blocks; a character may span two blocks. Raises DataError for a binary file (NUL bytes)."""
         errors = "surrogateescape" if self.allow_invalid_utf8 else "strict"
         decoder = codecs.getincrementaldecoder("utf-8")(errors)
         num_consumed = self.file_range.begin
         for block in itertools.chain(blocks, [b""]):
             begin = num_consumed - len(decoder.getstate()[0])
+            if (position := block.find(b"\0")) >= 0:
+                raise DataError(
+                    f"{self.file_range.file.path}: byte {num_consumed + position} is NUL, so it is a binary file or "
+                    "text in UTF-16; leave it out (prepare 'FOLDER/**/*.txt') or convert it to UTF-8"
+                )
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ import pytest
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.dataset.builtin import SyntheticTokens, get_cache_dir, prepare_stdlib_dataset
 from raytrain_hpc.data.dataset.manifest import load_manifest
-from raytrain_hpc.data.dataset.sources import open_dataset
+from raytrain_hpc.data.dataset.sources import describe_source, open_dataset
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
 
@@ -139,3 +139,12 @@ def test_location_of_the_default_cache(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert get_cache_dir() == Path("/home/someone/.cache/raytrain_hpc")
+
+
+def test_built_in_datasets_are_described(stdlib: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYTRAIN_CACHE", str(stdlib.parent))
+    manifest = load_manifest(stdlib)
+    text = describe_source("stdlib")
+    assert text == describe_source(str(stdlib)) and f"{manifest.splits['train'].tokens:,} train" in text
+    synthetic = describe_source("synthetic")
+    assert open_dataset(DataConfig(path="synthetic"), seed=1337).dataset_hash in synthetic and "random" in synthetic

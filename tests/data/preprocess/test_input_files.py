@@ -147,6 +147,15 @@ INVALID_INPUTS = {
         {"tokenizer": "char"},
         ["byte 3 of the decompressed text is not UTF-8"],
     ),
+    "binary file": (
+        "a.txt",
+        b"\x7fELF\x02\x01\x01\0\0",
+        {},
+        ["a.txt: byte 7 is NUL, so it is a binary file", "leave it out"],
+    ),
+    "UTF-16": ("a.txt", "text".encode("utf-16"), {"tokenizer": "char"}, ["byte 3 is NUL", "convert it to UTF-8"]),
+    "packed binary file": ("a.gz", gzip.compress(b"\x89PNG\r\n\x1a\n\0\0"), {}, ["a.gz: byte 8 is NUL"]),
+    "binary file with rows": ("a.jsonl", b"\x7fELF\0", {}, ["line 1 is not JSON"]),
     "pairs in text": ("a.txt", b"x", {"prompt_field": "p", "response_field": "r"}, ["a.txt: text has no fields"]),
     "half a pair": ("a.jsonl", to_jsonl(GOOD), {"prompt_field": "p"}, ["belong together"]),
     "field and pair": (
