@@ -15,7 +15,8 @@ from ray.exceptions import RayError
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.ray_address import LOCAL, get_cluster_address, hide_auth_notice, is_reachable
+from raytrain_hpc.ray_address import LOCAL, get_cluster_address, is_reachable
+from raytrain_hpc.ray_private import hide_auth_notice, read_local_address, set_default_worker_priority
 
 
 @contextmanager
@@ -69,8 +70,7 @@ def _connect(config: Config, num_workers: int) -> bool:
             "alone; start Ray on all nodes and the run once, as cluster/slurm.sh and cluster/pbs.sh do "
             "(ray symmetric-run), or set cluster.address to a running cluster"
         )
-    # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    set_default_worker_priority()  # this Ray serves the run alone
     # One CPU more than the run needs: workers that hold every CPU starve Ray Data.
     cpus = max(os.cpu_count() or 1, num_workers + 1)
     try:
@@ -92,9 +92,7 @@ def _resolve_address(config: Config) -> str | None:
 
 def _is_ray_running_locally() -> bool:
     """Return whether a cluster that `ray start` left running on this machine still answers."""
-    from ray._private.utils import read_ray_address  # no public API works without connecting
-
-    address: str | None = read_ray_address()
+    address = read_local_address()
     return address is not None and is_reachable(address)
 
 
