@@ -42,7 +42,7 @@ def read_local_address() -> str | None:
 def hide_auth_notice() -> Iterator[None]:
     """Suppress Ray's warning that it uses an authentication token for a cluster that it started or found itself.
 
-    The logger of this name: 2.52 or later; earlier versions have no tokens.
+    The logger of this name: not 2.50, which has no tokens.
     """
     logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
     level = logger.level
