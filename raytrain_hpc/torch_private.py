@@ -169,7 +169,7 @@ def clear_dtensor_caches() -> None:
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
     torch._C._clear_DTensor_sharding_propagator_cache()
     ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
