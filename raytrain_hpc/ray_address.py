@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ClusterError
@@ -109,15 +106,3 @@ def _check_health(address: str) -> str | None:
                 return f"a server there did not answer Ray's health check in {_ANSWER_TIMEOUT_S:g} s"
             return "a gRPC server answers there, and not Ray's head"
     return None
-
-
-@contextmanager
-def hide_auth_notice() -> Iterator[None]:
-    """Suppress Ray's warning that it uses an authentication token for a cluster that it started or found itself."""
-    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,17 +13,10 @@ def idle_ray(cpus: int) -> Iterator[str]:
     """Start Ray with `cpus` CPU slots and yield its address."""
     import ray
 
-    from raytrain_hpc.ray_address import hide_auth_notice
+    from raytrain_hpc.ray_private import start_local_ray
 
     with scratch_dir() as directory:
-        with hide_auth_notice():
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-                _temp_dir=str(directory),
-            )
+        start_local_ray(directory, num_cpus=cpus)
         try:
             yield ray.get_runtime_context().gcs_address
         finally:

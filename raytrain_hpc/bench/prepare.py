@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.data.dataset.manifest import Manifest
 from raytrain_hpc.data.preprocess.prepare import prepare
-from raytrain_hpc.ray_address import hide_auth_notice
+from raytrain_hpc.ray_private import start_local_ray
 
 SPEED_BYTES, MEMORY_BYTES = 200 << 20, 2 << 30
 VOCAB_SIZE = 8192
@@ -121,16 +120,7 @@ def _ray_cluster(directory: Path) -> Iterator[None]:
     import ray
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with hide_auth_notice():
-        ray.init(
-            address="local",
-            num_cpus=count_usable_cpus(),
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _temp_dir=str(directory / "ray"),
-        )
+    start_local_ray(directory / "ray", num_cpus=count_usable_cpus(), object_store_memory=80 << 20, log_to_driver=False)
     try:
         yield
     finally:

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
+from raytrain_hpc.torch_private import abort_nccl_groups
 
 Endpoint = tuple[str, int]  # address and port
 
@@ -45,7 +44,7 @@ class CollectiveAbort:
             self.is_aborted = True
             for descriptor, name in self._sockets.items():
                 _shut_down(descriptor, name)
-            _abort_nccl()
+            abort_nccl_groups()
 
     def disarm(self) -> None:
         """Disable the abort. Call before the groups are destroyed: their descriptors may then become other files."""
@@ -109,16 +108,3 @@ def _shut_down(descriptor: int, name: str) -> None:
         with socket.socket(fileno=duplicate) as connection:
             if _read_socket_name(duplicate) == name:
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _abort_nccl() -> None:
-    """Abort all NCCL groups. Their kernels end and leave undefined tensors behind."""
-    if not dist.is_initialized():
-        return
-    groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if backend == "nccl"]
-    if groups:
-        backend: Any = groups[0]._get_backend(torch.device("cuda"))
-        backend._group_start()  # one group at a time can deadlock (pytorch issue 119797)
-        for group in groups:
-            group.abort()
-        backend._group_end()

@@ -18,10 +18,9 @@ def enable_flight_recorder() -> None:
 
 def read_calls(since_ns: int) -> list[CollectiveCall]:
     """Return the collectives entered since `since_ns` (as `time.time_ns`), oldest first; no point-to-point calls."""
-    import torch._C._distributed_c10d as c10d  # there is no public function for this
+    from raytrain_hpc.torch_private import dump_flight_recorder  # imports torch
 
-    trace: str = c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
-    entries: list[dict[str, Any]] = json.loads(trace).get("entries", [])
+    entries: list[dict[str, Any]] = json.loads(dump_flight_recorder()).get("entries", [])
     return [
         CollectiveCall(
             group=entry["process_group"][0],

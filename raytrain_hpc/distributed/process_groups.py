@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.distributed.rendezvous import DECISION_KEY, FORMED, Rendezvous
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline_parallel import StageGroups
 from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.torch_private import clear_dtensor_caches
 
 
 class GenerationAbortedError(Exception):
@@ -302,20 +302,8 @@ def destroy_process_groups() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-        _clear_dtensor_caches()
+        clear_dtensor_caches()
         gc.collect()
-
-
-def _clear_dtensor_caches() -> None:
-    """Clear DTensor's caches of operation results, if DTensor is in use. They are keyed by the ranks of a mesh.
-
-    The cached results hold references to the mesh's groups. In addition, a later mesh of the same ranks, in which this
-    process has another rank, would get parameters with the old mesh and the old rank.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None:
-        module.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def set_network_interface(name: str) -> None:

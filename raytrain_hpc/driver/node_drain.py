@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-import ray._private.state  # no public API
+from raytrain_hpc.ray_private import get_draining_nodes
 
 _QUERY_INTERVAL_S = 0.5
 
@@ -21,5 +21,5 @@ class NodeDrainMonitor:
         now = time.monotonic()
         if now - self._last_query_time > _QUERY_INTERVAL_S:
             self._last_query_time = now
-            self._draining_nodes = frozenset(ray._private.state.state.get_draining_nodes())
+            self._draining_nodes = get_draining_nodes()
         return self._draining_nodes

@@ -17,7 +17,8 @@ from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.distributed.network_interface import check_interface
 from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
-from raytrain_hpc.ray_address import LOCAL, find_address_problem, get_cluster_address, hide_auth_notice
+from raytrain_hpc.ray_address import LOCAL, find_address_problem, get_cluster_address
+from raytrain_hpc.ray_private import hide_auth_notice, read_local_address, set_default_worker_priority
 from raytrain_hpc.ray_temp_dir import check_socket_path
 
 
@@ -74,8 +75,7 @@ def _connect(config: Config, num_workers: int) -> bool:
         )
     check_interface(config)
     check_socket_path()
-    # This Ray serves the run alone. By default Ray runs workers at nice 15, below all other processes.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    set_default_worker_priority()  # this Ray serves the run alone
     # One CPU more than the run needs: workers that hold every CPU starve Ray Data.
     cpus = max(count_usable_cpus(), num_workers + 1)
     try:
@@ -97,9 +97,7 @@ def _resolve_address(config: Config) -> str | None:
 
 def _is_ray_running_locally() -> bool:
     """Return whether a cluster that `ray start` left running on this machine still answers."""
-    from ray._private.utils import read_ray_address  # no public API works without connecting
-
-    address: str | None = read_ray_address()
+    address = read_local_address()
     return address is not None and find_address_problem(address) is None
 
 

@@ -10,7 +10,7 @@ from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.distributed.rendezvous import ABORTED, DECISION_KEY, Rendezvous
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 COLLECTIVE_TIMEOUT_S = 300.0  # a last resort: the watchdog detects stalled ranks much earlier
 
@@ -28,14 +28,14 @@ class RendezvousStore:
 
     @cached_property
     def _store(self) -> TCPStore:
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         timeout = timedelta(seconds=self._timeout_s)
         return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
     def abort_generation(self, generation: int) -> None:
         """Release the ranks that wait in the rendezvous of this generation: it will not be formed."""
-        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         PrefixStore(f"generation-{generation}", self._store).set(DECISION_KEY, ABORTED)
 

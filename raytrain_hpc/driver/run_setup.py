@@ -41,11 +41,11 @@ from raytrain_hpc.planner.layout import (
     resolve_layout,
 )
 from raytrain_hpc.planner.workload import make_workload
+from raytrain_hpc.ray_private import is_working_dir_copy
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 
 # Fields of the model spec that may differ from those of the run in run.init_from.
 _INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "load_balancing", "load_balancing_weight", "expert_bias_rate"}
-_RAY_WORKING_DIRS = "working_dir_files"  # where Ray unpacks the --working-dir of a submitted job
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=1,
     )
-    if _RAY_WORKING_DIRS in directory.path.parts:
+    if is_working_dir_copy(directory.path):
         warn(
             f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
             "after the job, and no other node sees it; give an absolute path on a shared file system"

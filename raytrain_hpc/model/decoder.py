@@ -131,7 +131,8 @@ def compute_logits(x: Tensor, table: Tensor) -> Tensor:
 
 def _make_embedding(rows: int, width: int) -> nn.Embedding:
     """Create an uninitialized table: initializing it on the meta device would import TorchDynamo."""
-    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    return embedding
 
 
 class Block(nn.Module):

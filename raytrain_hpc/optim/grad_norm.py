@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_hpc.torch_private import foreach_norm
+
 Region = tuple[slice, ...] | None  # part of a rank's slice; None: all of it
 
 
@@ -30,7 +32,7 @@ class GradientNorm:
         """Return the norm, an fp64 scalar, of gradients by parameter name. Collective if there is a group."""
         regions = self._select_regions(gradients)
         if regions:
-            total = torch.stack(torch._foreach_norm(regions)).double().square().sum()
+            total = torch.stack(foreach_norm(regions)).double().square().sum()
         else:
             total = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._group is not None:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from raytrain_hpc.config.schema import OptimizerConfig
 from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
 from raytrain_hpc.state.sharded_state import to_local
+from raytrain_hpc.torch_private import adamw, sgd
 
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 

@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+)
+
+from raytrain_hpc.torch_private import (
+    ignore_profiler_ops_in_recomputation,
+    sdpa_cpu,
+    sdpa_cudnn,
+    sdpa_efficient,
+    sdpa_flash,
 )
 
 
@@ -27,12 +34,7 @@ def apply_activation_checkpointing(blocks: list[nn.Module], policy: str, *, keye
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not keyed_randomness}
     if policy == "selective":
-        # FSDP2 modules inside a block emit profiler ops around their all-gathers, and more of them during
-        # recomputation.
-        profiler = torch.ops.profiler
-        SAC_IGNORED_OPS.update(
-            (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
-        )
+        ignore_profiler_ops_in_recomputation()
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(_get_expensive_ops()))
     for block in blocks:
         # Replace the forward instead of wrapping the module, which would change the names of its parameters.
@@ -57,10 +59,10 @@ def _get_expensive_ops() -> set[Any]:
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
+        sdpa_flash.default,
+        sdpa_cpu.default,
+        sdpa_efficient.default,
+        sdpa_cudnn.default,
     }
 
 

@@ -6,11 +6,12 @@ Keep blocking waits in this file: the watchdog recognizes a waiting rank by this
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from raytrain_hpc.torch_private import get_fsdp_collectives_file
 
 
 def get_blocking_files() -> tuple[str, ...]:
@@ -19,9 +20,7 @@ def get_blocking_files() -> tuple[str, ...]:
     They are torch's collectives, FSDP2's collectives and this file. Pass them to `Heartbeat`, which counts a stack
     frame in one of them as waiting instead of work.
     """
-    # Name FSDP2's module by its path: importing it loads the compiler.
-    fsdp_collectives = Path(dist.__file__).parent / "fsdp" / "_fully_shard" / "_fsdp_collectives.py"
-    return distributed_c10d.__file__, str(fsdp_collectives), __file__
+    return distributed_c10d.__file__, get_fsdp_collectives_file(), __file__
 
 
 def wait_all(works: Iterable[dist.Work]) -> None:

@@ -7,12 +7,19 @@ The log-sum-exps give the weights with which outputs of two blocks of keys are m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_aten: Any = torch.ops.aten
+from raytrain_hpc.torch_private import (
+    sdpa_cpu,
+    sdpa_cpu_backward,
+    sdpa_efficient,
+    sdpa_efficient_backward,
+    sdpa_flash,
+    sdpa_flash_backward,
+)
+
 _MASKED_SCORE = -1e30
 
 
@@ -49,12 +56,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Te
     bias = mask.make_bias(q)
     causal = mask.causal and bias is None
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+        out, lse = sdpa_cpu(q, k, v, 0.0, causal, attn_mask=bias)
         return out, lse
     if bias is None and q.dtype in (torch.float16, torch.bfloat16):
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, *_ = sdpa_flash(q, k, v, 0.0, causal)
         return out, lse
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
+    out, lse, *_ = sdpa_efficient(q, k, v, bias, True, 0.0, causal)
     return out, lse[..., : q.shape[2]]
 
 
@@ -70,12 +77,10 @@ def attend_backward(
     bias = mask.make_bias(q)
     causal = mask.causal and bias is None
     if q.device.type == "cpu":
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, repeated_k, repeated_v, out, lse, 0.0, causal, attn_mask=bias
-        )
+        dq, dk, dv = sdpa_cpu_backward(grad_out, q, repeated_k, repeated_v, out, lse, 0.0, causal, attn_mask=bias)
     elif bias is None and q.dtype in (torch.float16, torch.bfloat16):
         empty = torch.empty(0, dtype=torch.int64, device=q.device)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = sdpa_flash_backward(
             grad_out,
             q,
             repeated_k,
@@ -93,7 +98,7 @@ def attend_backward(
         )
     else:
         empty = torch.empty(0, dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dq, dk, dv, _ = sdpa_efficient_backward(
             grad_out,
             q,
             repeated_k,

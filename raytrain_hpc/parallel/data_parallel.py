@@ -15,6 +15,7 @@ from raytrain_hpc.parallel.expert_parallel import get_expert_parameters
 from raytrain_hpc.parallel.gradient_sync import CompositeSync, GradientSync, NoSync
 from raytrain_hpc.parallel.mesh_axis import ExpertMesh
 from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.torch_private import is_persistent_buffer
 
 
 def apply_data_parallel(
@@ -101,5 +102,5 @@ def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
                 allocated[meta] = nn.Parameter(storage, requires_grad=meta.requires_grad)
             submodule.register_parameter(name, allocated[meta])
         for name, buffer in submodule.named_buffers(recurse=False):
-            is_persistent = name not in submodule._non_persistent_buffers_set
-            submodule.register_buffer(name, torch.empty_like(buffer, device=device), is_persistent)
+            empty = torch.empty_like(buffer, device=device)
+            submodule.register_buffer(name, empty, is_persistent_buffer(submodule, name))

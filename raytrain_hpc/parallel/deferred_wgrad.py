@@ -118,4 +118,8 @@ def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, siz
 
 def _accumulate(weight: Tensor, grad: Tensor) -> None:
     grad = grad.to(weight.dtype)
-    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+    if weight.grad is not None:
+        weight.grad.add_(grad)
+    else:
+        # FSDP2 of torch 2.15 accumulates the gradients of bf16 weights in fp32 here, that of 2.13 elsewhere.
+        weight.grad = grad.to(weight.grad_dtype or grad.dtype)

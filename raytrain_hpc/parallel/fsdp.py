@@ -27,6 +27,7 @@ from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor, ReductionOrder
 from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, QuantizedTraffic
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
+from raytrain_hpc.torch_private import end_fsdp_backward, run_fsdp_post_backward
 
 
 class FSDPSync:
@@ -83,12 +84,14 @@ class FSDPSync:
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
         """Configure when FSDP2 reduces and reshards in this backward pass of a stage.
 
-        A split backward pass defers weight gradients: nothing is reduced before `post_backward_weight`.
+        A split backward pass defers weight gradients: nothing is reduced before `post_backward_weight`, and the last
+        backward pass of the step is for FSDP2 the one that this completes.
         """
         self._cursor.microbatch, self._cursor.is_last = microbatch, is_last
-        self._configure(
-            self._modules[stage], is_last=is_last, reduce=not split and (self._reduces_each_microbatch or is_last)
-        )
+        module = self._modules[stage]
+        self._configure(module, is_last=is_last, reduce=not split and (self._reduces_each_microbatch or is_last))
+        if split:
+            module.set_is_last_backward(False)
         yield
 
     def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
@@ -98,21 +101,17 @@ class FSDPSync:
         functions again here, as the pipeline runtime of torch does.
         """
         module = self._modules[stage]
-        root = fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = [group for state in root._state_ctx.all_states for group in _get_param_groups(state)]
         # First accumulate them, unreduced, in the reduce dtype, as FSDP2 did with the gradients of norms.
         self._configure(module, is_last=is_last, reduce=False)
-        for group in groups:
-            group.post_backward()
+        run_fsdp_post_backward(module)
         if not self._reduces_each_microbatch and not is_last:
             return
         self._configure(module, is_last=is_last, reduce=True)
         # All-reduce over replicas each time. FSDP2 keeps partial sums only if each pass covers the same parameters, but
         # gradients of norms are not deferred and can be one pass ahead of those of linear layers.
         module.set_requires_all_reduce(True)
-        for group in groups:
-            group.post_backward()
-        root._root_post_backward_final_callback()
+        run_fsdp_post_backward(module)
+        end_fsdp_backward(module)
 
     def finish_grad_sync(self) -> None:
         """Do nothing: FSDP2 reduces gradients during backward passes."""
@@ -188,12 +187,3 @@ class _FreeTileHook:
     def _post_forward(self, tile: nn.Module, inputs: Any, output: Any) -> None:
         if not self._in_backward and isinstance(tile, FSDPModule):
             tile.reshard()
-
-
-def _get_param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 module state: one in torch 2.11, a list in 2.13."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)
-    return [] if group is None else [group]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.state.sharded_state import to_local
+from raytrain_hpc.torch_private import foreach_copy_
 
 
 def all_reduce_gradients(parameters: Sequence[nn.Parameter], axis: Axis) -> None:
@@ -21,7 +22,7 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], axis: Axis) -> None
         return
     summed = axis.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
     sums = torch.split(summed, [grad.numel() for grad in grads])
-    torch._foreach_copy_(grads, [summed_grad.view_as(grad) for summed_grad, grad in zip(sums, grads, strict=True)])
+    foreach_copy_(grads, [summed_grad.view_as(grad) for summed_grad, grad in zip(sums, grads, strict=True)])
 
 
 def sum_tied_gradients(first: nn.Parameter, second: nn.Parameter) -> None:

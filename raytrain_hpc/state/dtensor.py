@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.torch_private import compute_local_box, get_split_factor
 
 
 def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch.Tensor]:
@@ -30,17 +30,17 @@ def get_dtensor_slice(tensor: torch.Tensor) -> tuple[tuple[int, ...], Box, torch
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is outside the mesh of a tensor of shape {list(shape)}")
     _check_contiguous_rows(mesh.shape, placements)
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = compute_local_box(shape, mesh, placements)
     local = tensor.to_local().detach()
-    if tuple(local.shape) != tuple(sizes):
+    if tuple(local.shape) != sizes:
         raise ValueError(
             f"tensor of shape {list(shape)}: the local tensor has shape {list(local.shape)}, the mesh implies "
             f"{list(sizes)}"
         )
-    return shape, Box(tuple(offsets), tuple(sizes)), local
+    return shape, Box(offsets, sizes), local
 
 
-def _check_contiguous_rows(mesh_shape: Sequence[int], placements: Sequence[object]) -> None:
+def _check_contiguous_rows(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> None:
     """Raise ValueError if a rank's rows are not contiguous in the global tensor.
 
     FSDP over DTensor-based tensor parallelism on one dimension gives a strided shard (the package's own tensor
@@ -48,7 +48,7 @@ def _check_contiguous_rows(mesh_shape: Sequence[int], placements: Sequence[objec
     factor.
     """
     for position, placement in enumerate(placements):
-        factor = getattr(placement, "split_factor", 1)
+        factor = get_split_factor(placement)
         later_sizes = [
             size
             for size, later in zip(mesh_shape[position + 1 :], placements[position + 1 :], strict=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.optim.grad_norm import GradientNorm
 from raytrain_hpc.optim.optimizer import Optimizer
+from raytrain_hpc.torch_private import foreach_mul_
 from raytrain_hpc.training.expert_bias import ExpertBias
 
 
@@ -42,7 +42,7 @@ class ModelUpdate:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0) / num_tokens if limit else 1.0 / num_tokens
         if gradients:
             slices = list(gradients.values())
-            torch._foreach_mul_(slices, scale.to(slices[0].dtype))
+            foreach_mul_(slices, scale.to(slices[0].dtype))
         return norm
 
     def discard_gradients(self) -> None:

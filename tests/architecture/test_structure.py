@@ -30,30 +30,32 @@ PACKAGE_OF_FILE = {
 # The packages that each package may import besides itself, in import order: only packages listed above it.
 ALLOWED_IMPORTS = {
     "errors": "",
+    "torch_private": "",
+    "ray_private": "",
     "config": "errors",
     "planner": "errors config",
     "elastic": "errors config planner",
-    "state": "errors",
+    "state": "errors torch_private",
     "model": "errors config state",
-    "parallel": "errors config planner state model",
+    "parallel": "errors torch_private config planner state model",
     "snapshot": "errors state",
-    "distributed": "errors config planner elastic state parallel snapshot",
-    "data": "errors config",
+    "distributed": "errors torch_private config planner elastic state parallel snapshot",
+    "data": "errors ray_private config",
     "runtime": "errors config planner elastic state parallel distributed data",
     "checkpoint": "errors config state snapshot",
     "observability": "errors config planner",
-    "optim": "errors config state",
-    "training": "errors config planner elastic state model parallel snapshot distributed data runtime checkpoint "
-    "observability optim",
+    "optim": "errors torch_private config state",
+    "training": "errors torch_private config planner elastic state model parallel snapshot distributed data runtime "
+    "checkpoint observability optim",
     "worker": "errors config planner elastic state parallel snapshot distributed data runtime training",
-    "driver": "errors config planner elastic state distributed data runtime checkpoint observability optim training "
-    "worker",
+    "driver": "errors ray_private config planner elastic state distributed data runtime checkpoint observability "
+    "optim training worker",
     "run_report": "errors config observability driver",
     "api": "errors config planner elastic state model snapshot data runtime checkpoint observability training driver "
     "run_report",
     "huggingface": "errors config state data checkpoint",
-    "bench": "errors config planner elastic state model snapshot data runtime checkpoint observability parallel "
-    "training worker driver api",
+    "bench": "errors ray_private config planner elastic state model snapshot data runtime checkpoint observability "
+    "parallel training worker driver api",
     "cli": "errors config planner elastic state data checkpoint observability driver huggingface run_report api bench",
     "public": "errors config data driver huggingface run_report api",
 }
@@ -86,7 +88,7 @@ def may_import_ray(module: str) -> bool:
     """Return whether a module is one of those that may import Ray."""
     return (
         get_package(module) in ("driver", "bench")
-        or module == "worker.actor"
+        or module in ("worker.actor", "ray_private")
         or module in ("data.loader.ray_loader", "data.preprocess.ray_executor")
     )
 

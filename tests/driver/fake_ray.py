@@ -131,9 +131,8 @@ class FakeRay:
         context = SimpleNamespace(get_node_id=lambda: "driver")
         ray = SimpleNamespace(get=self.get, wait=self.wait, kill=self.kill, put=self.put, nodes=list)
         ray.get_runtime_context = lambda: context
-        state = SimpleNamespace(state=SimpleNamespace(get_draining_nodes=dict))
-        ray._private = SimpleNamespace(state=state)
-        for module in (worker_group, node_drain, ray_topology, record_poller, health_monitor, ray_backend):
+        self._patches.enter_context(mock.patch.object(node_drain, "get_draining_nodes", frozenset))
+        for module in (worker_group, ray_topology, record_poller, health_monitor, ray_backend):
             self._patches.enter_context(mock.patch.object(module, "ray", ray))
         replaced = {
             "placement_group": self._group,

@@ -18,7 +18,8 @@ from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.data.preprocess.executors import Task, WorkersLostError
 from raytrain_hpc.data.preprocess.partition import InputPartition
 from raytrain_hpc.errors import ClusterError, DataError
-from raytrain_hpc.ray_address import LOCAL, START_RAY, find_address_problem, hide_auth_notice
+from raytrain_hpc.ray_address import LOCAL, START_RAY, find_address_problem
+from raytrain_hpc.ray_private import hide_auth_notice, stop_unused_daemons
 from raytrain_hpc.ray_temp_dir import check_socket_path
 
 # Only partition descriptions and reports pass through the object store, tokens through files. Ray's minimum size.
@@ -104,23 +105,13 @@ def _connect_to_ray(address: str | None, num_workers: int | None) -> Iterator[No
         with hide_auth_notice(), _set_environment(_LOW_MEMORY_ENV if is_local else {}):
             ray.init(**options, log_to_driver=False, logging_level=logging.WARNING)
             if is_local:
-                _stop_unused_daemons()
+                stop_unused_daemons()
     except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
         raise ClusterError(f"address={address or LOCAL}: Ray did not start: {_get_first_line(error)}") from error
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _stop_unused_daemons() -> None:
-    """Stop the log monitor, autoscaler monitor and dashboard of the local Ray instance, which use 175 MiB.
-
-    `ray.init` always starts them and has no option against it.
-    """
-    node: Any = ray._private.worker._global_node
-    for kill in (node.kill_log_monitor, node.kill_monitor, node.kill_dashboard):
-        kill(check_alive=False)
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""All private or undocumented names of Ray that the package uses: why, and which versions have them.
+
+No other file may use one; tests/architecture checks that. Every name has a test in tests/test_ray_private.py, to be run
+with a new version of Ray before the range in pyproject.toml is widened. "All versions" means 2.50 to 2.60.
+
+Ray is imported when a function needs it: runs without Ray use this file too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def get_draining_nodes() -> frozenset[str]:
+    """Return the ids of the nodes that Ray is draining. Needs a connection.
+
+    `ray.nodes()` does not tell, and actors get no notice. `_private.state.state`: all versions.
+    """
+    import ray._private.state
+
+    return frozenset(ray._private.state.state.get_draining_nodes())
+
+
+def read_local_address() -> str | None:
+    """Return the address that `ray start` or `ray.init` left on this machine, None without one; it may be outdated.
+
+    The public functions work after connecting only, and `ray.init(address="auto")` waits long for a cluster that has
+    ended. `_private.utils.read_ray_address`: all versions.
+    """
+    from ray._private.utils import read_ray_address
+
+    address: str | None = read_ray_address()
+    return address
+
+
+@contextmanager
+def hide_auth_notice() -> Iterator[None]:
+    """Suppress Ray's warning that it uses an authentication token for a cluster that it started or found itself.
+
+    The logger of this name: not 2.50, which has no tokens.
+    """
+    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def start_local_ray(directory: Path, **options: Any) -> None:
+    """Start Ray on this machine and connect to it, with its files below `directory`. `options`: those of `ray.init`.
+
+    The public RAY_TMPDIR would hold for the whole process. `_temp_dir`: all versions.
+    """
+    import ray
+
+    with hide_auth_notice():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(directory),
+            **options,
+        )
+
+
+def stop_unused_daemons() -> None:
+    """Stop the log monitor, autoscaler monitor and dashboard of the Ray that `ray.init` started, which use 175 MiB.
+
+    `ray.init` always starts them and has no option against it. `_private.worker._global_node` and its `kill_*`: all
+    versions.
+    """
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    for kill in (node.kill_log_monitor, node.kill_monitor, node.kill_dashboard):
+        kill(check_alive=False)
+
+
+def set_default_worker_priority() -> None:
+    """Make a Ray that is started after this call run workers at normal priority, unless the user has set another.
+
+    By default they run at nice 15, below all other processes. RAY_worker_niceness: all versions.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def is_working_dir_copy(path: Path) -> bool:
+    """Return whether `path` lies in the copy of a submitted job's --working-dir, which Ray deletes after the job.
+
+    Folder name `working_dir_files`: all versions.
+    """
+    return "working_dir_files" in path.parts

@@ -1,0 +1,177 @@
+"""All private or undocumented names of torch that the package uses: why, and which versions have them.
+
+No other file may use one; tests/architecture checks that. Every name has a test in tests/test_torch_private.py, to be
+run with a new version of torch before the range in pyproject.toml is widened. "All versions" means 2.11 to 2.15.
+
+FSDP2 and DTensor are imported when a function needs them: they take 40 MiB in workers that use neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.adamw import adamw as adamw  # undocumented functions: the classes load TorchDynamo; all versions
+from torch.optim.sgd import sgd as sgd
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor.placement_types import Placement
+
+# One kernel for a list of tensors instead of one per tensor. All versions.
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+# Attention kernels that return the log-sum-exp and, given one, compute gradients; `scaled_dot_product_attention` drops
+# it. Their outputs are also what selective activation checkpointing keeps. All versions.
+_aten: Any = torch.ops.aten
+sdpa_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
+sdpa_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+sdpa_flash = _aten._scaled_dot_product_flash_attention
+sdpa_flash_backward = _aten._scaled_dot_product_flash_attention_backward
+sdpa_efficient = _aten._scaled_dot_product_efficient_attention
+sdpa_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
+sdpa_cudnn = _aten._scaled_dot_product_cudnn_attention
+
+
+def ignore_profiler_ops_in_recomputation() -> None:
+    """Make selective activation checkpointing ignore profiler ops, process-wide.
+
+    FSDP2 modules inside a block emit them around all-gathers, and more of them during recomputation, which torch would
+    take for another forward pass. `SAC_IGNORED_OPS` and the ops: all versions.
+    """
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    profiler = torch.ops.profiler
+    SAC_IGNORED_OPS.update(
+        (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
+    )
+
+
+def is_persistent_buffer(module: nn.Module, name: str) -> bool:
+    """Return whether a buffer that is registered on `module` itself is part of its state dict.
+
+    `register_buffer` needs it to register a copy in the same way. `_non_persistent_buffers_set`: all versions.
+    """
+    return name not in module._non_persistent_buffers_set
+
+
+def dump_flight_recorder() -> str:
+    """Return the flight recorder's entries as JSON, for all backends. `_dump_fr_trace_json`: all versions."""
+    import torch._C._distributed_c10d as c10d
+
+    trace: str = c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+    return trace
+
+
+def abort_nccl_groups() -> None:
+    """Abort all NCCL groups of this process, from any thread. Their kernels end and leave undefined tensors behind.
+
+    The public `ProcessGroup.abort` is for one group, and one at a time can deadlock (pytorch issue 119797). `_world`:
+    all versions. `_group_start`: the class that `nccl` names up to 2.14. The one that it names in 2.15 lacks it, and
+    torch itself aborts its groups between `_start_coalescing` and `_end_coalescing`.
+    """
+    if not dist.is_initialized():
+        return
+    groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if backend == "nccl"]
+    if groups:
+        device = torch.device("cuda")
+        backend: Any = groups[0]._get_backend(device)
+        has_group_calls = hasattr(backend, "_group_start")
+        if has_group_calls:
+            backend._group_start()
+        else:
+            groups[0]._start_coalescing(device)
+        for group in groups:
+            group.abort()
+        if has_group_calls:
+            backend._group_end()
+        else:
+            groups[0]._end_coalescing(device)
+
+
+def get_fsdp_collectives_file() -> str:
+    """Return the source file of FSDP2's collectives, in which a rank waits, without importing it. All versions."""
+    return str(Path(dist.__file__).parent / "fsdp" / "_fully_shard" / "_fsdp_collectives.py")
+
+
+def run_fsdp_post_backward(root: FSDPModule) -> None:
+    """Run the post-backward function of every parameter group below an FSDP2 root again, as its settings say.
+
+    Call after gradients were added outside of a backward pass, as torch's pipeline runtime does: FSDP2 accumulates
+    them or, if `set_requires_gradient_sync` is on, reduces them. The public `finalize_backward` (2.15) also waits for
+    the reduction, which would keep it from overlapping with the next microbatch, and refuses partial sums of HSDP.
+    `fully_shard.state`, `_state_ctx` and `post_backward`: all versions. `_fsdp_param_groups`: not 2.11, which has one
+    group, `_fsdp_param_group`.
+    """
+    for state in _get_fsdp_state(root)._state_ctx.all_states:
+        for group in _get_fsdp_param_groups(state):
+            group.post_backward()
+
+
+def end_fsdp_backward(root: FSDPModule) -> None:
+    """Run the function that FSDP2 calls at the end of a backward pass of a root: it waits if that pass is the last.
+
+    Call after `run_fsdp_post_backward` with reduction, within the passes that `set_is_last_backward(False)` leaves
+    open: 2.15 refuses the call after a last pass. `_root_post_backward_final_callback`: all versions.
+    """
+    _get_fsdp_state(root)._root_post_backward_final_callback()
+
+
+def _get_fsdp_state(module: FSDPModule) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _get_fsdp_param_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def compute_local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (sizes, offsets) of this rank's part of a DTensor. `compute_local_shape_and_global_offset`: all versions.
+
+    The public `DTensor` has no offsets, and strided shards (FSDP2 over tensor parallelism) are hard to compute.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(sizes), tuple(offsets)
+
+
+def get_split_factor(placement: Placement) -> int:
+    """Return the split factor of a strided shard, 1 for others. `_StridedShard.split_factor`: all versions."""
+    return int(getattr(placement, "split_factor", 1))
+
+
+def clear_dtensor_caches() -> None:
+    """Clear DTensor's caches of operation results, if DTensor is in use. They are keyed by meshes or by their ranks.
+
+    The cached results hold references to the groups of a mesh, whose connections stay open until they are gone. In
+    addition, a later mesh of the same ranks, in which this process has another rank, would get parameters with the old
+    mesh and the old rank. There is no public function. All versions have all of these caches; in 2.11, reductions and
+    matrix products of DTensors, which the package does not use, keep references elsewhere too.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

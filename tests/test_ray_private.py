@@ -1,0 +1,84 @@
+"""Every private name of Ray does what the package relies on, in the version of Ray that is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import ray
+
+from raytrain_hpc import ray_private
+
+START_AND_INSPECT = """
+import json, os, sys
+from pathlib import Path
+import psutil, ray
+from raytrain_hpc import ray_private
+
+def list_daemons():
+    children = psutil.Process().children(recursive=True)
+    lines = [" ".join(child.cmdline()) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    names = ("log_monitor.py", "autoscaler/_private/monitor.py")
+    return [name for name in names if any(name in line for line in lines)]
+
+directory = Path(sys.argv[1])
+ray_private.set_default_worker_priority()
+ray_private.start_local_ray(directory, num_cpus=1, object_store_memory=80 << 20, log_to_driver=False)
+sessions = list(directory.glob("session_*/sockets"))
+niceness = ray.get(ray.remote(lambda: os.nice(0)).remote())
+before = list_daemons()
+ray_private.stop_unused_daemons()
+still_works = ray.get(ray.remote(lambda: 7).remote())
+print(json.dumps([len(sessions), niceness, before, list_daemons(), still_works]))
+ray.shutdown()
+"""
+
+
+def test_no_node_of_a_cluster_at_rest_is_draining(ray_cluster: None) -> None:
+    """A node that drains is listed in tests/driver/test_two_nodes.py."""
+    assert ray_private.get_draining_nodes() == frozenset()
+
+
+def test_the_address_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray_private.read_local_address() is None
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+    assert ray_private.read_local_address() == "10.0.0.1:6379"
+
+
+def test_the_notice_about_authentication_comes_from_the_hidden_logger() -> None:
+    name = "ray._private.authentication.authentication_token_setup"
+    if importlib.util.find_spec("ray._private.authentication") is None:
+        assert ray.__version__ == "2.50.0"  # has no authentication tokens
+        return
+    logger: logging.Logger = importlib.import_module(name).logger
+    assert logger.name == name
+    with ray_private.hide_auth_notice():
+        assert not logger.isEnabledFor(logging.WARNING)
+    assert logger.isEnabledFor(logging.WARNING)
+
+
+def test_a_local_ray_has_its_directory_and_priority_and_no_unused_daemons() -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:  # a short path: it holds sockets
+        command = [sys.executable, "-c", START_AND_INSPECT, directory]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert process.returncode == 0, process.stderr
+        num_sessions, niceness, before, after, still_works = json.loads(process.stdout.splitlines()[-1])
+    assert num_sessions > 0 and niceness == 0 and still_works == 7
+    assert before == ["log_monitor.py", "autoscaler/_private/monitor.py"] and after == []
+
+
+def test_the_copy_of_a_working_directory(tmp_path: Path) -> None:
+    from ray._private.runtime_env.working_dir import WorkingDirPlugin
+
+    plugin = WorkingDirPlugin(str(tmp_path), None)
+    assert ray_private.is_working_dir_copy(Path(plugin._resources_dir) / "_ray_pkg_0" / "runs")
+    assert not ray_private.is_working_dir_copy(tmp_path / "runs")

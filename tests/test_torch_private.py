@@ -1,0 +1,223 @@
+"""Every private name of torch does what the package relies on, in the version of torch that is installed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from raytrain_hpc import torch_private
+from raytrain_hpc.distributed.process_groups import init_process_groups
+from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward
+from raytrain_hpc.planner.layout import Layout
+from tests.warm_pool import WarmPool
+
+CPU = torch.device("cpu")
+
+
+def test_foreach_operations_equal_those_of_each_tensor() -> None:
+    tensors = [torch.arange(4.0), torch.full((2, 3), -2.0)]
+    assert [float(norm) for norm in torch_private.foreach_norm(tensors)] == [float(x.norm()) for x in tensors]
+    copies = [torch.zeros_like(x) for x in tensors]
+    torch_private.foreach_copy_(copies, tensors)
+    torch_private.foreach_mul_(copies, torch.tensor(3.0))
+    assert all(torch.equal(copy, 3.0 * x) for copy, x in zip(copies, tensors, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_functional_optimizers_equal_the_classes(name: str) -> None:
+    weight, grad = torch.arange(1.0, 5.0), torch.full((4,), 0.5)
+    parameter = nn.Parameter(weight.clone())
+    parameter.grad = grad.clone()
+    updated = [weight.clone()]
+    if name == "adamw":
+        torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, foreach=True).step()
+        state = [[torch.zeros(4)], [torch.zeros(4)], [], [torch.tensor(0.0)]]
+        options = {"beta1": 0.9, "beta2": 0.99, "lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "maximize": False}
+        torch_private.adamw(updated, [grad], *state, amsgrad=False, foreach=True, **options)
+    else:
+        torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01, foreach=True).step()
+        options = {"momentum": 0.0, "lr": 0.1, "dampening": 0.0, "weight_decay": 0.01}
+        torch_private.sgd(updated, [grad], [None], nesterov=False, maximize=False, foreach=True, **options)
+    assert torch.equal(updated[0], parameter.detach()) and not torch.equal(updated[0], weight)
+
+
+def test_the_attention_kernel_of_cpus_returns_the_log_sum_exp() -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    scores = (q @ k.transpose(-1, -2) / 2.0).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ v
+    out, lse = torch_private.sdpa_cpu(q.detach(), k.detach(), v.detach(), 0.0, True, attn_mask=None)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, scores.logsumexp(-1).detach())
+    grads = torch_private.sdpa_cpu_backward(
+        torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse, 0.0, True, attn_mask=None
+    )
+    for grad, wanted in zip(grads, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_attention_kernels_of_gpus_take_and_return_these_arguments(dtype: torch.dtype) -> None:
+    """On the meta device: bf16 uses the flash kernel, fp32 the memory-efficient one. Values are tested on GPUs."""
+    q, k, v = (torch.empty(2, 4, 32, 16, dtype=dtype, device="meta") for _ in range(3))
+    out, lse = attend(q, k, v, BlockMask(causal=True))
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = attend_backward(torch.empty_like(out), q, k, v, out, lse, BlockMask(causal=True))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_the_ops_of_scaled_dot_product_attention_are_the_ones_kept_by_selective_checkpointing() -> None:
+    names = {op.default.name() for op in (torch_private.sdpa_flash, torch_private.sdpa_efficient)}
+    assert names == {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"}
+    assert torch_private.sdpa_cudnn.default.name() == "aten::_scaled_dot_product_cudnn_attention"
+    query = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert torch_private.sdpa_cpu.default.name() in {event.name for event in profile.events()}
+
+
+def test_profiler_ops_during_recomputation_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that emits one such op in its forward pass and two in recomputation, as FSDP2 inside a block does."""
+    import torch.utils.checkpoint as implementation
+
+    def block(x: Tensor) -> Tensor:
+        calls.append(1)
+        for _ in calls:
+            with torch.profiler.record_function("all-gather"):
+                pass
+        return (x @ x).sin()
+
+    def save_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    def run() -> Tensor:
+        calls.clear()
+        x = torch.full((2, 2), 0.5, requires_grad=True)
+        context_fn = partial(create_selective_checkpoint_contexts, save_all)
+        checkpoint(block, x, use_reentrant=False, context_fn=context_fn).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    calls: list[int] = []
+    monkeypatch.setattr(implementation, "SAC_IGNORED_OPS", set(implementation.SAC_IGNORED_OPS))
+    torch_private.ignore_profiler_ops_in_recomputation()
+    assert torch.allclose(run(), torch.full((2, 2), 2.0 * torch.tensor(0.5).cos().item()))
+    implementation.SAC_IGNORED_OPS.clear()
+    with pytest.raises(RuntimeError):
+        run()
+
+
+def test_persistent_buffers_are_those_of_the_state_dict() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("derived", torch.zeros(1), persistent=False)
+    persistent = {name for name, _ in module.named_buffers() if torch_private.is_persistent_buffer(module, name)}
+    assert persistent == module.state_dict().keys() == {"kept"}
+
+
+def record_all_reduce(rank: int, rendezvous: Any) -> tuple[dict[str, Any], list[float]]:
+    """Return the flight record of an all-reduce, and its result after `abort_nccl_groups`, which leaves gloo alone."""
+    init_process_groups(rendezvous, rank, Layout(dp_replicate=2), CPU)
+    assert [backend for backend, _ in dist.distributed_c10d._world.pg_map.values()] == ["gloo"]
+    torch_private.abort_nccl_groups()
+    value = torch.full((3,), float(rank + 1))
+    dist.all_reduce(value)
+    deadline = time.monotonic() + 30.0
+    while not (entry := json.loads(torch_private.dump_flight_recorder())["entries"][-1])["retired"]:
+        assert time.monotonic() < deadline, "another thread retires entries soon after their end"
+        time.sleep(0.01)
+    return entry, value.tolist()
+
+
+def test_the_flight_recorder_and_the_list_of_groups(pool: WarmPool) -> None:
+    for entry, values in pool.call(record_all_reduce, 2):
+        assert values == [3.0] * 3
+        assert entry["profiling_name"] == "gloo:all_reduce" and entry["input_sizes"] == [[3]]
+        assert not entry["is_p2p"] and entry["collective_seq_id"] > 0
+        assert entry["process_group"][0] == "0" and entry["time_created_ns"] > 0
+
+
+def test_nccl_groups_can_be_aborted_together() -> None:
+    """The class that `nccl` names has group calls, or the process group coalesces. Needs a CUDA build, but no GPU."""
+    names = [name for name in ("ProcessGroupNCCL2", "ProcessGroupNCCL") if hasattr(dist.distributed_c10d, name)]
+    assert bool(names) is dist.is_nccl_available()
+    for name in names:
+        assert name == "ProcessGroupNCCL2" or hasattr(getattr(dist.distributed_c10d, name), "_group_start")
+    assert hasattr(dist.ProcessGroup, "_start_coalescing") and hasattr(dist.ProcessGroup, "_end_coalescing")
+
+
+def test_the_file_of_fsdp_collectives() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    assert Path(torch_private.get_fsdp_collectives_file()) == Path(_fsdp_collectives.__file__)
+
+
+def add_deferred_gradient(rank: int, rendezvous: Any) -> list[float]:
+    """Add a gradient to a sharded weight after a backward pass that reduced nothing; return the reduced gradient."""
+    from torch.distributed.fsdp import fully_shard
+
+    context = init_process_groups(rendezvous, rank, Layout(dp_shard=2, zero=3), CPU)
+    assert context.mesh is not None
+    layer = nn.Linear(2, 2, bias=False)
+    fully_shard(layer, mesh=context.mesh)
+    layer.set_gradient_divide_factor(1.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    layer.set_requires_gradient_sync(False)
+    layer.set_is_last_backward(False)
+    layer.set_reshard_after_backward(False)
+    layer(torch.full((1, 2), float(rank + 1))).sum().backward()
+    assert layer.weight.grad is None or not isinstance(layer.weight.grad, torch.distributed.tensor.DTensor)
+    torch_private.run_fsdp_post_backward(layer)  # accumulates
+    layer.weight.grad = torch.full((2, 2), 10.0) if layer.weight.grad is None else layer.weight.grad.add_(10.0)
+    torch_private.run_fsdp_post_backward(layer)
+    layer.set_requires_gradient_sync(True)
+    layer.set_is_last_backward(True)
+    layer.set_reshard_after_backward(True)
+    torch_private.run_fsdp_post_backward(layer)
+    torch_private.end_fsdp_backward(layer)
+    return layer.weight.grad.to_local().flatten().tolist()
+
+
+def test_fsdp_reduces_gradients_that_were_added_after_the_backward_pass(pool: WarmPool) -> None:
+    assert pool.call(add_deferred_gradient, 2) == [[1.0 + 2.0 + 2 * 10.0] * 2] * 2
+
+
+def locate_shards(rank: int, rendezvous: Any) -> tuple[Any, Any, bool]:
+    """Return the boxes of a shard and of a strided shard, and whether a mesh is freed once DTensor's caches are."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    context = init_process_groups(rendezvous, rank, Layout(dp_shard=2, zero=3), CPU)
+    assert context.mesh is not None and torch_private.get_split_factor(Shard(0)) == 1
+    assert torch_private.get_split_factor(_StridedShard(0, split_factor=2)) == 2
+    box = torch_private.compute_local_box((5, 3), context.mesh, [Shard(0)])
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("rows",))
+    tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    product = tensor.redistribute(placements=[Replicate()]) * 2.0
+    assert torch.equal(product.to_local(), torch.full((4, 4), 2.0)) and tensor.to_local().shape == (2, 4)
+    reference = weakref.ref(mesh)
+    del mesh, tensor, product
+    torch_private.clear_dtensor_caches()
+    gc.collect()
+    strided = [_StridedShard(0, split_factor=1)]
+    return box, torch_private.compute_local_box((4, 2), context.mesh, strided), reference() is None
+
+
+def test_boxes_of_dtensors_and_their_caches(pool: WarmPool) -> None:
+    results = pool.call(locate_shards, 2)
+    assert [box for box, _, _ in results] == [((3, 3), (0, 0)), ((2, 3), (3, 0))]
+    assert [box for _, box, _ in results] == [((2, 2), (0, 0)), ((2, 2), (2, 0))]
+    assert [is_freed for _, _, is_freed in results] == [True, True]
