@@ -220,7 +220,7 @@ class Supervisor:
             self._console.print_line(
                 "no complete state in memory: starting from the newest checkpoint, or from initial weights"
             )
-        sites = [Site(info["rack"], info["node"]) for info in infos]
+        sites = [Site(info["rack"], info["node_id"]) for info in infos]
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
         self._first_generation_infos = self._first_generation_infos or infos
@@ -323,7 +323,7 @@ class Supervisor:
 
     def _write_workers(self, run: _RunContext, layout: Layout, infos: list[dict[str, Any]]) -> None:
         """Write workers.json for the ranks of this generation. The versions are those that rank 0 runs."""
-        keys = ("rank", "pid", "node", "host", "cpu", "device", "memory_gib")
+        keys = ("rank", "pid", "node", "node_id", "host", "cpu", "device", "memory_gib")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
         ]

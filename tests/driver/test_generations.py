@@ -67,8 +67,8 @@ class FakeWorkerGroup:
         return [Candidate(0, "n", 7, tuple(StatePart(1, 0, 1, step) for step in self.held_steps) if self.specs else ())]
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
-        facts = {"rank": 0, "rack": "", "node": "n", "host": "h", "pid": 7, "device": "cpu", "memory_gib": None}
-        facts |= {"cpu": "c", "versions": {}}
+        facts = {"rank": 0, "rack": "", "node": "n", "node_id": "n1", "host": "h", "pid": 7, "device": "cpu"}
+        facts |= {"memory_gib": None, "cpu": "c", "versions": {}}
         return [facts | {"began": time.time(), "imported": time.time()}]
 
     def run_generation(
