@@ -30,7 +30,7 @@ def run(script: str, words: tuple[str, ...]) -> None:
     path, overrides = split_words(words)
     config = load_config(path, overrides, defaults=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
     result = run_script(config, script)
-    for line in format_summary(config, result):
+    for line in format_summary(config, result, is_script=True):
         click.echo(line)
     if result.outcome == "stopped":
         sys.exit(EXIT_STOPPED)
