@@ -100,6 +100,7 @@ class WorkerFailedError(RaytrainError):
         kind: str,
         reason: str,
         *,
+        node_id: str = "",
         detected_at: float = 0.0,
         last_seen: float | None = None,
         operation: str = "",
@@ -110,13 +111,14 @@ class WorkerFailedError(RaytrainError):
         Args:
             kind: died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt,
                 replicas differ, or deadlocked (no single rank could be identified as the cause).
+            node_id: Ray's identifier of the node, whose name is `node`.
             detected_at: Unix time of the detection.
             last_seen: Unix time of the rank's last heartbeat, if known.
             operation: Collective in which the other ranks were waiting, if known.
             stacks: Thread stacks per rank.
         """
         self.rank, self.node, self.pid, self.kind, self.reason = rank, node, pid, kind, reason
-        self.detected_at, self.last_seen = detected_at, last_seen
+        self.node_id, self.detected_at, self.last_seen = node_id, detected_at, last_seen
         self.operation, self.stacks = operation, stacks or {}
         self.ranks: tuple[int, ...] = (rank,)  # all ranks that failed together
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}")

@@ -158,7 +158,7 @@ def _check_clocks(facts: Sequence[dict[str, Any]], query_interval: tuple[float, 
 
 def _check_shared_memory(facts: Sequence[dict[str, Any]]) -> Check:
     lowest = min(facts, key=lambda fact: float(fact["shared_memory_free"]))
-    finding = f"{lowest['shared_memory_free'] / 2**30:.1f} GiB free at the minimum (node {lowest['host']})"
+    finding = f"{lowest['shared_memory_free'] / 2**30:.1f} GiB free at the minimum (node {lowest['node']})"
     if lowest["shared_memory_free"] < _MIN_SHARED_MEMORY:
         remedy = "give containers more /dev/shm (docker run --shm-size, or an emptyDir of medium Memory)"
         return Check("/dev/shm", "warn", finding, remedy)
@@ -173,7 +173,7 @@ def _check_open_files(facts: Sequence[dict[str, Any]]) -> Check:
 
 
 def _check_directory(facts: Sequence[dict[str, Any]], directory: str) -> Check:
-    hosts = sorted({str(fact["host"]) for fact in facts if not fact["sees_directory"]})
+    hosts = sorted({str(fact["node"]) for fact in facts if not fact["sees_directory"]})
     if hosts:
         remedy = "set run.dir to a file system that every node mounts, such as run.dir=/shared/runs/NAME"
         return Check("run.dir", "fail", f"{directory} is not the same directory on {', '.join(hosts)}", remedy)
@@ -196,7 +196,7 @@ def _check_speed(facts: Sequence[dict[str, Any]], name: str, key: str, unit: str
     median_speed, slowest = speeds[len(speeds) // 2], min(facts, key=lambda fact: float(fact[key]))
     finding = f"{median_speed:.3g} {unit} per worker, slowest {speeds[0]:.3g}"
     if speeds[0] < _MIN_RELATIVE_SPEED * median_speed:
-        remedy = f"check node {slowest['host']} (pid {slowest['pid']}) for other load, clocks or cooling; or exclude it"
+        remedy = f"check node {slowest['node']} (pid {slowest['pid']}) for other load, clocks or cooling; or exclude it"
         return Check(name, "warn", finding, remedy)
     return Check(name, "ok", finding)
 

@@ -44,7 +44,7 @@ def run(script_arguments: tuple[str, ...], script: str, words: tuple[str, ...]) 
     path, overrides = split_words(words)
     config = load_config(path, overrides, defaults=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
     result = run_script(config, script, script_arguments)
-    for line in format_summary(config, result):
+    for line in format_summary(config, result, is_script=True):
         click.echo(line)
     if result.outcome == "stopped":
         sys.exit(EXIT_STOPPED)

@@ -13,10 +13,10 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.cli.options import print_errors_on_one_line
 from raytrain_hpc.errors import RunDirectoryError
-from raytrain_hpc.observability.console import format_duration, format_step_line
+from raytrain_hpc.observability.console import format_duration, format_incident, format_step_line
 from raytrain_hpc.run_report.run_reader import RunRecord, read_run
 
-_RATE_STEPS = 20  # most recent steps, used to estimate the remaining time
+_RATE_STEPS = 20  # most recent steps, over which throughput is averaged
 
 
 def format_status(run_dir: str | Path) -> Iterator[str]:
@@ -28,24 +28,21 @@ def format_status(run_dir: str | Path) -> Iterator[str]:
     run = read_run(run_dir)
     yield f"{run.path}: {_describe_state(run)}"
     if run.workers:
-        nodes = Counter(str(worker.get("host")) for worker in run.workers)
-        placement = ", ".join(f"{count} on {host}" for host, count in nodes.items())
+        nodes = Counter(str(worker["node"]) for worker in run.workers)
+        placement = ", ".join(f"{count} on {node}" for node, count in nodes.items())
         yield f"workers    {len(run.workers)}: {placement}"
     if run.last_metrics:
         steps = int(run.config["train"]["steps"])
-        seconds = sorted(line["time/step_s"] for line in run.metrics[-_RATE_STEPS:])
-        remaining = (steps - run.last_metrics["step"]) * seconds[len(seconds) // 2]
         age = format_duration(max(0.0, time.time() - run.last_metrics["time/unix"]))
-        yield f"{format_step_line({'throughput/mfu': None, **run.last_metrics}, steps, None, remaining)}  ({age} ago)"
+        yield f"{format_step_line(run.last_metrics, run.metrics[-_RATE_STEPS:], steps, None)}  ({age} ago)"
     validation = run.get_points("val/loss")
     if validation:
         yield f"validation {validation[-1][1]:.4f} at step {validation[-1][0]:.0f}"
     if run.incidents:
         last = run.incidents[-1]
-        rank = "" if last.get("rank") is None else f": rank {last['rank']}"
         recovered = last.get("recovered_s")
-        recovery = "not recovered" if recovered is None else f"next step after {recovered:.2f} s"
-        yield f"incidents  {len(run.incidents)}, last: {last['kind']}{rank} at step {last['step']}, {recovery}"
+        recovery = "not recovered" if recovered is None else f"recovered in {recovered:.2f} s"
+        yield f"incidents  {len(run.incidents)}; last: {format_incident(last)}, {recovery}"
     saved_steps = CheckpointStore(run.path / "checkpoints").list_steps()
     if saved_steps:
         yield f"checkpoint step {saved_steps[-1]}, newest of {len(saved_steps)} kept"

@@ -39,8 +39,11 @@ def sample_text(config: Config, result: Result) -> Iterator[str]:
         yield f"alarm: the sample was not stored: {error.strerror}"
 
 
-def format_summary(config: Config, result: Result) -> Iterator[str]:
-    """Yield lines with the results, the paths, and the next command."""
+def format_summary(config: Config, result: Result, *, is_script: bool = False) -> Iterator[str]:
+    """Yield lines with the results, the paths, and the next command.
+
+    `is_script`: a script has a loss of its own, which need not be of tokens, and no model to sample from.
+    """
     if result.outcome == "stopped":
         yield f"stopped at step {result.steps} of {config.train.steps}; saved in {_display_path(config, result)}"
         yield "next: repeat the same command to resume"
@@ -48,15 +51,17 @@ def format_summary(config: Config, result: Result) -> Iterator[str]:
     losses = [f"train loss {result.train_loss:.4f}" if result.train_loss is not None else ""]
     losses.append(f"validation loss {result.val_loss:.4f}" if result.val_loss is not None else "")
     loss_text = ", ".join(part for part in losses if part)
-    yield f"done: {result.steps} steps, {result.tokens:,} tokens, {result.wall_s:.0f} s" + (
-        f"; {loss_text} nats per token" if loss_text else ""
-    )
+    tokens, unit = ("", "") if is_script else (f" {result.tokens:,} tokens,", " nats per token")
+    yield f"done: {result.steps} steps,{tokens} {result.wall_s:.0f} s" + (f"; {loss_text}{unit}" if loss_text else "")
     run_dir = config.run.dir
     yield f"  metrics      {run_dir}/metrics.jsonl"
     if config.logging.tensorboard:
         yield f"  tensorboard  tensorboard --logdir {run_dir}/tb"
     if result.checkpoint:
         yield f"  checkpoint   {_display_path(config, result)}"
+    if is_script:
+        yield f"next: raytrain-hpc report {run_dir}"
+        return
     prompt = ' --prompt "def "' if config.data.path == STDLIB and not config.data.sources else ""
     yield f"next: raytrain-hpc generate {run_dir}{prompt}"
 

@@ -40,7 +40,7 @@ class ClusterProbe:
     def measure_collectives(self, sizes: Sequence[int]) -> list[CollectiveTimings]:
         """Measure collectives inside the fullest node, across nodes, and among all workers. `sizes` are in bytes."""
         timings = []
-        for scope, members in group_workers_by_scope([worker.info["node"] for worker in self.workers]).items():
+        for scope, members in group_workers_by_scope([worker.info["node_id"] for worker in self.workers]).items():
             workers = [self.workers[index] for index in members]
             self._num_groups += 1
             rendezvous: Rendezvous = self._store.create_rendezvous(self._num_groups)
@@ -48,7 +48,7 @@ class ClusterProbe:
                 worker.actor.measure_collectives.remote(rank, len(workers), rendezvous, list(sizes))
                 for rank, worker in enumerate(workers)
             ]
-            num_nodes = len({worker.info["node"] for worker in workers})
+            num_nodes = len({worker.info["node_id"] for worker in workers})
             timings.append(CollectiveTimings(scope, len(workers), num_nodes, ray.get(replies, timeout=_TIMEOUT_S)[0]))
         return timings
 
@@ -97,6 +97,6 @@ def open_cluster_probe(config: Config) -> Iterator[ClusterProbe]:
         pool = ActorPool(config, backend.world_size, cluster)
         try:
             pool.start()
-            yield ClusterProbe(cluster, sorted(pool.ready, key=lambda w: (w.info["node"], w.info["pid"])), store)
+            yield ClusterProbe(cluster, sorted(pool.ready, key=lambda w: (w.info["node_id"], w.info["pid"])), store)
         finally:
             pool.close()

@@ -119,11 +119,11 @@ class HealthMonitor:
     def begin_generation(self, ranks: Iterable[dict[str, Any]]) -> None:
         """Watch the ranks of a new generation instead of those of the last one.
 
-        Each entry of `ranks` has the keys rank, node, pid and pulse (the path of its heartbeat file).
+        Each entry of `ranks` has the keys rank, node_id, pid and pulse (the path of its heartbeat file).
         """
         by_node: dict[str, dict[int, tuple[int, str]]] = {self._local_node: {}}
         for info in ranks:
-            by_node.setdefault(info["node"], {})[info["rank"]] = info["pid"], info["pulse"]
+            by_node.setdefault(info["node_id"], {})[info["rank"]] = info["pid"], info["pulse"]
         for node in self._remote_agents.keys() - by_node.keys():
             self._remote_agents[node].watch({})
         self._local_agent.watch(by_node.pop(self._local_node))

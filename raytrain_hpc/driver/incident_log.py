@@ -9,6 +9,8 @@ from typing import Any
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import WorkerFailedError
 
+_KEYS = ("kind", "rank", "node", "node_id", "pid", "operation", "reason", "recovered_s")
+
 
 class IncidentLog:
     """Writer of incidents.jsonl. An incident is written when it is detected, and completed when the run has recovered.
@@ -30,6 +32,7 @@ class IncidentLog:
             "rank": failure.rank,
             "ranks": list(failure.ranks),
             "node": failure.node,
+            "node_id": failure.node_id,
             "pid": failure.pid,
             "operation": failure.operation or f"training step {committed_step + 1}",
             "reason": failure.reason,
@@ -51,7 +54,7 @@ class IncidentLog:
 
         It is inserted before a failure from which the run has not recovered.
         """
-        incident: dict[str, Any] = dict.fromkeys(("kind", "rank", "node", "pid", "operation", "reason", "recovered_s"))
+        incident: dict[str, Any] = dict.fromkeys(_KEYS)
         incident |= {"time": time.time(), "detected_s": 0.0, "steps_lost": 0} | record
         incident |= {"generation": generation, "step": committed_step}
         incident.pop("type")

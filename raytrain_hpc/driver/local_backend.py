@@ -61,7 +61,8 @@ class LocalWorkerGroup:
         return [
             {
                 "rank": 0,
-                "node": "local",
+                "node": host,
+                "node_id": "local",
                 "rack": "",
                 "address": "127.0.0.1",
                 "host": host,

@@ -19,13 +19,14 @@ from raytrain_hpc.driver.backend import RegroupRequest
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.node_drain import NodeDrainMonitor
 from raytrain_hpc.driver.ray_cluster import connect_ray
+from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
 from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS, read_topology, resolve_world_size
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
-from raytrain_hpc.driver.worker_group import ActorPool, Worker, extract_last_line
+from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault, describe_pending_call
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart, compute_state_partition
@@ -41,8 +42,6 @@ _POLL_INTERVAL_S = 0.05  # between two checks of health and requests; `ray.wait`
 _RECALL_TIMEOUT_S = 10.0
 _REPLY_TIMEOUT_S = 0.3
 _ABORT_DELAY_S = 0.2  # a collective whose peer has died fails sooner
-
-WorkerInfo = dict[str, Any]
 
 
 @dataclass
@@ -84,7 +83,7 @@ class RayWorkerGroup:
 
     def __init__(self, config: Config, pool: ActorPool, store: RendezvousStore, *, ray_readers: bool):
         self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
-        self._drain_monitor = NodeDrainMonitor()
+        self._drain_monitor, self._death_messages = NodeDrainMonitor(), DeathMessageFilter()
         self._health, self._stragglers = HealthMonitor(config), StragglerDetector(config.fault.straggler_factor)
         self._workers: list[Worker] = []
         self._rank_of_run: dict[Any, int] = {}  # reference of each rank's run call -> rank
@@ -98,6 +97,7 @@ class RayWorkerGroup:
 
     def start(self) -> None:
         """Start the actors, and an agent per node. Raises ClusterError past cluster.start_timeout."""
+        self._death_messages.install()
         self._health.start_agents(self._pool.nodes)
         self._pool.start()
 
@@ -116,11 +116,11 @@ class RayWorkerGroup:
         return [
             Candidate(
                 worker.worker_id,
-                node := worker.info["node"],
+                node_id := worker.info["node_id"],
                 worker.info["pid"],
                 worker.states,
                 worker.slowdown,
-                node in draining_nodes,
+                node_id in draining_nodes,
                 worker.info["rack"],
             )
             for worker in self._pool.ready
@@ -133,9 +133,10 @@ class RayWorkerGroup:
         """
         worker_of_id = {worker.worker_id: worker for worker in self._pool.ready}
         self._workers = [worker_of_id[worker_id] for worker_id in members]
-        for node in self._drain_monitor.get_draining_nodes() - {worker.info["node"] for worker in self._workers}:
-            self._health.remove_node(node)
-            self._pool.replace_workers_on_node(node)
+        self._death_messages.hide(worker.info for worker in self._workers)
+        for node_id in self._drain_monitor.get_draining_nodes() - {w.info["node_id"] for w in self._workers}:
+            self._health.remove_node(node_id)
+            self._pool.replace_workers_on_node(node_id)
         return [{"rank": rank, **worker.info} for rank, worker in enumerate(self._workers)]
 
     def run_generation(
@@ -196,6 +197,7 @@ class RayWorkerGroup:
         self._kill_feeder()
         self._health.close()
         self._pool.close()
+        self._death_messages.remove()
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
         """Start the run calls of all members, warm up the spares, and watch the new ranks."""
@@ -260,7 +262,7 @@ class RayWorkerGroup:
                 return cause
             return self._build_failure(rank, "raised", extract_last_line(error))
         except RayError as error:
-            return self._build_failure(rank, "died", extract_last_line(error).split(" Some common causes")[0])
+            return self._build_failure(rank, "died", describe_actor_death(error))
         if outcome.outcome == "differs":
             return self._build_failure(
                 rank, "corrupt" if rank in outcome.divergent_ranks else "replicas differ", outcome.reason
@@ -282,16 +284,15 @@ class RayWorkerGroup:
             return []
         policy, evicted = self._config.fault.on_straggler, []
         for rank, factor in self._stragglers.detect(self._health.collect_health(), self._microbatch_counts).items():
-            failure = self._build_failure(
-                rank, "slow", f"takes {factor:.1f} times as long as the others per microbatch"
-            )
+            reason = f"takes {factor:.1f} times as long as the others per microbatch"
+            failure = self._build_failure(rank, "slow", reason)
             if policy == "evict":
                 evicted.append(failure)
                 continue
             previous, self._workers[rank].slowdown = self._workers[rank].slowdown, factor
             if previous > 1.0:  # reported and acted on in an earlier generation
                 continue
-            keys = ("kind", "rank", "node", "pid", "reason")
+            keys = ("kind", "rank", "node", "node_id", "pid", "reason")
             on_record({"type": "incident", "operation": "training", **{key: getattr(failure, key) for key in keys}})
         return evicted
 
@@ -301,7 +302,7 @@ class RayWorkerGroup:
         return {
             rank: self._build_failure(rank, "node lost", "its node does not reply")
             for rank, worker in enumerate(self._workers)
-            if worker.info["node"] in nodes
+            if worker.info["node_id"] in nodes
         }
 
     def _attribute_stall(self, suspects: Sequence[Suspect]) -> list[WorkerFailedError]:
@@ -344,7 +345,7 @@ class RayWorkerGroup:
         """
         last_seen, failures = list(self._poller.seen_at), {failure.rank: failure for failure in known_failures}
         for failure in known_failures:
-            self._health.kill_rank(failure.node, failure.rank)
+            self._health.kill_rank(failure.node_id, failure.rank)
         self._store.abort_generation(self._generation)
         for rank, error in self._collect_exits().items():
             if not isinstance(error, WorkerFailedError):
@@ -355,9 +356,9 @@ class RayWorkerGroup:
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
         for rank in root_cause.ranks:
             self._pool.replace_worker(self._workers[rank])
-        for node in {failure.node for failure in failures.values() if failure.kind == "node lost"}:
-            self._health.remove_node(node)
-            self._pool.replace_workers_on_node(node)
+        for node_id in {failure.node_id for failure in failures.values() if failure.kind == "node lost"}:
+            self._health.remove_node(node_id)
+            self._pool.replace_workers_on_node(node_id)
         self._poller.fetch_remaining(_REPLY_TIMEOUT_S, exclude=root_cause.ranks)
         root_cause.detected_at = detected
         root_cause.last_seen = last_seen[root_cause.rank] if root_cause not in known_failures else root_cause.last_seen
@@ -394,6 +395,6 @@ class RayWorkerGroup:
 
     def _build_failure(self, rank: int, kind: str, reason: str) -> WorkerFailedError:
         info = self._workers[rank].info
-        return WorkerFailedError(
-            rank, info["node"], info["pid"], kind, reason, detected_at=time.time(), last_seen=self._poller.seen_at[rank]
-        )
+        failure = WorkerFailedError(rank, info["node"], info["pid"], kind, reason, node_id=info["node_id"])
+        failure.detected_at, failure.last_seen = time.time(), self._poller.seen_at[rank]
+        return failure

@@ -35,6 +35,7 @@ def read_topology(config: Config) -> Topology:
             node["NodeManagerAddress"],
             int(node["Resources"].get(resource, 0)),
             node.get("Labels", {}).get(config.cluster.rack_label, ""),
+            node["NodeManagerHostname"],
         )
         for node in sorted(alive, key=lambda node: str(node["NodeID"]))
     ]

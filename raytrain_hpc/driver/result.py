@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,3 +31,8 @@ class Result:
         plain["train/loss"] = plain.pop("train_loss")
         plain["val/loss"] = plain.pop("val_loss")
         return plain
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Result:
+        """Return the result with the content of a result.json. Raises TypeError if a key is missing or unknown."""
+        return cls(**{key.replace("/", "_"): value for key, value in content.items()})

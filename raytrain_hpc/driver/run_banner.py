@@ -1,14 +1,14 @@
-"""Settings and plan of a run, written to its directory before it trains, and their summary on the console."""
+"""Plan of a run as recorded in its directory, and the summary on the console before it trains."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from raytrain_hpc.config.schema import AUTO, Config, get_fields
 from raytrain_hpc.config.value_types import format_value
-from raytrain_hpc.driver.auto_layout import estimate_run
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.observability.console import format_count
 from raytrain_hpc.planner.explain import describe_estimate, describe_expectation
@@ -16,54 +16,69 @@ from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_toke
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
+from raytrain_hpc.planner.search import Estimate
 from raytrain_hpc.planner.workload import make_workload
+from raytrain_hpc.runtime.worker_spec import Script
 
 
-def write_and_announce_run(
-    prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine, print_line: Callable[[str], None]
-) -> None:
-    """Write the settings and the plan to the run directory, and print a summary of the run on `machine`."""
-    estimate, workload = (
-        estimate_run(prepared, layout, batching, machine),
-        make_workload(prepared.config, prepared.model_spec),
-    )
+def build_plan_record(
+    prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine, estimate: Estimate | None
+) -> dict[str, Any]:
+    """Return the content of plan.json: layout, microbatches, and the estimate for `machine`, if there is one."""
     config, model_spec, train = prepared.config, prepared.model_spec, prepared.config.train
-    state_size = compute_state_bytes_per_rank(prepared, layout)
-    plan = {
+    workload = make_workload(config, model_spec)
+    return {
         "started": time.time(),
         "parameters": None if prepared.custom else model_spec.count_parameters(),
         "layout": asdict(layout),
         "workers": layout.world_size,
         "microbatches": asdict(batching),
-        "state_bytes_per_rank": state_size,
+        "state_bytes_per_rank": compute_state_bytes_per_rank(prepared, layout),
         "flops_per_token": None if prepared.custom else compute_flops_per_token(model_spec, train.seq_len),
         "flops_convention": CAUSAL_CONVENTION,
         "memory": None if estimate is None else asdict(estimate.footprint),
         "expected": None if estimate is None else describe_estimate(estimate, estimate, workload, machine),
     }
-    tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
-    prepared.directory.write_start(config, plan, tokenizer)
+
+
+def announce_run(
+    prepared: PreparedRun,
+    layout: Layout,
+    batching: Batching,
+    machine: Machine,
+    estimate: Estimate | None,
+    print_line: Callable[[str], None],
+) -> None:
+    """Print a summary of the run before it trains. Model and data of a script are its own."""
+    config, model_spec, custom = prepared.config, prepared.model_spec, prepared.custom
     print_line(f"run     {config.run.dir}  seed {config.run.seed}")
     for line in describe_choices(config):
         print_line(line)
-    if prepared.custom:
+    if isinstance(custom, Script):
+        print_line(f"script  {' '.join([custom.path, *custom.arguments])}")
+        print_line(f"layout  {layout.describe()}")
+        return
+    if custom is not None:
         print_line("model   given by the caller")
     else:
         print_line(
             f"model   {format_count(model_spec.count_parameters())} parameters: {model_spec.num_layers} layers, width "
-            f"{model_spec.hidden_size}, {model_spec.num_heads} heads, vocabulary {model_spec.vocab_size}; {train.dtype}"
+            f"{model_spec.hidden_size}, {model_spec.num_heads} heads, vocabulary {model_spec.vocab_size}; "
+            f"{config.train.dtype}"
         )
     print_line(f"data    {_describe_data(prepared)}")
+    state_size = compute_state_bytes_per_rank(prepared, layout)
     memory = "" if state_size is None else f"; {state_size / 2**30:.2f} GiB of state per worker"
-    print_line(
-        f"layout  {layout.describe()}; {batching.count} microbatches of {batching.size} x {train.seq_len}{memory}"
-    )
+    microbatches = f"{batching.count} microbatches of {batching.size} x {config.train.seq_len}"
+    print_line(f"layout  {layout.describe()}; {microbatches}{memory}")
     if estimate is not None:
+        workload = make_workload(config, model_spec)
         print_line(f"expect  {describe_expectation(estimate, workload, machine)}")
-    print_line(
-        f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
-        f"(logging.peak_tflops={config.logging.peak_tflops})"
-    )
+        if machine.device.name != "cpu" or config.logging.peak_tflops != AUTO:  # else step lines have no MFU
+            print_line(
+                f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
+                f"(logging.peak_tflops={config.logging.peak_tflops})"
+            )
 
 
 def describe_choices(config: Config) -> list[str]:

@@ -85,6 +85,7 @@ class RunRecorder:
         self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
+        self._unprinted_steps: list[dict[str, Any]] = []  # metrics of the steps since the last log line
         self.totals = RunTotals()
         self.ready_records: dict[int, Record] = {}  # by rank, of the generation that commits the first step
         self._restore_totals()
@@ -163,6 +164,7 @@ class RunRecorder:
                 compute_mfu(rate, self._flops_per_token, self._world, peak) if self._flops_per_token else None
             )
             self._committed_step = metrics["step"]
+            self._unprinted_steps.append(metrics)
             self.totals.productive_step_s += metrics["time/step_s"]
             self.totals.unsaved_steps.append((self._committed_step, metrics["time/step_s"]))
             if self.totals.first_step_unix is None:
@@ -182,8 +184,9 @@ class RunRecorder:
             or self._committed_step in (1, steps)
             or "val/loss" in metrics
         ):
-            remaining_s = (steps - self._committed_step) * metrics["time/step_s"]
-            self._console.print_line(format_step_line(metrics, steps, self._device.memory_gib, remaining_s))
+            line = format_step_line(metrics, self._unprinted_steps, steps, self._device.memory_gib)
+            self._console.print_line(line)
+            self._unprinted_steps = []
         self._publish_complete_checkpoints()
 
     def _handle_timeline(self, record: Record) -> None:

@@ -19,6 +19,7 @@ from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_d
 from raytrain_hpc.data.dataset.storage import is_remote
 from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
+from raytrain_hpc.driver.resume_check import check_resumable
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import (
     CheckpointError,
@@ -59,6 +60,7 @@ class PreparedRun:
     directory: RunDirectory
     store: CheckpointStore
     stream: LocalStream  # for its data state; the driver reads no data
+    newest_checkpoint: Checkpoint | None = None  # to resume from
     stored_batching: Batching | None = None  # the split of the batch when the run first started
     init_checkpoint: Path | None = None  # the checkpoint that provides the initial weights
 
@@ -158,9 +160,9 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         config.train = replace(config.train, dtype=newest.meta["dtype"])
         config.origins = config.origins | {"train.dtype": str(newest.path)}
         prepared = replace(prepared, config=config)
-    _check_same_run(prepared, newest)
+    check_resumable(config, prepared.build_identity(), directory, newest)
     stream.get_resume_step(DataState.from_json(newest.meta["data_state"]))
-    prepared = replace(prepared, stored_batching=Batching(**newest.meta["microbatches"]))
+    prepared = replace(prepared, newest_checkpoint=newest, stored_batching=Batching(**newest.meta["microbatches"]))
     if world is not None:
         prepared.resolve_layout(world)
     return prepared
@@ -287,31 +289,3 @@ def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) 
             f"{store.root}: none of its checkpoints is valid ({', '.join(damaged_names)}); remove them to start over"
         )
     return newest
-
-
-def _check_same_run(run: PreparedRun, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the checkpoint belongs to a run with other settings."""
-    identity = run.build_identity()
-    for name, current in identity.items():
-        stored = checkpoint.meta.get(name)
-        if name == "model" and stored is not None:  # adds fields that older checkpoints lack
-            stored = asdict(ModelSpec.from_json(stored))
-        if stored == current:
-            continue
-        key, old, new = _find_difference(name, stored, current)
-        raise CheckpointError(
-            f"{checkpoint.path}: belongs to another run: {key} is {old!r} there and {new!r} here; "
-            "choose another run.dir, or set it back"
-        )
-
-
-def _find_difference(name: str, stored: Any, current: Any) -> tuple[str, Any, Any]:
-    """Return the first key that differs, its stored value and its current value."""
-    if isinstance(stored, dict) and isinstance(current, dict):
-        for key in current:
-            if stored.get(key) != current[key]:
-                old, new = stored.get(key), current[key]
-                if key.endswith("_hash"):
-                    old, new = str(old)[:12], str(new)[:12]
-                return f"{name}.{key}", old, new
-    return name, stored, current

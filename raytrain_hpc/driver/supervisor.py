@@ -6,23 +6,25 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.driver.auto_layout import build_machine, resolve_auto_layout
+from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_auto_layout
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
+from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
 from raytrain_hpc.driver.result import Result
 from raytrain_hpc.driver.result_builder import build_result
-from raytrain_hpc.driver.run_banner import compute_state_bytes_per_rank, write_and_announce_run
+from raytrain_hpc.driver.run_banner import announce_run, build_plan_record, compute_state_bytes_per_rank
 from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
 from raytrain_hpc.driver.run_setup import PreparedRun, find_newest_checkpoint, make_paths_absolute, prepare_run
 from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
@@ -32,10 +34,10 @@ from raytrain_hpc.elastic.state_partition import (
     plan_replication_pairs,
 )
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailedError, WorkerFailedError
-from raytrain_hpc.observability.console import Console
+from raytrain_hpc.observability.console import Console, format_incident
 from raytrain_hpc.observability.experiment_trackers import BackgroundTracker, create_trackers
-from raytrain_hpc.optim.lr_scheduler import should_evaluate
 from raytrain_hpc.planner.flops import compute_flops_per_token
+from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.placement import Site, describe_placement
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script, WorkerSpec
@@ -70,6 +72,7 @@ class Supervisor:
         self._furthest_step = -1  # furthest committed step at any failure
         self._first_generation_infos: list[dict[str, Any]] = []  # host facts by rank
         self._warned: set[str] = set()
+        self._write_start_files: Callable[[], None] | None = None  # until settings and plan are recorded
         self._target_workers = 0  # set by `resize`; 0 until the run knows how many workers it starts with
 
     def resize(self, workers: int) -> None:
@@ -88,6 +91,10 @@ class Supervisor:
         """Prepare the run, train, and write the result. Raises the RaytrainError that the user should see."""
         self._deadline = find_deadline(self._config, os.environ, self._timestamps["began"])
         prepared = prepare_run(self._config, self._custom, self._print_once)
+        if (finished := load_finished_run(prepared)) is not None:
+            steps = self._config.train.steps
+            self._console.print_line(f"already trained: {finished.checkpoint} is at step {steps} of {steps}")
+            return finished
         with open_backend(self._config) as backend:
             self._timestamps["cluster"] = time.time()
             prepared = resolve_auto_layout(prepared, backend.world_size, backend.cluster, self._console.print_line)
@@ -130,9 +137,7 @@ class Supervisor:
     def _run_under_lease(self, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend) -> Result:
         """Train, record, and write the result. Call while this driver holds the lease of the run directory."""
         layout, batching = prepared.resolve_layout(backend.world_size)
-        write_and_announce_run(
-            prepared, layout, batching, build_machine(backend.world_size, backend.cluster), self._console.print_line
-        )
+        self._announce(prepared, layout, batching, build_machine(backend.world_size, backend.cluster))
         prepared.store.remove_leftovers()
         sampler = CheckpointSampler(self._config, self._console.print_line, self._alarm)
         assumed_save_s = assume_save_s(compute_state_bytes_per_rank(prepared, layout))
@@ -156,11 +161,8 @@ class Supervisor:
         run = _RunContext(prepared, lease, recorder, IncidentLog(prepared.directory), batching, deadline)
         self._target_workers = self._target_workers or backend.world_size
         try:
-            if self._is_already_trained(run):
-                outcome = "done"
-            else:
-                with deadline.watch():
-                    outcome = self._run_generations(run, backend)
+            with deadline.watch():
+                outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
             recorder.close(failed=sys.exc_info()[0] is not None)
@@ -173,17 +175,24 @@ class Supervisor:
         sampler.close()
         return result
 
-    def _is_already_trained(self, run: _RunContext) -> bool:
-        """Return whether nothing is left to do: a checkpoint of the last step or later, and no evaluation pending.
+    def _announce(self, prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine) -> None:
+        """Print the summary of the run, and record settings and plan in its directory.
 
-        If so, print it and note the checkpoint for the result.
+        If the directory holds a run already, its files are replaced only when this start has trained a step.
         """
-        newest, steps = find_newest_checkpoint(run.prepared.store, self._print_once), self._config.train.steps
-        if newest is None or newest.step < steps or self._find_pending_eval_metrics(run, newest.step) is not None:
-            return False
-        self._console.print_line(f"already trained: {newest.path} is at step {newest.step} of {steps}")
-        run.recorder.totals.checkpoint_path = str(newest.path)
-        return True
+        estimate = estimate_run(prepared, layout, batching, machine)
+        announce_run(prepared, layout, batching, machine, estimate, self._console.print_line)
+        plan = build_plan_record(prepared, layout, batching, machine, estimate)
+        tokenizer = None if prepared.dataset.tokenizer is None else prepared.dataset.tokenizer.to_json()
+        self._write_start_files = partial(prepared.directory.write_start, self._config, plan, tokenizer)
+        if not prepared.directory.metrics.exists() and prepared.newest_checkpoint is None:
+            self._record_start()
+
+    def _record_start(self) -> None:
+        """Write the files of the start unless they were written. Call when a step was committed."""
+        if self._write_start_files is not None:
+            self._write_start_files()
+            self._write_start_files = None
 
     def _run_generations(self, run: _RunContext, backend: ExecutionBackend) -> str:
         """Run generations until one ends as "done", or as "stopped" while a stop is requested; return that outcome.
@@ -253,7 +262,7 @@ class Supervisor:
             self._console.print_line(
                 "no complete state in memory: starting from the newest checkpoint, or from initial weights"
             )
-        sites = [Site(info["rack"], info["node"]) for info in infos]
+        sites = [Site(info["rack"], info["node_id"]) for info in infos]
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
         self._first_generation_infos = self._first_generation_infos or infos
@@ -280,7 +289,9 @@ class Supervisor:
             resume_step=None if newest is None else step,
             memory_step=membership.step,
             end_step=step if only_saves else self._config.train.steps,
-            pending_eval_metrics=None if only_saves else self._find_pending_eval_metrics(run, step),
+            pending_eval_metrics=None
+            if only_saves
+            else find_pending_eval_metrics(prepared, step, recorder.totals.last_metrics),
             has_pending_checkpoint=only_saves
             or (membership.step is not None and self._is_checkpoint_missing(run, step)),
             init_checkpoint=prepared.init_checkpoint,
@@ -295,20 +306,6 @@ class Supervisor:
         outcome = workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
         return "stopped" if only_saves and outcome == "done" else outcome
 
-    def _find_pending_eval_metrics(self, run: _RunContext, step: int) -> dict[str, Any] | None:
-        """Return the metrics of `step` if its evaluation is due but not in them, otherwise None.
-
-        None also if there are no metrics of `step` or no validation data, and for a script, which evaluates by itself.
-        """
-        train = self._config.train
-        if not step or run.prepared.dataset.val is None or not should_evaluate(self._config.eval, step, train.steps):
-            return None
-        if isinstance(self._custom, Script):  # a script evaluates by itself
-            return None
-        last_metrics = run.recorder.totals.last_metrics
-        metrics = last_metrics if last_metrics.get("step") == step else run.prepared.directory.read_step_metrics(step)
-        return None if metrics is None or "val/loss" in metrics else metrics
-
     def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
         """Return whether a checkpoint of `step` is due and was not published."""
         interval = 0 if self._config.checkpoint.interval == AUTO else int(self._config.checkpoint.interval)
@@ -320,21 +317,20 @@ class Supervisor:
         previous_step = run.recorder.committed_step
         if record["type"] == "incident":
             run.incidents.record_incident(record, run.lease.generation, previous_step)
-            rank = "" if record["rank"] is None else f"rank {record['rank']} "
-            where = f"{rank}{record['kind']}, {record['operation']}"
-            self._console.print_line(f"{where}: {record['reason']}")
+            self._console.print_line(
+                f"incident: {format_incident(record | {'step': previous_step})}: {record['reason']}"
+            )
             return
         run.recorder.handle_record(record)
         if record["type"] == "step":
             run.deadline.record_step(record["metrics"]["time/step_s"])
-        if (
-            run.recorder.committed_step > previous_step
-            and (incident := run.incidents.record_commit(record["metrics"]["time/unix"])) is not None
-        ):
+        if run.recorder.committed_step == previous_step:
+            return
+        self._record_start()
+        if (incident := run.incidents.record_commit(record["metrics"]["time/unix"])) is not None:
             self._console.print_line(
-                f"recovered: rank {incident['rank']} {incident['kind']} at step {incident['step'] + 1}; "
-                f"{incident['world']} -> {incident['world_after']} ranks; "
-                f"{incident['steps_lost']} steps lost; {incident['recovered_s']:.1f} s"
+                f"{format_incident(incident)}; recovered in {incident['recovered_s']:.2f} s on "
+                f"{incident['world_after']} of {incident['world']} workers, {incident['steps_lost']} steps lost"
             )
 
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
@@ -361,7 +357,7 @@ class Supervisor:
 
     def _write_workers(self, run: _RunContext, layout: Layout, infos: list[dict[str, Any]]) -> None:
         """Write workers.json for the ranks of this generation. The versions are those that rank 0 runs."""
-        keys = ("rank", "pid", "node", "host", "cpu", "device", "memory_gib")
+        keys = ("rank", "pid", "node", "node_id", "host", "cpu", "device", "memory_gib")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
         ]

@@ -14,6 +14,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.node_names import NodeNames
+from raytrain_hpc.driver.ray_messages import extract_last_line
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RaytrainError
 from raytrain_hpc.planner.placement import assign_workers_to_nodes
@@ -33,7 +35,10 @@ Slot = tuple[PlacementGroup, int]  # placement group, index of the bundle
 
 @dataclass(eq=False)
 class Worker:
-    """One actor, with host and device facts once it is ready, and the states it held after its last generation."""
+    """One actor, with host and device facts once it is ready, and the states it held after its last generation.
+
+    `info["node_id"]` is Ray's identifier of its node, `info["node"]` the node's name for messages and records.
+    """
 
     worker_id: int
     actor: Any
@@ -57,6 +62,7 @@ class ActorPool:
         self.ready: list[Worker] = []
         self._num_started, self._failed_starts, self._is_started = 0, 0, False
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
+        self._node_names = NodeNames(cluster)
         self.warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
         self._placement_groups: list[PlacementGroup] = []
         workers_by_node = assign_workers_to_nodes(count, cluster, config.parallel.tp)
@@ -133,9 +139,9 @@ class ActorPool:
             ray.kill(worker.actor, no_restart=True)
             self._vacant_slots.append((time.monotonic(), worker.slot))
 
-    def replace_workers_on_node(self, node: str) -> None:
+    def replace_workers_on_node(self, node_id: str) -> None:
         """Replace all actors on a lost node."""
-        for worker in [worker for worker in self.ready if worker.info["node"] == node]:
+        for worker in [worker for worker in self.ready if worker.info["node_id"] == node_id]:
             self.replace_worker(worker)
 
     def _refill_slots(self, vacant_before: float) -> None:
@@ -197,11 +203,6 @@ class ActorPool:
                 if self._failed_starts <= _MAX_START_ATTEMPTS:  # afterwards the run continues without it
                     self._start_worker(worker.slot)
                 continue
+            worker.info["node"] = self._node_names.get_name(worker.info["node_id"], worker.info["host"])
             self._failed_starts = 0
             self.ready.append(worker)
-
-
-def extract_last_line(error: BaseException) -> str:
-    """Return the last line of a Ray error's text, which names the problem."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from raytrain_hpc.observability.metrics import compute_mean_rates
+
+# Kinds of incidents that do not read as a predicate of a rank.
+_PREDICATES = {
+    "node lost": "lost with the node",
+    "interpreter held": "held the interpreter lock",
+    "replicas differ": "found different from other replicas",
+}
 
 
 def format_count(value: float) -> str:
@@ -25,8 +35,16 @@ def format_duration(seconds: float) -> str:
     return f"{total // 60}m{total % 60:02d}s" if total >= 60 else f"{total}s"
 
 
-def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | None, seconds_left: float) -> str:
-    """Format the log line of a step: loss, learning rate, gradient norm, throughput, MFU, memory and remaining time."""
+def format_step_line(
+    metrics: dict[str, Any], recent_steps: Sequence[Mapping[str, Any]], steps: int, device_gib: float | None
+) -> str:
+    """Format the log line of a step: loss, learning rate, gradient norm, throughput, MFU, memory and remaining time.
+
+    Throughput and MFU are means over `recent_steps`, the metrics of the steps since the last line; if empty, those
+    of the step itself. `steps`: number of steps of the run.
+    """
+    metrics = metrics | compute_mean_rates(recent_steps)
+    seconds_left = (steps - metrics["step"]) * metrics["time/step_s"]
     parts = [
         f"step {metrics['step']}/{steps}",
         f"loss {metrics['train/loss']:.3f}",
@@ -36,7 +54,7 @@ def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | No
     ]
     if metrics["elastic/world_size"] > 1:
         parts[-1] += f" ({format_count(metrics['throughput/tokens_per_sec_per_device'])}/worker)"
-    if metrics["throughput/mfu"] is not None:
+    if metrics.get("throughput/mfu") is not None:
         parts.append(f"mfu {100 * metrics['throughput/mfu']:.1f}%")
     percent_text = f" {100 * metrics['memory/peak_gib'] / device_gib:.0f}%" if device_gib else ""
     parts.append(f"mem {metrics['memory/peak_gib']:.2f}GiB{percent_text}")
@@ -44,6 +62,14 @@ def format_step_line(metrics: dict[str, Any], steps: int, device_gib: float | No
     if "val/loss" in metrics:
         parts.append(f"val {metrics['val/loss']:.4f}")
     return "  ".join(parts)
+
+
+def format_incident(incident: Mapping[str, Any]) -> str:
+    """Format what happened to which rank at which step: "rank 1 died at step 12"."""
+    ranks = incident.get("ranks") or ([] if incident.get("rank") is None else [incident["rank"]])
+    subject = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} " if ranks else ""
+    kind = str(incident["kind"])
+    return f"{subject}{_PREDICATES.get(kind, kind)} at step {incident['step'] + 1}"
 
 
 class Console:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 METRIC_KEYS = {
     "step": "Number of committed optimizer steps, including this one: the first step writes 1.",
     "train/loss": "Sum of the token losses over the global batch divided by its valid tokens, in nats.",
@@ -53,3 +56,24 @@ def compute_mfu(tokens_per_sec: float, flops_per_token: float, devices: int, pea
     if peak_tflops is None:
         return None
     return tokens_per_sec * flops_per_token / (devices * peak_tflops * 1e12)
+
+
+def compute_mean_rates(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return mean step time, throughput and MFU of several steps, under their metric keys; {} without steps.
+
+    Tokens and time are summed before they are divided, so that the rates are those of the whole stretch. The MFU is
+    None if that of a step is.
+    """
+    if not steps:
+        return {}
+    step_s = [line["time/step_s"] for line in steps]
+    device_s = [line["time/step_s"] * line["elastic/world_size"] for line in steps]
+    tokens = sum(line["throughput/tokens_per_sec"] * line["time/step_s"] for line in steps)
+    mfus = [line.get("throughput/mfu") for line in steps]
+    weighted_mfus = [mfu * seconds for mfu, seconds in zip(mfus, device_s, strict=True) if mfu is not None]
+    return {
+        "time/step_s": sum(step_s) / len(steps),
+        "throughput/tokens_per_sec": tokens / sum(step_s),
+        "throughput/tokens_per_sec_per_device": tokens / sum(device_s),
+        "throughput/mfu": sum(weighted_mfus) / sum(device_s) if len(weighted_mfus) == len(steps) else None,
+    }

@@ -13,6 +13,7 @@ class Node:
     address: str
     slots: int
     rack: str = ""  # or the switch, empty if unknown
+    host: str = ""  # name of its host; several simulated nodes can share one
 
 
 @dataclass(frozen=True)

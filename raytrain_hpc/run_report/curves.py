@@ -93,7 +93,7 @@ def build_marks(run: RunRecord, index: int, has_several_runs: bool) -> list[Mark
     """Return the marks of a run's incidents, numbered as in its table, in the run's color beside other runs."""
     color, prefix = (index, f"{run.name}: ") if has_several_runs else (None, "")
     return [
-        Mark(float(incident.get("step") or 0), str(number), prefix + describe_incident(run, incident), color, index)
+        Mark(float(incident.get("step") or 0), str(number), prefix + describe_incident(incident), color, index)
         for number, incident in enumerate(run.incidents, 1)
     ]
 

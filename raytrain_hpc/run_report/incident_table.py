@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from raytrain_hpc.observability.console import format_incident
 from raytrain_hpc.run_report.html_table import render_table
 from raytrain_hpc.run_report.run_reader import RunRecord
 from raytrain_hpc.run_report.scale import format_number
@@ -25,12 +26,12 @@ _NAMES = (
 _MAX_STACK_CHARS = 4000
 
 
-def describe_incident(run: RunRecord, incident: dict[str, Any]) -> str:
+def describe_incident(incident: dict[str, Any]) -> str:
     """Return an incident in one line: what happened to which rank, where, and what it cost."""
-    rank = "" if incident.get("rank") is None else f"rank {incident['rank']} on {run.get_host(incident.get('node'))} "
-    parts = [f"{rank}{incident.get('kind')} after step {incident.get('step')}"]
+    node = f" on {incident['node']}" if incident.get("node") else ""
+    parts = [f"{format_incident(incident)}{node}"]
     if incident.get("recovered_s") is not None:
-        parts.append(f"next step after {incident['recovered_s']:.2f} s")
+        parts.append(f"recovered in {incident['recovered_s']:.2f} s")
     if incident.get("world_after") is not None and incident["world_after"] != incident.get("world"):
         parts.append(f"{incident['world']} → {incident['world_after']} ranks")
     if incident.get("steps_lost") is not None:
@@ -58,7 +59,7 @@ def _render_row(run: RunRecord, number: int, incident: dict[str, Any]) -> list[s
         datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix else "",
         escape(str(incident.get("kind"))),
         "" if rank is None else str(rank),
-        escape(run.get_host(incident.get("node"))),
+        escape(str(incident.get("node") or "")),
         str(incident.get("step")),
         *("" if value is None else format_number(value) for value in seconds),
         "" if incident.get("steps_lost") is None else str(incident["steps_lost"]),

@@ -18,7 +18,7 @@ def render_placement(run: RunRecord) -> str:
     boxes = []
     for node, ranks in nodes.items():
         cells = "".join(_render_rank(worker) for worker in ranks)
-        boxes.append(f'<div class="node"><h4>{escape(run.get_host(node))}</h4>{cells}</div>')
+        boxes.append(f'<div class="node"><h4>{escape(node)}</h4>{cells}</div>')
     return f'<div class="nodes">{"".join(boxes)}</div>' if boxes else ""
 
 

@@ -15,8 +15,6 @@ from raytrain_hpc.errors import RunDirectoryError
 
 Json = dict[str, Any]
 
-_SHORT_ID_CHARS = 8
-
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -38,15 +36,6 @@ class RunRecord:
         """Return (step, value) of a metric at all steps with a finite value."""
         values = ((line["step"], line.get(key)) for line in self.metrics)
         return [(step, value) for step, value in values if value is not None and isfinite(value)]
-
-    def get_host(self, node: str | None) -> str:
-        """Return the host name of a node, numbered if several nodes have it; else the beginning of the node's id."""
-        hosts = {str(worker.get("node")): str(worker.get("host") or "") for worker in self.workers}
-        host = hosts.get(str(node))
-        if not host:
-            return str(node or "")[:_SHORT_ID_CHARS]
-        namesakes = [other for other, name in hosts.items() if name == host]
-        return host if len(namesakes) == 1 else f"{host}, node {namesakes.index(str(node))}"
 
     @property
     def last_metrics(self) -> Json:

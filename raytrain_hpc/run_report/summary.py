@@ -77,7 +77,7 @@ def _describe_hardware(run: RunRecord) -> str:
     if not run.workers:
         return ""
     devices = Counter(_describe_device(worker) for worker in run.workers)
-    hosts = list(dict.fromkeys(run.get_host(worker["node"]) for worker in run.workers))
+    hosts = list(dict.fromkeys(str(worker["node"]) for worker in run.workers))
     where = f"on {', '.join(hosts)}" if len(hosts) <= _MAX_NAMED_HOSTS else f"on {len(hosts)} nodes"
     return ", ".join(f"{count} × {device}" for device, count in devices.items()) + f" {where}"
 

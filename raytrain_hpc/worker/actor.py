@@ -74,7 +74,7 @@ class WorkerActor:
         gc.freeze()  # these objects stay: spare later garbage collections from scanning them
         use_cuda = self._device.type == "cuda"
         return {
-            "node": ray.get_runtime_context().get_node_id(),
+            "node_id": ray.get_runtime_context().get_node_id(),
             "rack": ray.get_runtime_context().get_node_labels().get(config.cluster.rack_label, ""),
             "address": address,
             "host": socket.gethostname(),

@@ -121,12 +121,28 @@ WRONG = [
     train("vocabulary below the dataset's", "model.vocab_size=3", "model.vocab_size=3", "or auto"),
     train("checkpoint of another model", "run.dir={dir}/done model.hidden_size=64", "{dir}/done", "another run.dir"),
     train("checkpoint of another seed", "run.dir={dir}/done run.seed=1", "{dir}/done", "another run.dir"),
-    train("checkpoint of other data", "run.dir={dir}/done data.path={dir}/other", "{dir}/done", "dataset_hash"),
+    train(
+        "checkpoint of other data",
+        "run.dir={dir}/done data.path={dir}/other",
+        "data.path='{dir}/other'",
+        "{dir}/done",
+        "other data",
+    ),
+    train(
+        "another learning rate",
+        "run.dir={dir}/done optimizer.lr=0.5",
+        "optimizer.lr=0.5",
+        "trained with 0.003",
+        "another run.dir",
+    ),
+    train(
+        "fewer steps than trained", "run.dir={dir}/done train.steps=0", "train.steps=0", "is at step", "another run.dir"
+    ),
     train(
         "another batch",
         "run.dir={dir}/done train.global_batch_size=8",
         "train.global_batch_size=8",
-        "was started with 12",
+        "was trained with 12",
     ),
     train("only damaged checkpoints", "run.dir={dir}/damaged", "{dir}/damaged", "remove them to start over"),
     train("run there already", "run.dir={dir}/done run.resume=never", "{dir}/done", "choose another run.dir"),

@@ -70,8 +70,8 @@ class FakeWorker:
 
     def describe(self, config: Any, spec: Any) -> dict[str, Any]:
         now = time.time()
-        where = {"node": self.node, "rack": "", "address": "10.0.0.1", "host": self.node, "pid": self.pid, "pulse": ""}
-        where |= {"cpu": "c", "versions": {}}
+        where = {"node_id": self.node, "host": self.node, "rack": "", "address": "10.0.0.1", "pid": self.pid}
+        where |= {"pulse": "", "cpu": "c", "versions": {}}
         return where | {"device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "began": now, "imported": now}
 
     def drain(self) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class FakeWorkerActor:
     def describe(self, config: Config, spec: None) -> dict[str, Any]:
         context = ray.get_runtime_context()
         rack = context.get_node_labels().get(config.cluster.rack_label, "")
-        return {"node": context.get_node_id(), "rack": rack, "pid": os.getpid()}
+        return {"node_id": context.get_node_id(), "rack": rack, "host": "h", "pid": os.getpid()}
 
 
 def place(config: Config) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def place(config: Config) -> dict[str, Any]:
     try:
         pool.start()
         candidates = [
-            Candidate(worker.worker_id, worker.info["node"], worker.info["pid"], rack=worker.info["rack"])
+            Candidate(worker.worker_id, worker.info["node_id"], worker.info["pid"], rack=worker.info["rack"])
             for worker in pool.ready
         ]
         formation = plan_membership(
@@ -61,7 +61,7 @@ def place(config: Config) -> dict[str, Any]:
         )
         assert formation is not None
         info_of_worker = {worker.worker_id: worker.info for worker in pool.ready}
-        spares = [info["node"] for worker_id, info in info_of_worker.items() if worker_id not in formation.members]
+        spares = [info["node_id"] for worker_id, info in info_of_worker.items() if worker_id not in formation.members]
         members = [info_of_worker[worker_id] for worker_id in formation.members]
     finally:
         pool.close()

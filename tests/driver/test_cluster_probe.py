@@ -16,7 +16,8 @@ from tests.warm_pool import make_small_config
 
 pytestmark = pytest.mark.timeout(200)
 HOST_INFO: dict[str, Any] = {
-    "node": "n1",
+    "node": "h1",
+    "node_id": "n1",
     "host": "h1",
     "pid": 1,
     "address": "10.0.0.1",
@@ -79,7 +80,9 @@ def test_doctor_reports_a_worker_that_differs(
 ) -> None:
     others = [HOST_INFO, {**HOST_INFO, "pid": 2}]
     assert {check.state for check in run_checks(others, (99.0, 102.0), "/runs")} == {"ok"}
-    checks = run_checks([*others, {**HOST_INFO, "node": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs")
+    checks = run_checks(
+        [*others, {**HOST_INFO, "node": "h2", "node_id": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs"
+    )
     (check,) = [check for check in checks if check.state != "ok"]
     assert (check.name, check.state) == (name, state)
     assert expected_text in check.found and check.remedy

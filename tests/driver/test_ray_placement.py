@@ -38,7 +38,7 @@ def find_nodes_of_groups(placement: dict[str, Any], *axes: str) -> list[set[str]
     """Return the nodes of each group of ranks that differ in these axes only."""
     groups: dict[tuple[int, ...], set[str]] = defaultdict(set)
     for rank in placement["ranks"]:
-        groups[tuple(coordinate for axis, coordinate in rank["at"].items() if axis not in axes)].add(rank["node"])
+        groups[tuple(coordinate for axis, coordinate in rank["at"].items() if axis not in axes)].add(rank["node_id"])
     return list(groups.values())
 
 
@@ -66,10 +66,10 @@ def test_placement_on_uneven_nodes() -> None:
     assert all(len(nodes) == 2 for nodes in find_nodes_of_groups(stages, "pp"))
     assert Counter(with_spares["spares"]) == dict.fromkeys(with_spares["slots"], 1), "one on each node"
     for placement in (tensor, stages, with_spares):
-        assert Counter([rank["node"] for rank in placement["ranks"]] + placement["spares"]) == placement["slots"]
+        assert Counter([rank["node_id"] for rank in placement["ranks"]] + placement["spares"]) == placement["slots"]
     assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(uneven, "tp"))
-    assert sorted(Counter(rank["node"] for rank in uneven["ranks"]).values()) == [2, 4, 4]
-    assert Counter(rank["node"] for rank in odd["ranks"]) == odd["slots"]
+    assert sorted(Counter(rank["node_id"] for rank in uneven["ranks"]).values()) == [2, 4, 4]
+    assert Counter(rank["node_id"] for rank in odd["ranks"]) == odd["slots"]
 
 
 def test_placement_on_two_racks() -> None:
@@ -85,7 +85,7 @@ def test_placement_on_two_racks() -> None:
     assert len({rank["rack"] for rank in four["ranks"]}) == 1, "half of the cluster is one rack"
     assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(four, "cp"))
     assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(eight, "tp"))
-    assert all(rank["rack"] == eight["racks"][rank["node"]] != "" for rank in eight["ranks"])
+    assert all(rank["rack"] == eight["racks"][rank["node_id"]] != "" for rank in eight["ranks"])
     ring = [rank["rack"] for rank in eight["ranks"]]
     assert sum(rack != next_rack for rack, next_rack in zip(ring, ring[1:], strict=False)) == 1, (
         "a rack, then the other"

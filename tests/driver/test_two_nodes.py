@@ -44,12 +44,12 @@ def test_neighboring_ranks_share_a_node(cluster: TwoNodeCluster, tmp_path: Path)
     process = train(cluster, run_dir, *words)
     assert process.returncode == 0, process.stdout + process.stderr
     workers = json.loads((run_dir / "workers.json").read_text())["workers"]
-    nodes = [worker["node"] for worker in workers]
+    nodes = [worker["node_id"] for worker in workers]
     assert [worker["rank"] for worker in workers] == [0, 1, 2, 3]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     # The shards of a replica are on one node, and the two replicas on different nodes.
     for worker in workers:
-        assert worker["coordinates"]["dp_replicate"] == nodes.index(worker["node"]) // 2
+        assert worker["coordinates"]["dp_replicate"] == nodes.index(worker["node_id"]) // 2
     assert len({worker["pid"] for worker in workers}) == 4
     single = train(cluster, tmp_path / "one", "cluster.workers=0", "train.micro_batch_size=1")
     assert single.returncode == 0, single.stderr
@@ -109,7 +109,7 @@ def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool
     try:
         wait_until(lambda metrics: len(metrics) >= 12, run_dir, process)
         workers_before, lost_node = read_workers(run_dir), cluster.send("lose")
-        lost_ranks = [worker["rank"] for worker in workers_before if worker["node"] == lost_node]
+        lost_ranks = [worker["rank"] for worker in workers_before if worker["node_id"] == lost_node]
         wait_until(
             lambda metrics: metrics[-1]["step"] >= COMPARED_STEPS and metrics[-1]["elastic/world_size"] == 2,
             run_dir,
@@ -118,10 +118,10 @@ def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool
         added = cluster.send("add")
         # Its two workers may join at the same step or at two steps.
         wait_until(lambda metrics: metrics[-1]["elastic/world_size"] == 4, run_dir, process)
-        assert sorted(worker["node"] == added for worker in read_workers(run_dir)) == [False, False, True, True]
+        assert sorted(worker["node_id"] == added for worker in read_workers(run_dir)) == [False, False, True, True]
         assert cluster.send("drain") == added
         wait_until(lambda metrics: metrics[-1]["elastic/world_size"] == 2, run_dir, process)
-        assert all(worker["node"] != added for worker in read_workers(run_dir)) and len(read_workers(run_dir)) == 2
+        assert all(worker["node_id"] != added for worker in read_workers(run_dir)) and len(read_workers(run_dir)) == 2
         process.terminate()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 3, output

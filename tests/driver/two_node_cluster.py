@@ -65,7 +65,7 @@ class TwoNodeCluster:
     def fail_second_node(self, workers: Sequence[dict[str, Any]], command: str = "lose") -> list[int]:
         """Lose or freeze the second node; return the ranks of the workers that were on it."""
         node = self.send(command)
-        return [worker["rank"] for worker in workers if worker["node"] == node]
+        return [worker["rank"] for worker in workers if worker["node_id"] == node]
 
     def restore(self) -> None:
         """Add a node in place of the lost one."""

@@ -41,7 +41,8 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
 INCIDENT = {
     "kind": "died",
     "rank": 1,
-    "node": "n1",
+    "node": "host1",
+    "node_id": "n1",
     "world": 2,
     "world_after": 1,
     "pid": 42,
@@ -59,7 +60,7 @@ INCIDENT = {
 def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", done: bool = True) -> Path:
     """Write a run of `steps` steps with step 3 repeated, a validation loss, rank statistics and an incident."""
     directory.mkdir()
-    config = load_config(None, [f"run.name={name}", f"run.dir={directory}", "train.steps=6"])
+    config = load_config(None, ["train.dtype=fp32", f"run.name={name}", f"run.dir={directory}", "train.steps=6"])
     (directory / "config.yaml").write_text(config_to_yaml(config))
     memory = dict.fromkeys(("weights", "gradients", "moments", "copies", "activations", "working"), 2**27)
     plan = {"layout": {"dp_replicate": 2, "tp": 1, "pp": 1, "zero": 0}, "workers": 2, "memory": memory}
@@ -70,7 +71,8 @@ def write_run_directory(directory: Path, *, steps: int = 6, name: str = "one", d
         {
             "rank": rank,
             "pid": 40 + rank,
-            "node": f"n{rank}",
+            "node": f"host{rank}",
+            "node_id": f"n{rank}",
             "host": f"host{rank}",
             "cpu": "Z80",
             "device": "cpu",

@@ -97,7 +97,7 @@ def test_incidents_are_marked_and_numbered(tmp_path: Path) -> None:
     parser, text = parse_page(rt.report([write_run_directory(tmp_path / "run")]))
     (mark,) = parser.get_chart("Loss")["marks"]
     assert (mark["step"], mark["label"]) == (3, "1")
-    assert mark["text"] == "rank 1 on host1 died after step 3; next step after 0.21 s; 2 → 1 ranks; 0 steps lost"
+    assert mark["text"] == "rank 1 died at step 4 on host1; recovered in 0.21 s; 2 → 1 ranks; 0 steps lost"
     assert mark["text"] in text  # also without the script
     assert {"mark", "marklabel", "alert"} <= set(parser.classes)
 
@@ -234,7 +234,7 @@ def test_status_reads_the_run_directory(tmp_path: Path) -> None:
     assert lines[0].endswith("not running; repeat the same command to resume")
     assert lines[1] == "workers    2: 1 on host0, 1 on host1"
     assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
-    assert lines[4] == "incidents  1, last: died: rank 1 at step 3, next step after 0.21 s"
+    assert lines[4] == "incidents  1; last: rank 1 died at step 4, recovered in 0.21 s"
     done = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "no run directory" in done.output
 

@@ -248,11 +248,12 @@ class LocalStream(Stream):
         """Return the step to resume from a saved state. Raises DataError if data or global batch differ."""
         step, remainder = divmod(state.next_sample, self.global_batch_size)
         current_state = self.get_state(step)
-        for name in ("dataset_hash", "mixture", "seed"):
+        for name, key in (("dataset_hash", "data.path"), ("mixture", "data.sources"), ("seed", "run.seed")):
             saved, current = getattr(state, name), getattr(current_state, name)
             if saved != current:
                 raise DataError(
-                    f"data state: {name}={saved!r} was saved and this run has {current!r}; use the same data"
+                    f"{key}: the run was trained with {name}={saved!r}, and these settings give {current!r}; set "
+                    "it back, or choose another run.dir"
                 )
         if remainder:
             raise DataError(

@@ -96,7 +96,7 @@ def test_data_state_round_trip_and_mismatch_errors():
         "mixture": [{"dataset_hash": "h", "weight": 1.0}],
     }
     assert s.get_resume_step(state) == 12
-    with pytest.raises(DataError, match="seed=7 was saved"):
+    with pytest.raises(DataError, match="run.seed: .* trained with seed=7, and these settings give 8"):
         make_stream(make_dataset(), seed=8).get_resume_step(state)
     with pytest.raises(DataError, match="next_sample=288 is not a multiple"):
         make_stream(make_dataset(), global_batch_size=20).get_resume_step(state)

@@ -1,0 +1,63 @@
+"""Ray's messages about dead workers: shortened where the run reports them, hidden where the run has its own line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray._private.worker as ray_worker  # no public API; tests/driver/test_ray_messages.py checks the name
+
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)\.?(?: Some common causes include|$)")
+_KILLED_OR_CRASHED = "connection error code 2"  # Ray learns of the death from a closed connection only
+_IDENTIFIER = re.compile(r"\b[0-9a-f]{32,}\b")
+_DEATH_MESSAGES = ("A worker died or was killed", "The node with node id")
+
+
+def extract_last_line(error: BaseException) -> str:
+    """Return the last line of a Ray error's text, which names the problem."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def describe_actor_death(error: BaseException) -> str:
+    """Return in a few words why an actor has died, from the error that Ray raised for a call to it."""
+    line = extract_last_line(error)
+    match = _EXIT_DETAIL.search(line)
+    if match is not None and _KILLED_OR_CRASHED in match[1]:
+        return "its process was killed or crashed"
+    return _IDENTIFIER.sub("...", f"its process ended: {match[1]}" if match else line)
+
+
+class DeathMessageFilter:
+    """Filter of what Ray prints in the driver: hides its messages about the death of workers that the run reports.
+
+    Output of workers and all other messages of Ray are still printed.
+    """
+
+    def __init__(self) -> None:
+        self._markers: set[str] = set()
+        self._print = ray_worker.print_to_stdstream
+
+    def install(self) -> None:
+        """Begin to filter. Call once."""
+        ray_worker.print_to_stdstream = self._print_others
+
+    def remove(self) -> None:
+        """End the filter, and print everything again."""
+        ray_worker.print_to_stdstream = self._print
+
+    def hide(self, infos: Iterable[Mapping[str, Any]]) -> None:
+        """Hide messages about the death of these workers and of their nodes from now on. `infos`: their host facts."""
+        for info in infos:
+            self._markers |= {f"Worker PID: {info['pid']} ", f"node id: {info['node_id']} "}
+
+    def _print_others(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        lines = data["lines"]
+        if data.get("pid") == "raylet":
+            lines = [line for line in lines if not self._is_hidden(line)]
+        if lines:
+            self._print({**data, "lines": lines}, *args, **kwargs)
+
+    def _is_hidden(self, line: str) -> bool:
+        return line.lstrip().startswith(_DEATH_MESSAGES) and any(marker in line for marker in self._markers)

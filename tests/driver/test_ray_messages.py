@@ -1,0 +1,77 @@
+"""Ray's messages about dead workers: which are hidden, and how a death is described."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import ray._private.worker as ray_worker
+from ray.exceptions import RayError
+
+from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death
+
+NODE_ID = "89fd1844c531b1e0fa74348e5d5978d0189eeab7ebfed6f154cd3a2c"
+# As printed by Ray 2.60 after SIGKILL, and after the loss of a node; shortened.
+WORKER_DIED = (
+    "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the problem, "
+    f"check the logs for the dead worker. Lease ID: 01 Worker ID: e2 Node ID: {NODE_ID} Worker IP address: 10.0.0.1 "
+    "Worker port: 39203 Worker PID: 9830 Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits"
+)
+NODE_DIED = (
+    f"The node with node id: {NODE_ID} and address: 10.0.0.1 and node name: 10.0.0.1 has been marked dead because the "
+    "detector has missed too many heartbeats from it."
+)
+
+
+def print_as_ray(line: str, pid: object = "raylet") -> None:
+    """Print a line as Ray's threads do: through the name that the filter replaces."""
+    ray_worker.print_to_stdstream({"lines": [line], "pid": pid, "is_err": False}, ignore_prefix=False)
+
+
+def test_only_reported_deaths_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+
+    def record(data: dict[str, Any], ignore_prefix: bool) -> None:
+        printed.extend(data["lines"])
+
+    monkeypatch.setattr(ray_worker, "print_to_stdstream", record)
+    others = [WORKER_DIED.replace("9830", "98301"), NODE_DIED.replace("89fd", "89fe"), "2 workers killed: memory"]
+    messages = DeathMessageFilter()
+    messages.install()
+    print_as_ray(WORKER_DIED)
+    assert printed == [WORKER_DIED], "a worker that the run does not know"
+    messages.hide([{"pid": 9830, "node_id": NODE_ID}])
+    for line in (WORKER_DIED, NODE_DIED, *others):
+        print_as_ray(line)
+    print_as_ray(WORKER_DIED, pid=9831)  # a worker that prints such a text
+    assert printed == [WORKER_DIED, *others, WORKER_DIED]
+    messages.remove()
+    print_as_ray(NODE_DIED)
+    assert printed[-1] == NODE_DIED
+
+
+def test_ray_prints_its_errors_through_the_filtered_name() -> None:
+    assert "print_to_stdstream(" in inspect.getsource(ray_worker.listen_error_messages)
+
+
+@pytest.mark.parametrize(
+    ("text", "described"),
+    [
+        (
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) "
+            "the process was killed by the OOM killer",
+            "its process was killed or crashed",
+        ),
+        (
+            "The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit "
+            "detail: Task was killed due to the node running low on memory.",
+            "its process ended: Task was killed due to the node running low on memory",
+        ),
+        (f"The actor died because its node has died. Node Id: {NODE_ID}", "The actor died because its node has died. "),
+    ],
+)
+def test_a_death_is_described_without_identifiers(text: str, described: str) -> None:
+    reason = describe_actor_death(RayError(f"The actor died unexpectedly.\n\tactor_id: 01ab\n{text}"))
+    assert reason.startswith(described) and NODE_ID not in reason and "Some common" not in reason
