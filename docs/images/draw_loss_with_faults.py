@@ -101,18 +101,17 @@ def draw_line(losses: Sequence[float], color: str, width: float, attributes: str
 
 
 def draw_marks(incidents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a dashed line and two lines of text per incident, at the step that it interrupted."""
+    """Yield a dashed line and its two labels for each incident, at the step that it interrupted."""
     for incident in incidents:
         x = to_x(incident["step"] + 1)
         yield (
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="{MARK}" '
             'stroke-width="1.5" stroke-dasharray="5 4"/>'
         )
-        seconds = incident["detected_s"] + incident["recovered_s"]
         fault = f"step {incident['step'] + 1}: rank {incident['rank']} {SIGNALS[incident['kind']]}"
-        cost = f"next step after {seconds:.1f} s, {incident['steps_lost']} steps repeated"
+        ranks = f"{incident['world']} -> {incident['world_after']} ranks"
         yield draw_text(x + 8, TOP + 16, fault)
-        yield draw_text(x + 8, TOP + 34, cost)
+        yield draw_text(x + 8, TOP + 34, f"{ranks}, {incident['steps_lost']} steps repeated")
 
 
 def draw_legend() -> Iterator[str]:
