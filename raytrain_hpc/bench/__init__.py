@@ -8,6 +8,7 @@ BENCHMARKS = (
     "data",
     "overhead",
     "recovery",
+    "command_line",
     "comm",
     "device",
     "snapshots",
