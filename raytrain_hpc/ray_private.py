@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+LogPrinter = Callable[..., None]  # takes a batch of lines: a dict with "lines", "pid", "ip" and more
 
 
 def get_draining_nodes() -> frozenset[str]:
@@ -81,6 +83,18 @@ def stop_unused_daemons() -> None:
     node: Any = ray._private.worker._global_node
     for kill in (node.kill_log_monitor, node.kill_monitor, node.kill_dashboard):
         kill(check_alive=False)
+
+
+def replace_log_printer(printer: LogPrinter) -> LogPrinter:
+    """Let `printer` print workers' output and Ray's messages in the driver from now on; return the one before.
+
+    `ray.init(log_to_driver=...)` switches all of it on or off. `_private.worker.print_to_stdstream`: all versions.
+    """
+    import ray._private.worker
+
+    previous: LogPrinter = ray._private.worker.print_to_stdstream
+    ray._private.worker.print_to_stdstream = printer
+    return previous
 
 
 def set_default_worker_priority() -> None:

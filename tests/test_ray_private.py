@@ -76,6 +76,18 @@ def test_a_local_ray_has_its_directory_and_priority_and_no_unused_daemons() -> N
     assert before == ["log_monitor.py", "autoscaler/_private/monitor.py"] and after == []
 
 
+def test_the_printer_of_logs_is_replaced_and_put_back() -> None:
+    """That Ray calls it with these keys is tested in tests/driver/test_ray_messages.py."""
+    import inspect
+
+    import ray._private.worker as worker
+
+    original = worker.print_to_stdstream
+    assert '"lines"' in inspect.getsource(worker) and callable(original)
+    assert ray_private.replace_log_printer(print) is original and worker.print_to_stdstream is print
+    assert ray_private.replace_log_printer(original) is print and worker.print_to_stdstream is original
+
+
 def test_the_copy_of_a_working_directory(tmp_path: Path) -> None:
     from ray._private.runtime_env.working_dir import WorkingDirPlugin
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ray._private.worker as ray_worker  # no public API; tests/driver/test_ray_messages.py checks the name
+from raytrain_hpc.ray_private import LogPrinter, replace_log_printer
 
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)\.?(?: Some common causes include|$)")
 _KILLED_OR_CRASHED = "connection error code 2"  # Ray learns of the death from a closed connection only
@@ -37,15 +37,17 @@ class DeathMessageFilter:
 
     def __init__(self) -> None:
         self._markers: set[str] = set()
-        self._print = ray_worker.print_to_stdstream
+        self._print: LogPrinter | None = None  # Ray's own, while the filter is installed
 
     def install(self) -> None:
         """Begin to filter. Call once."""
-        ray_worker.print_to_stdstream = self._print_others
+        self._print = replace_log_printer(self._print_others)
 
     def remove(self) -> None:
         """End the filter, and print everything again."""
-        ray_worker.print_to_stdstream = self._print
+        if self._print is not None:
+            replace_log_printer(self._print)
+            self._print = None
 
     def hide(self, infos: Iterable[Mapping[str, Any]]) -> None:
         """Hide messages about the death of these workers and of their nodes from now on. `infos`: their host facts."""
@@ -56,7 +58,7 @@ class DeathMessageFilter:
         lines = data["lines"]
         if data.get("pid") == "raylet":
             lines = [line for line in lines if not self._is_hidden(line)]
-        if lines:
+        if lines and self._print is not None:
             self._print({**data, "lines": lines}, *args, **kwargs)
 
     def _is_hidden(self, line: str) -> bool:
