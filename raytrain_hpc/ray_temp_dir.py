@@ -12,9 +12,7 @@ MAX_SOCKET_PATH_BYTES = 107  # of an AF_UNIX address on Linux, without the final
 
 def get_socket_path() -> Path:
     """Return the longest socket path of a Ray that this process starts now; only the time in it can differ."""
-    _, directory = _find_temp_dir()
-    session = f"session_2026-01-01_00-00-00_000000_{os.getpid()}"
-    return Path(directory) / "ray" / session / "sockets" / "plasma_store"
+    return get_ray_temp_dir() / f"session_2026-01-01_00-00-00_000000_{os.getpid()}" / "sockets" / "plasma_store"
 
 
 def check_socket_path() -> None:
@@ -26,6 +24,11 @@ def check_socket_path() -> None:
             f"{name}={directory}: Ray's socket paths in it would have {length} bytes, at most {MAX_SOCKET_PATH_BYTES} "
             "are possible; set RAY_TMPDIR to a local directory with a shorter path, such as /tmp"
         )
+
+
+def get_ray_temp_dir() -> Path:
+    """Return the directory in which a Ray that is started now keeps its sessions and logs."""
+    return Path(_find_temp_dir()[1]) / "ray"
 
 
 def _find_temp_dir() -> tuple[str, str]:

@@ -32,10 +32,17 @@ class ClusterProbe:
         self._store, self._num_groups = store, 0
 
     def collect_host_info(self, path: str, marker: str) -> list[dict[str, Any]]:
-        """Return placement and host facts of each worker; see `worker.host_info`."""
-        replies = [worker.actor.collect_host_info.remote(path, marker) for worker in self.workers]
+        """Return placement and host facts of each worker; see `worker.host_info`. `socket_path`: of Ray on its node."""
+        store = self._store.create_rendezvous(0)
+        driver = (store.host, store.port)
+        replies = [worker.actor.collect_host_info.remote(path, marker, driver) for worker in self.workers]
         host_infos: list[dict[str, Any]] = ray.get(replies, timeout=_TIMEOUT_S)
-        return [{**worker.info, **host_info} for worker, host_info in zip(self.workers, host_infos, strict=True)]
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        sockets = {node["NodeID"]: node["ObjectStoreSocketName"] for node in nodes}
+        return [
+            {**worker.info, **host_info, "socket_path": sockets[worker.info["node_id"]]}
+            for worker, host_info in zip(self.workers, host_infos, strict=True)
+        ]
 
     def measure_collectives(self, sizes: Sequence[int]) -> list[CollectiveTimings]:
         """Measure collectives inside the fullest node, across nodes, and among all workers. `sizes` are in bytes."""

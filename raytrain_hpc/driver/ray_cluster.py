@@ -19,7 +19,7 @@ from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.ray_address import LOCAL, find_address_problem, get_cluster_address
 from raytrain_hpc.ray_private import hide_auth_notice, read_local_address, set_default_worker_priority
-from raytrain_hpc.ray_temp_dir import check_socket_path
+from raytrain_hpc.ray_temp_dir import check_socket_path, get_ray_temp_dir
 
 
 @contextmanager
@@ -82,7 +82,8 @@ def _connect(config: Config, num_workers: int) -> bool:
         with hide_auth_notice():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
-        raise ClusterError(f"Ray did not start on this machine: {_extract_first_line(error)}; see /tmp/ray") from error
+        reason = _extract_first_line(error)
+        raise ClusterError(f"Ray did not start on this machine: {reason}; see {get_ray_temp_dir()}") from error
     return True
 
 

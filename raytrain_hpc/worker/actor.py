@@ -96,11 +96,11 @@ class WorkerActor:
             run_warmup_step(spec, self._device)
             self._is_warmed_up = True
 
-    def collect_host_info(self, path: str, marker: str) -> dict[str, Any]:
+    def collect_host_info(self, path: str, marker: str, driver: tuple[str, int]) -> dict[str, Any]:
         """Return facts about this process and its host; see `worker.host_info`."""
         from raytrain_hpc.worker.host_info import collect_host_info
 
-        return collect_host_info(self._device, path, marker)
+        return collect_host_info(self._device, path, marker, driver)
 
     def measure_collectives(
         self, rank: int, world_size: int, rendezvous: Rendezvous, sizes: list[int]

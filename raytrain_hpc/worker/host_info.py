@@ -5,20 +5,30 @@ from __future__ import annotations
 import platform
 import resource
 import shutil
+import socket
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raytrain_hpc.cpu_limits import read_cpu_limits
+
 _PACKAGES = ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")
+_CONNECT_TIMEOUT_S = 5.0
 _MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the square matrices that are multiplied
 _COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 
-def collect_host_info(device: torch.device, path: str, marker: str) -> dict[str, Any]:
-    """Return versions, clock, limits and device speed, and whether the file at `path` contains `marker`."""
+def collect_host_info(device: torch.device, path: str, marker: str, driver: tuple[str, int]) -> dict[str, Any]:
+    """Return versions, clock, CPUs, GPUs, limits and device speed.
+
+    `sees_directory`: whether the file at `path` contains `marker`; `reaches_driver`: whether a connection to a port of
+    the driver succeeds.
+    """
+    cpus, shared_memory = read_cpu_limits(), shutil.disk_usage("/dev/shm")
     try:
         sees_marker = Path(path).read_text() == marker
     except OSError:
@@ -27,12 +37,25 @@ def collect_host_info(device: torch.device, path: str, marker: str) -> dict[str,
         "python": platform.python_version(),
         "versions": {name: _get_version(name) for name in _PACKAGES},
         "time": time.time(),
-        "shared_memory_free": shutil.disk_usage("/dev/shm").free,
+        "cpus": {**asdict(cpus), "usable": cpus.usable},
+        "installed_gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        "cuda_build": torch.version.cuda is not None,
+        "shared_memory_free": shared_memory.free,
+        "shared_memory_total": shared_memory.total,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "sees_directory": sees_marker,
+        "reaches_driver": _can_connect(driver),
         "tflops": _measure_tflops(device),
         "memory_gbs": _measure_memory_gbs(device),
     }
+
+
+def _can_connect(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 def describe_process() -> dict[str, Any]:

@@ -24,7 +24,16 @@ from tests.warm_pool import PRELOADED_MODULES
 PACKAGE = Path(raytrain_hpc.__file__).parent
 ROOT = PACKAGE.parent
 TESTS = Path(__file__).parents[1]
-NOT_COMMANDS = {"__init__", "main", "options", "completion", "autotune", "plan_table", "train_summary"}
+NOT_COMMANDS = {
+    "__init__",
+    "main",
+    "options",
+    "cluster_checks",
+    "completion",
+    "autotune",
+    "plan_table",
+    "train_summary",
+}
 
 
 def get_typed_imports() -> dict[str, str]:

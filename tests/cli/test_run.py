@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import click
 import pytest
 import torch
 
@@ -49,9 +48,11 @@ def test_script_gets_the_words_after_two_dashes(tmp_path: Path, words: list[str]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_words_of_the_script_before_the_dashes_are_refused() -> None:
-    with pytest.raises(click.NoSuchOption):
-        main(["run", "script.py", "--lr", "0.1"], standalone_mode=False)
+def test_words_of_the_script_before_the_dashes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["run", "script.py", "--batch-size", "8"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_info.value.code == 2 and line.startswith("error: --batch-size: ")
 
 
 def test_code_after_the_loop_is_not_run_after_a_stop_between_generations(tmp_path: Path) -> None:

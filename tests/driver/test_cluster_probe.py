@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytrain_hpc.bench.comm import build_table
-from raytrain_hpc.cli.doctor import examine_cluster, run_checks
+from raytrain_hpc.cli.cluster_checks import run_checks
+from raytrain_hpc.cli.doctor import examine_cluster
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.cpu_limits import read_cpu_limits
 from raytrain_hpc.driver.cluster_probe import group_workers_by_scope
 from raytrain_hpc.planner.link_fit import BUS_FACTORS
+from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import make_small_config
 
 pytestmark = pytest.mark.timeout(200)
@@ -22,10 +27,17 @@ HOST_INFO: dict[str, Any] = {
     "pid": 1,
     "address": "10.0.0.1",
     "device": "cpu",
+    "memory_gib": None,
     "python": "3.12.1",
     "versions": {"torch": "2.13.0", "ray": "2.60.0"},
     "time": 100.0,
+    "cpus": {"installed": 64, "affinity": 8, "quota": None, "usable": 8},
+    "installed_gpus": 0,
+    "cuda_build": True,
     "shared_memory_free": 8 << 30,
+    "shared_memory_total": 16 << 30,
+    "socket_path": "/tmp/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
+    "reaches_driver": True,
     "open_files": 65536,
     "sees_directory": True,
     "tflops": 0.1,
@@ -53,7 +65,12 @@ def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
     assert (timings.scope, timings.ranks, timings.nodes) == ("inside a node", 3, 1)
     assert timings.seconds.keys() == BUS_FACTORS.keys()
     assert all(took > 0 for seconds in timings.seconds.values() for took in seconds.values())
-    text = "\n".join(report.format_lines())
+    lines = list(report.format_lines())
+    text = "\n".join(lines)
+    assert len(report.checks) == lines.index(""), "one line per check"
+    cpus = read_cpu_limits()
+    assert f"{cpus.installed} installed, {cpus.affinity} in the affinity mask" in text
+    assert f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR', '/tmp')}" in text
     assert "run.dir" in text and "all_to_all" in text and "3 workers on 1 node" in text
     assert json.loads(json.dumps(report.to_json()))["collectives"][0]["ranks"] == 3
     table = build_table(list(report.timings))
@@ -61,28 +78,63 @@ def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:
     assert all(row["GB/s"] > 0 for row in table.rows)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "state", "expected_text"),
-    [
-        ({"versions": {"torch": "2.12.0", "ray": "2.60.0"}}, "versions", "fail", "torch 2.12.0 and 2.13.0"),
-        ({"python": "3.11.9"}, "versions", "fail", "python 3.11.9 and 3.12.1"),
-        ({"time": 130.0}, "clocks", "warn", "28.00 s apart"),
-        ({"shared_memory_free": 64 << 20}, "/dev/shm", "warn", "node h2"),
-        ({"open_files": 1024}, "open files", "warn", "limit 1024"),
-        ({"sees_directory": False}, "run.dir", "fail", "not the same directory on h2"),
-        ({"address": "127.0.0.1"}, "network", "fail", "127.0.0.1"),
-        ({"tflops": 0.05}, "arithmetic", "warn", "slowest 0.05"),
-        ({"memory_gbs": 3.0}, "memory", "warn", "slowest 3"),
-    ],
-)
+# Facts of the third worker that differ, and the check that reports them.
+PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"versions": {"torch": "2.12.0", "ray": "2.60.0"}}, "versions", "fail", "torch 2.12.0 and 2.13.0"),
+    ({"python": "3.11.9"}, "versions", "fail", "python 3.11.9 and 3.12.1"),
+    (
+        {"cpus": {"installed": 64, "affinity": 64, "quota": 1.5, "usable": 1}},
+        "cpus",
+        "warn",
+        "1 usable for 1 workers of 2 threads on node h2 (64 installed, 64 in the affinity mask, cgroup quota 1.5)",
+    ),
+    ({"installed_gpus": 4}, "gpus", "warn", "node h2 has 4, but Ray offers none"),
+    ({"installed_gpus": 4, "cuda_build": False}, "gpus", "warn", "torch 2.13.0 is built without CUDA"),
+    ({"time": 130.0}, "clocks", "warn", "28.00 s apart"),
+    ({"shared_memory_free": 64 << 20}, "/dev/shm", "warn", "0.1 of 16.0 GiB free at the minimum (node h2)"),
+    (
+        {"socket_path": f"/{'d' * 40}/ray/session_2026-01-01_00-00-00_000000_12/sockets/plasma_store"},
+        "sockets",
+        "warn",
+        f"paths of 104 bytes, at most 107 are possible (RAY_TMPDIR=/{'d' * 40})",
+    ),
+    ({"open_files": 1024}, "open files", "warn", "limit 1024"),
+    ({"sees_directory": False}, "run.dir", "fail", "not the same directory on h2"),
+    ({"address": "127.0.0.1"}, "network", "fail", "127.0.0.1"),
+    ({"reaches_driver": False}, "ports", "fail", "workers on h2 cannot connect to the driver"),
+    ({"tflops": 0.05}, "arithmetic", "warn", "slowest 0.05"),
+    ({"memory_gbs": 3.0}, "memory", "warn", "slowest 3"),
+]
+CLUSTER = Topology((Node("n1", "10.0.0.1", 4), Node("n2", "10.0.0.2", 4)), "cpu")
+
+
+def check_facts(*facts: dict[str, Any]) -> list[Any]:
+    """Return the checks that are not ok."""
+    config = load_config(None, ["run.dir=/runs", "cluster.cpu_threads=2"])
+    return [check for check in run_checks(CLUSTER, facts, (99.0, 102.0), config) if check.state != "ok"]
+
+
+@pytest.mark.parametrize(("changes", "name", "state", "expected_text"), PROBLEMS)
 def test_doctor_reports_a_worker_that_differs(
     changes: dict[str, Any], name: str, state: str, expected_text: str
 ) -> None:
     others = [HOST_INFO, {**HOST_INFO, "pid": 2}]
-    assert {check.state for check in run_checks(others, (99.0, 102.0), "/runs")} == {"ok"}
-    checks = run_checks(
-        [*others, {**HOST_INFO, "node": "h2", "node_id": "n2", "host": "h2", **changes}], (99.0, 102.0), "/runs"
-    )
-    (check,) = [check for check in checks if check.state != "ok"]
+    assert check_facts(*others) == []
+    (check,) = check_facts(*others, {**HOST_INFO, "node": "h2", "node_id": "n2", "host": "h2", **changes})
     assert (check.name, check.state) == (name, state)
-    assert expected_text in check.found and check.remedy
+    line = check.format_line()
+    assert expected_text in line and line.endswith(f" -> {check.remedy}") and check.remedy and "\n" not in line
+
+
+def test_doctor_names_versions_that_are_not_supported() -> None:
+    (check,) = check_facts({**HOST_INFO, "versions": {"torch": "2.10.1+cu128", "ray": "2.60.0"}})
+    assert (check.name, check.state) == ("versions", "warn") and check.remedy.startswith("install torch")
+    (check,) = check_facts({**HOST_INFO, "versions": {"torch": "2.13.0+cu128", "ray": "2.40.0"}})
+    assert check.remedy.startswith("install ray>=")
+
+
+def test_doctor_names_gpus() -> None:
+    h100 = {**HOST_INFO, "device": "H100", "memory_gib": 79.1, "installed_gpus": 2}
+    assert check_facts(h100, h100) == []
+    (check,) = check_facts(h100, h100, {**h100, "device": "A100", "memory_gib": 39.4})
+    assert check.found == "2 x H100, 1 x A100, 39 GiB at least" and "one model of GPU" in check.remedy
