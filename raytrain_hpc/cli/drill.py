@@ -70,12 +70,12 @@ class DrillReport:
         """Return the report as JSON values."""
         return {
             "planned": self.num_planned,
-            "struck": len(self.injected),
-            "named": sum(fault.attributed_correctly for fault in self.injected),
+            "injected": len(self.injected),
+            "attributed_correctly": sum(fault.attributed_correctly for fault in self.injected),
             "steps": self.steps,
             "steps_lost": self.steps_lost,
             "goodput": self.goodput,
-            "same": self.bitwise_equal,
+            "bitwise_equal": self.bitwise_equal,
             "kinds": {
                 kind: self._summarize_kind(kind)
                 for kind in FAULT_KINDS
@@ -87,8 +87,8 @@ class DrillReport:
         """Format the report for the terminal."""
         summary = self.to_json()
         lines = [
-            f"{summary['struck']} of {self.num_planned} faults injected in {self.steps} steps, "
-            f"{summary['named']} attributed correctly; {self.steps_lost} steps lost; "
+            f"{summary['injected']} of {self.num_planned} faults injected in {self.steps} steps, "
+            f"{summary['attributed_correctly']} attributed correctly; {self.steps_lost} steps lost; "
             f"goodput {100 * self.goodput:.1f}% from the first step"
         ]
         if self.bitwise_equal is not None:
@@ -97,7 +97,7 @@ class DrillReport:
             )
         for kind, costs in summary["kinds"].items():
             lines.append(
-                f"  {kind:16} {costs['struck']:3}  detected {_format_seconds(costs['detected_s'])}  "
+                f"  {kind:16} {costs['injected']:3}  detected {_format_seconds(costs['detected_s'])}  "
                 f"recovered {_format_seconds(costs['recovered_s'])}"
             )
         return "\n".join(lines)
@@ -108,8 +108,8 @@ class DrillReport:
             (fault.incident["time"] - fault.time, fault.incident["recovered_s"]) for fault in faults if fault.incident
         ]
         return {
-            "struck": len(faults),
-            "named": sum(fault.attributed_correctly for fault in faults),
+            "injected": len(faults),
+            "attributed_correctly": sum(fault.attributed_correctly for fault in faults),
             "detected_s": [max(0.0, detected_s) for detected_s, _ in delays],
             "recovered_s": [recovered_s for _, recovered_s in delays if recovered_s is not None],
         }

@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from raytrain_hpc.errors import ConfigError, RaytrainError
 
+EXIT_DOES_NOT_FIT = 1  # exit code of `plan` if no layout fits into memory
 EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 

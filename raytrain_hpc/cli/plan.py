@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import CONFIG_WORDS, POSITIVE_FLOAT, ConfigCommand, print_errors_on_one_line, split_words
+from raytrain_hpc.cli.options import (
+    CONFIG_WORDS,
+    EXIT_DOES_NOT_FIT,
+    POSITIVE_FLOAT,
+    ConfigCommand,
+    print_errors_on_one_line,
+    split_words,
+)
 
 
 @click.command(cls=ConfigCommand)
@@ -51,6 +59,8 @@ def plan(
 
     Needs no cluster, torch or GPU, except with --running and --measure. Keys of parallel and train.micro_batch_size
     also take `auto` or a list to choose from.
+
+    Exit code 1: no layout fits into memory; each remedy that is printed would make one fit.
     """
     from raytrain_hpc.api import plan as make_plan
     from raytrain_hpc.cli.plan_table import format_plan
@@ -67,3 +77,5 @@ def plan(
     result = make_plan(load_config(path, overrides), restart_s=restart_seconds, **options)
     for line in [json.dumps(result, indent=2)] if as_json else format_plan(result):
         click.echo(line)
+    if not result["fits"]:
+        sys.exit(EXIT_DOES_NOT_FIT)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from raytrain_hpc.planner.layout import Layout
+
 
 def format_plan(plan: dict[str, Any], max_rows: int = 8) -> list[str]:
     """Format a plan for the terminal: the verdict, the best layout, its expected cost, and a table of layouts."""
     cluster, batching, failures, budget = plan["machine"], plan["microbatches"], plan["failures"], plan["budget"]
     device = cluster["device"]
-    axes = "  ".join(f"{axis}={size}" for axis, size in plan["layout"].items())
     per_rank = sorted(set(plan["microbatches_per_rank"]))
     microbatches = f"{per_rank[0]}" if len(per_rank) == 1 else f"{per_rank[0]} or {per_rank[-1]}"
     hours, minutes = failures["between_failures_s"] / 3600, failures["save_every_s"] / 60
@@ -18,20 +19,29 @@ def format_plan(plan: dict[str, Any], max_rows: int = 8) -> list[str]:
         *(f"remedy        {remedy}" for remedy in plan["remedies"]),
         f"cluster       {cluster['nodes']} x {cluster['per_node']} {device['name']}; {cluster['inside']['name']} "
         f"inside a node, {cluster['across']['name']} between nodes",
-        f"layout        {plan['workers']} workers: {axes}",
+        f"layout        {_describe_layout(plan['layout'])}",
         f"placement     {plan['placement']}",
         f"microbatches  {batching['count']} of {batching['size']} sequences; a data-parallel rank runs {microbatches}",
         f"parameters    {plan['parameters']:,}",
         f"state         {plan['state_bytes_per_rank'] / 2**30:.2f} GiB per worker, without activations",
         f"compute       {plan['flops_per_token'] / 1e9:.3f} GFLOP per token; mfu counts {plan['flops_convention']}",
-        f"budget        {budget['tokens']:.3g} tokens: {budget['days']:.2f} days, "
-        f"{budget['device_hours']:,.0f} device hours",
+        f"budget        {budget['tokens']:.3g} tokens: {_format_days(budget['days'])}, "
+        f"{budget['device_hours']:,.3g} device hours",
         f"failures      one in {hours:,.1f} h ({failures['device_hours']:,.0f} h per device); best checkpoint interval "
         f"{minutes:,.1f} min",
         f"goodput       {100 * failures['in_memory']:.2f}% in memory ({failures['pause_s']:g} s per failure), "
         f"{100 * failures['from_checkpoints']:.2f}% from checkpoints ({failures['restart_s']:g} s to restart)",
     ]
     return [*lines, "", *_format_table(plan["layouts"][:max_rows]), *_format_omitted(plan["layouts"], max_rows)]
+
+
+def _describe_layout(layout: dict[str, Any]) -> str:
+    schedule = f", schedule={layout['schedule']}" if layout["pp"] > 1 else ""
+    return f"{Layout(**layout).describe()}{schedule}"
+
+
+def _format_days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.3g} hours"
 
 
 def _format_omitted(layouts: list[dict[str, Any]], max_rows: int) -> list[str]:

@@ -9,15 +9,15 @@ from math import gcd
 
 from raytrain_hpc.config.schema import AUTO
 from raytrain_hpc.driver.run_setup import PreparedRun
-from raytrain_hpc.planner.explain import describe_fit, explain_estimate, suggest_remedies
+from raytrain_hpc.planner.explain import describe_fit, explain_estimate
 from raytrain_hpc.planner.hardware import Machine, make_machine
 from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.measured_links import load_calibration, load_links
+from raytrain_hpc.planner.remedies import suggest_remedies
 from raytrain_hpc.planner.search import Estimate, estimate_layout, rank_layouts
 from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.planner.workload import make_workload
 
 _FALLBACK_DEVICE = "h100"  # assumed for a device whose name is unknown
 
@@ -45,11 +45,12 @@ def resolve_auto_layout(
     if prepared.stored_batching is not None:
         config.train = replace(config.train, micro_batch_size=prepared.stored_batching.size)
     machine = build_machine(world, cluster)
-    best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free_settings)[0]
+    spec = prepared.model_spec
+    best = rank_layouts(config, spec, machine, load_calibration(machine.device.name), free_settings)[0]
     print_line(f"planned {', '.join(sorted(free_settings))}: {describe_fit(best, machine)}")
     print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
-    for remedy in () if best.fits else suggest_remedies(best, make_workload(config, prepared.model_spec), machine):
-        print_line(f"        may run out of memory; {remedy}")
+    for remedy in () if best.fits else suggest_remedies(config, spec, machine, free_settings, is_machine_fixed=True):
+        print_line(f"        may run out of memory; remedy: {remedy}")
     return replace(prepared, config=apply_choice(config, best.choice))
 
 

@@ -198,8 +198,9 @@ class Supervisor:
         """Run generations until one ends as "done", or as "stopped" while a stop is requested; return that outcome.
 
         The next generation is formed after a failure, and after a pause or save to regroup. It resumes from the newest
-        step that its members hold together in memory, even if a checkpoint is newer. If they hold none, and always
-        after "lost" (part of the state is in no memory), it starts from the newest checkpoint, or initial weights.
+        step that its members hold together in memory, after a failure even if a checkpoint is newer. If they hold none,
+        after "lost" (part of the state is in no memory), and after a save that is newer than memory, it starts from the
+        newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
         planner = MembershipPlanner(
@@ -221,12 +222,17 @@ class Supervisor:
                 else:
                     if outcome == "done" or (outcome == "stopped" and self._stop_event.is_set()):
                         return outcome
-                    if outcome == "lost":
+                    if outcome == "lost" or (outcome == "stopped" and self._is_memory_outdated(run, workers)):
                         workers.discard_state()
                 run.lease.next_generation()  # a new number: shards that earlier generations report are ignored
             return "stopped"
         finally:
             workers.close()
+
+    def _is_memory_outdated(self, run: _RunContext, workers: WorkerGroup) -> bool:
+        """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""
+        memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
+        return memory_step is not None and any(step > memory_step for step in run.prepared.store.list_steps())
 
     def _is_saved(self, run: _RunContext, workers: WorkerGroup) -> bool:
         """Return whether no state in memory is newer than the newest checkpoint, which is then that of the result.

@@ -18,14 +18,20 @@ _COST_LABELS = {
     "data": "data-parallel communication",
     "optimizer": "optimizer",
 }
+_TIGHT_SHARE = 0.03  # of the device's memory; the estimate can be off by as much
+
+
+def is_tight(best: Estimate, machine: Machine) -> bool:
+    """Return whether the estimated memory is within 3% of that of a device, either way."""
+    return abs(best.memory_gib / machine.device.memory_gib - 1) <= _TIGHT_SHARE
 
 
 def describe_fit(best: Estimate, machine: Machine) -> str:
-    """Describe in a line whether the best layout fits into device memory."""
+    """Describe in a line whether the best layout fits into device memory, and whether that is tight."""
     name, limit = machine.device.name, machine.device.memory_gib
-    if best.fits:
-        return f"fits: {best.memory_gib:.1f} of {limit:g} GiB per {name}"
-    return f"does not fit: the smallest layout needs {best.memory_gib:.1f} of {limit:g} GiB per {name}"
+    verdict = ("fits" if best.fits else "does not fit") + (", tight" if is_tight(best, machine) else "")
+    smallest = "" if best.fits else "the smallest layout needs "
+    return f"{verdict}: {smallest}{best.memory_gib:.1f} of {limit:g} GiB per {name}"
 
 
 def describe_expectation(estimate: Estimate, workload: Workload, machine: Machine) -> str:
@@ -36,32 +42,6 @@ def describe_expectation(estimate: Estimate, workload: Workload, machine: Machin
         f"{estimate.step_s:.3g} s per step, {tokens_per_s:.3g} tok/s{mfu_text}; {estimate.memory_gib:.2f} of "
         f"{machine.device.memory_gib:g} GiB per {machine.device.name}; {explain_estimate(estimate, estimate, machine)}"
     )
-
-
-def suggest_remedies(best: Estimate, workload: Workload, machine: Machine) -> list[str]:
-    """Return up to three changes that would make the layout fit, the cheapest first, each with its setting."""
-    footprint, layout = best.footprint, best.choice.layout
-    state_bytes = footprint.weights + footprint.gradients + footprint.moments
-    remedies = []
-    if best.choice.batching.size > 1:
-        remedies.append(
-            f"train.micro_batch_size=1 instead of {best.choice.batching.size}: activations shrink proportionally"
-        )
-    if best.choice.recompute != "full":
-        remedies.append(
-            "parallel.activation_checkpointing=full: keep only the input of each layer; costs a forward pass"
-        )
-    if layout.zero < 3 and layout.world_size > 1:
-        remedies.append("parallel.zero=3: shard weights, gradients and moments over all data-parallel ranks")
-    if best.choice.offload == "none" and footprint.moments * 4 > footprint.allocated:
-        remedies.append("parallel.offload=cpu: move the optimizer's moments to host memory")
-    if footprint.activations + footprint.working > state_bytes:
-        remedies.append(f"train.seq_len below {workload.seq_len}, or a larger parallel.cp to shard sequences over")
-    memory_ratio = best.memory_gib / machine.device.memory_gib
-    remedies.append(
-        f"more devices: about {-(-int(machine.num_devices * memory_ratio * 10) // 10)} instead of {machine.num_devices}"
-    )
-    return remedies[:3]
 
 
 def explain_estimate(estimate: Estimate, best: Estimate, machine: Machine) -> str:
@@ -79,6 +59,8 @@ def explain_estimate(estimate: Estimate, best: Estimate, machine: Machine) -> st
     extra_s = {name: seconds - getattr(best.cost, name) for name, seconds in seconds_by_component.items()}
     worst = max(extra_s, key=lambda name: extra_s[name])
     percent = 100 * (estimate.step_s / best.step_s - 1)
+    if percent < 0.5:
+        return "as fast as the best"
     return (
         f"{percent:.0f}% slower: {_COST_LABELS[worst]}{_describe_link(worst, estimate, machine)} "
         f"+{_format_duration(extra_s[worst])}"

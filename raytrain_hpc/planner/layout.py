@@ -292,11 +292,13 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
     if layout.world_size != world_size:
         axes = f"dp_replicate={replicate} x dp_shard={shard}"
         axes += "".join(f" x {axis}={getattr(p, axis)}" for axis in ("pp", "cp", "tp") if getattr(p, axis) > 1)
-        remedy = (
-            f"{axes} makes {layout.world_size} ranks, not {world_size}; "
-            f"set cluster.workers={layout.world_size} or leave an axis auto"
-        )
-        raise LayoutError("cluster.workers", config.cluster.workers, config.origin("cluster.workers"), remedy)
+        problem = f"{axes} makes {layout.world_size} ranks, not {world_size}"
+        if config.cluster.workers != AUTO:
+            key, value, remedy = "cluster.workers", config.cluster.workers, f"set cluster.workers={layout.world_size}"
+        else:
+            axis = "dp_shard" if p.dp_shard != AUTO and p.zero else "dp_replicate"
+            key, value, remedy = f"parallel.{axis}", getattr(p, axis), f"use {layout.world_size} devices"
+        raise LayoutError(key, value, config.origin(key), f"{problem}; {remedy}, or leave data-parallel axes auto")
     _check_folding(config, layout)
     if p.reshard_over and layout.dp_shard % p.reshard_over:
         remedy = f"must divide dp_shard={layout.dp_shard}"

@@ -9,13 +9,14 @@ from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.comm_volume import compute_bytes_by_axis
-from raytrain_hpc.planner.explain import describe_estimate, describe_fit, suggest_remedies
+from raytrain_hpc.planner.explain import describe_estimate, describe_fit, is_tight
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_token
 from raytrain_hpc.planner.goodput import COPY_BYTES_PER_S, estimate_goodput
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.hardware_defaults import resolve_dtype
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
 from raytrain_hpc.planner.placement import Site, describe_placement, place_ranks
+from raytrain_hpc.planner.remedies import suggest_remedies
 from raytrain_hpc.planner.search import rank_layouts
 from raytrain_hpc.planner.search_space import build_search_space
 from raytrain_hpc.planner.workload import LayoutChoice, Workload, make_workload
@@ -55,7 +56,8 @@ def make_plan(
     return {
         "verdict": describe_fit(best, machine),
         "fits": best.fits,
-        "remedies": [] if best.fits else suggest_remedies(best, workload, machine),
+        "tight": is_tight(best, machine),
+        "remedies": [] if best.fits else suggest_remedies(config, spec, machine, space),
         "machine": asdict(machine),
         "workers": machine.num_devices,
         "layout": asdict(layout),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from raytrain_hpc.planner.hardware_defaults import resolve_compile
 from raytrain_hpc.planner.layout import Batching, Layout, check_model_divisible, resolve_batching, resolve_layout
 from raytrain_hpc.planner.memory_model import MemoryFootprint, MemoryModel
 from raytrain_hpc.planner.search_space import SearchSpace
-from raytrain_hpc.planner.workload import LayoutChoice, Offload, make_workload
+from raytrain_hpc.planner.workload import LayoutChoice, Offload, Workload, make_workload
 
 _RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")  # tried in this order
 _OFFLOAD_ORDER: tuple[Offload, ...] = ("none", "cpu")
@@ -48,7 +48,7 @@ def rank_layouts(
 
     Layouts that fit come first, by step time; the others follow by memory. `space` holds the settings to choose, see
     `build_search_space`; all others are kept. Recomputation and offloading are only as strong as needed for a layout to
-    fit. Raises LayoutError if no layout is legal, with the reason against the last one tried.
+    fit. Raises LayoutError if no layout is legal, with the reason against the first one tried.
     """
     has_accelerator = machine.device.name != "cpu"
     models: dict[bool | str, _Models] = {}  # by train.compile, which can differ between layouts
@@ -64,7 +64,7 @@ def rank_layouts(
                 for choice in _list_choices(candidate, spec, machine, space)
             ]
         except LayoutError as error:
-            reason = error
+            reason = reason or error
     if not estimates and reason is None:  # the fixed settings do not fit the devices: raise the reason
         check_model_divisible(config, spec)
         resolve_batching(config, resolve_layout(config, machine.num_devices))
@@ -72,13 +72,48 @@ def rank_layouts(
         remedy = f"no layout is legal on {machine.num_devices} devices; fix fewer axes or use another number of devices"
         raise reason or LayoutError("parallel", "auto", "", remedy)
     return sorted(
-        estimates,
+        _remove_equal(estimates),
         key=lambda estimate: (
             not estimate.fits,
             estimate.step_s if estimate.fits else estimate.memory_gib,
             _compute_complexity(estimate),
         ),
     )
+
+
+def find_lowest_memory(
+    config: Config,
+    spec: ModelSpec,
+    machine: Machine,
+    space: SearchSpace,
+    get_memory_model: Callable[[Workload], MemoryModel],
+) -> float | None:
+    """Return the GiB of the first legal layout that fits, or the lowest if none does; None if none is legal.
+
+    A faster answer than `rank_layouts` to whether a layout fits: only with the most recomputation and offloading that
+    `space` allows, and without step times.
+    """
+    lowest = None
+    for candidate in _iter_configs(config, spec, machine, space):
+        candidate = resolve_compile(candidate, has_accelerator=machine.device.name != "cpu")
+        try:
+            choices = _list_choices(candidate, spec, machine, space)
+        except LayoutError:
+            continue
+        memory_model = get_memory_model(make_workload(candidate, spec))
+        for choice in choices:
+            choice = replace(
+                choice,
+                offload=_list_options("offload", config.parallel.offload, _OFFLOAD_ORDER, space)[-1],
+                recompute=_list_options(
+                    "activation_checkpointing", config.parallel.activation_checkpointing, _RECOMPUTE_ORDER, space
+                )[-1],
+            )
+            gib = memory_model.estimate_footprint(choice).compute_required_gib(machine.device)
+            lowest = gib if lowest is None else min(lowest, gib)
+            if lowest <= machine.device.memory_gib:
+                return lowest
+    return lowest
 
 
 def estimate_layout(
@@ -105,6 +140,22 @@ class _Models:
 def _build_models(config: Config, spec: ModelSpec, machine: Machine, calibration: Calibration) -> _Models:
     workload = make_workload(config, spec)
     return _Models(machine, CostModel(workload, machine, calibration), MemoryModel(workload))
+
+
+def _remove_equal(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates without those that describe the same run in other words; the simplest is kept.
+
+    ZeRO shards nothing over one rank, and a pipeline of one rank has no schedule.
+    """
+    unique: dict[LayoutChoice, Estimate] = {}
+    for estimate in sorted(estimates, key=_compute_complexity):
+        layout = estimate.choice.layout
+        if layout.dp_shard == 1:
+            layout = replace(layout, zero=0)
+        if layout.pp == 1:
+            layout = replace(layout, schedule="1f1b", virtual_stages=1)
+        unique.setdefault(replace(estimate.choice, layout=layout), estimate)
+    return list(unique.values())
 
 
 def _compute_complexity(estimate: Estimate) -> tuple[int, ...]:

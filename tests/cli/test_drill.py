@@ -45,11 +45,16 @@ def test_report_matches_faults_with_incidents(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = build_report(faults, tmp_path)
     summary = report.to_json()
-    assert (summary["planned"], summary["struck"], summary["named"], summary["steps_lost"]) == (4, 3, 1, 2)
+    assert (summary["planned"], summary["injected"], summary["attributed_correctly"], summary["steps_lost"]) == (
+        4,
+        3,
+        1,
+        2,
+    )
     assert summary["kinds"]["kill"]["detected_s"] == [pytest.approx(0.2)]
     assert summary["kinds"]["stop"] == {
-        "struck": 1,
-        "named": 0,
+        "injected": 1,
+        "attributed_correctly": 0,
         "detected_s": [pytest.approx(0.8)],
         "recovered_s": [0.25],
     }

@@ -36,9 +36,24 @@ def test_text_shows_verdict_budget_and_layouts() -> None:
     assert any("slower" in line for line in lines) and lines[-1].endswith("--json prints all")
 
 
+def test_plan_that_does_not_fit_exits_with_1_and_says_so_in_help() -> None:
+    words = ["model.preset=llama3_70b", "--nodes", "1", "--gpus-per-node", "2"]
+    result = run(*words)
+    assert result.exit_code == 1 and result.output.startswith("verdict       does not fit")
+    assert run(*words, "--json").exit_code == 1 and run(*MODEL, *BATCH).exit_code == 0
+    assert "Exit code 1" in run("--help").output
+
+
+def test_axes_that_miss_the_devices_are_named() -> None:
+    result = run("parallel.zero=3", "parallel.dp_shard=64", "--workers", "8", "--device", "h100")
+    assert result.exit_code == 2
+    assert "parallel.dp_shard=64 (command line): dp_replicate=1 x dp_shard=64 makes 64 ranks, not 8" in result.output
+    assert "use 64 devices" in result.output and "cluster.workers" not in result.output
+
+
 def test_without_arguments_the_quickstart_is_planned() -> None:
     lines = run().output.splitlines()
-    assert any(line.startswith("layout        1 workers") for line in lines)
+    assert any(line == "layout        1 rank" for line in lines)
 
 
 @pytest.mark.parametrize(

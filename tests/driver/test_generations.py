@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raytrain_hpc.checkpoint.manifest import get_shard_name
+from raytrain_hpc.checkpoint.shard_io import write_shard
+from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, WorkerFailedError
 from raytrain_hpc.planner.topology import Node, Topology
+from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.sharded_state import StateShard, get_dtype_name
 from tests.warm_pool import SMALL_OVERRIDES
 
 
@@ -37,11 +43,25 @@ def make_metrics(step: int, generation: int) -> dict[str, Any]:
     }
 
 
+class SavedSteps(int):
+    """A number of steps after which a generation saves a checkpoint and ends to regroup, instead of failing."""
+
+
+def write_checkpoint(spec: Any, step: int) -> dict[str, Any]:
+    """Write the shard of a one-tensor state as rank 0 does, and return its record."""
+    tensor = torch.full((2,), float(step))
+    state = StateShard("model.w", (2,), get_dtype_name(tensor.dtype), Box.from_shape((2,)), tensor)
+    staging = CheckpointStore(Path(spec.config.run.dir) / "checkpoints").create_staging(step, spec.generation)
+    report = write_shard(staging / get_shard_name(0), [state])
+    return {"type": "shard", "rank": 0, "generation": spec.generation, "step": step, "shard": report.to_json()}
+
+
 class FakeWorkerGroup:
     """Workers that follow a plan.
 
-    Each generation commits the planned number of steps and fails; None: it trains to the end. An exception instead of a
-    number: no workers start. `held_steps`: the steps that the surviving worker holds in memory after a failure.
+    Each generation commits the planned number of steps and fails, or saves (SavedSteps); None: it trains to the end. An
+    exception instead of a number: no workers start. `held_steps`: the steps that the surviving worker then holds in
+    memory.
     """
 
     def __init__(self, plan: list[int | Exception | None], held_steps: tuple[int, ...]):
@@ -89,6 +109,9 @@ class FakeWorkerGroup:
             on_record({"type": "step", "metrics": make_metrics(step, spec.generation)})
         if num_steps is None:
             return "done"
+        if isinstance(num_steps, SavedSteps):
+            on_record(write_checkpoint(spec, steps))
+            return "stopped"
         if self.stops_at_failure:
             stop_event.set()
         now = time.time()
@@ -182,6 +205,16 @@ def test_resuming_from_memory(run, tmp_path) -> None:
     assert later.pending_eval_metrics["step"] == 5
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("held_steps", "memory_step"), [((4, 5), None), ((6, 7), 7)])
+def test_resuming_after_a_save_to_regroup(run, held_steps: tuple[int, ...], memory_step: int | None) -> None:
+    """With checkpoint.snapshot_interval above 1, memory can be older than the checkpoint: no saved step is repeated."""
+    code, workers = run([SavedSteps(7), None], "train.steps=9", held_steps=held_steps)
+    assert code == 0
+    later = workers.specs[1]
+    assert (later.start_step, later.memory_step) == (7, memory_step)
+    assert later.resume_step == (7 if memory_step is None else None)
 
 
 def test_only_failures_without_progress_count(run, tmp_path) -> None:
