@@ -53,7 +53,7 @@ class WorkerSpec:
     has_pending_checkpoint: bool = False  # whether a checkpoint of the start step was interrupted
     init_checkpoint: Path | None = None  # weights that a fresh run starts from
     replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
-    last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run
+    last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run; 0: unknown
     is_single_node: bool = False  # whether all ranks are on one node and can open each other's shared memory
 
     @property

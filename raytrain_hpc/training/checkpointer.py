@@ -23,7 +23,7 @@ class Checkpointer:
     """Writer of the checkpoint shards assigned to this rank: copies them, then writes them in the background.
 
     Each distinct slice is written by exactly one of the ranks that hold it, balanced by bytes. `last_time`: Unix time
-    of the last checkpoint, or of the start of the run if there is none.
+    of the last checkpoint, or of the start of the run if there is none; 0: now.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Checkpointer:
         self._report = partial(_emit_report, emit, context.rank, generation)
         self._shards = _select_shards(state, indexes, context)
         self._writer = AsyncCheckpointWriter(self._report)
-        self._last_time, self._last_step = last_time, 0
+        self._last_time, self._last_step = last_time or time.time(), 0
 
     def is_time_due(self) -> bool:
         """Return whether `checkpoint.interval=auto` asks for a checkpoint, by this rank's clock.
