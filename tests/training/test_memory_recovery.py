@@ -80,7 +80,8 @@ def test_recovery_with_changed_ranks_and_a_new_worker_keeps_the_losses(pool: War
 
 def test_a_generation_of_no_steps_saves_the_state_in_memory(pool: WarmPool, tmp_path: Path) -> None:
     """After a stop between generations, on other ranks: the same files as those of a run that ended at that step."""
-    first = make_worker_spec(make_small_config(tmp_path, *OVERRIDES, "parallel.zero=1"), 3, steps_to=3)
+    config = make_small_config(tmp_path, *OVERRIDES, "parallel.zero=1", "checkpoint.interval=0")
+    first = make_worker_spec(config, 3, steps_to=3)
     ended = pool.call(run_generation, 3, [first], (0, 1, 2), (0, 1, 2))
     saving = replace(first, memory_step=3, end_step=3, generation=first.generation + 1, has_pending_checkpoint=True)
     saved = pool.call(run_generation, 3, [saving], (2, 0, 1), ())
