@@ -52,12 +52,12 @@ def announce_run(
     """Print a summary of the run before it trains. Model and data of a script are its own."""
     config, model_spec, custom = prepared.config, prepared.model_spec, prepared.custom
     print_line(f"run     {config.run.dir}  seed {config.run.seed}")
-    for line in describe_choices(config):
-        print_line(line)
     if isinstance(custom, Script):
         print_line(f"script  {' '.join([custom.path, *custom.arguments])}")
         print_line(f"layout  {layout.describe()}")
         return
+    for line in describe_choices(config):
+        print_line(line)
     if custom is not None:
         print_line("model   given by the caller")
     else:

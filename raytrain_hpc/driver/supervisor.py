@@ -92,8 +92,9 @@ class Supervisor:
         self._deadline = find_deadline(self._config, os.environ, self._timestamps["began"])
         prepared = prepare_run(self._config, self._custom, self._print_once)
         if (finished := load_finished_run(prepared)) is not None:
-            steps = self._config.train.steps
-            self._console.print_line(f"already trained: {finished.checkpoint} is at step {steps} of {steps}")
+            self._console.print_line(
+                f"already trained: {self._config.run.dir} is at step {finished.steps} of {self._config.train.steps}"
+            )
             return finished
         with open_backend(self._config) as backend:
             self._timestamps["cluster"] = time.time()
