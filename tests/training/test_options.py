@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
 
@@ -24,12 +25,13 @@ def test_recompute_keeps_the_losses(pool: WarmPool, policy: str, layout: list[st
 
 
 def test_compiled_blocks_keep_the_loss_curve(pool: WarmPool) -> None:
-    one_layer = (
-        "model.num_layers=1"  # a cold compiler takes half a minute per block; tests/model compiles several blocks
-    )
-    expected = run_losses(pool, *EXACT, one_layer)
-    compiled = run_losses(pool, *EXACT, one_layer, "train.compile=true")
-    assert compiled == pytest.approx(expected, rel=1e-12)
+    one_layer = "model.num_layers=1"  # a cold compiler takes half a minute per block; tests/model compiles several
+    # torch 2.11 cannot run the compiled backward pass of attention in fp64 on CPUs.
+    dtype, bound = ("fp32", 1e-6) if torch.__version__.startswith("2.11.") else ("fp64", 1e-12)
+    words = [*EXACT, one_layer, f"train.dtype={dtype}"]
+    expected = run_losses(pool, *words)
+    compiled = run_losses(pool, *words, "train.compile=true")
+    assert compiled == pytest.approx(expected, rel=bound)
 
 
 def test_bf16_stays_near_fp32_under_every_layout(pool: WarmPool) -> None:
