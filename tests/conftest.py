@@ -39,6 +39,42 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "distributed/test_abort",
     "runtime/test_heartbeat",
 }
+QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ray; few processes, and one fault
+    "architecture/test_structure",
+    "checkpoint/test_lease",
+    "checkpoint/test_shard_io",
+    "cli/test_discovery",
+    "cli/test_plan",
+    "config/test_config",
+    "config/test_loading",
+    "config/test_model_spec",
+    "data/dataset/test_manifest",
+    "data/loader/test_packing",
+    "data/loader/test_sampler",
+    "data/tokenizer/test_tokenizers",
+    "distributed/test_network_interface",
+    "docs/test_references",
+    "driver/test_auto_layout",
+    "driver/test_membership_planner",
+    "driver/test_run_directory",
+    "elastic/test_deadline",
+    "elastic/test_recovery",
+    "elastic/test_watchdog",
+    "jobs/test_cluster_files",
+    "model/test_decoder",
+    "model/test_random_bits",
+    "observability/test_console",
+    "optim/test_lr_scheduler",
+    "parallel/test_comm_volume",
+    "planner/test_placement",
+    "planner/test_search",
+    "run_report/test_charts",
+    "snapshot/test_memory_store",
+    "state/test_reshard",
+    "state/test_shard_index",
+    "training/test_checkpoint_interval",
+    "training/test_memory_recovery",
+}
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives workers the lowest priority
@@ -70,6 +106,9 @@ def ray_cluster() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _is_serial(item.nodeid))  # the longest first
+    for item in items:
+        if _get_file(item.nodeid) in QUICK_TESTS:
+            item.add_marker("quick")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,4 +134,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _is_serial(nodeid: str) -> bool:
-    return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py") in SERIAL_TESTS
+    return _get_file(nodeid) in SERIAL_TESTS
+
+
+def _get_file(nodeid: str) -> str:
+    return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")

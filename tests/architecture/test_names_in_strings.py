@@ -18,7 +18,7 @@ import raytrain_hpc
 from raytrain_hpc.bench import BENCHMARKS
 from raytrain_hpc.cli.main import COMMANDS
 from raytrain_hpc.parallel.blocking_collectives import get_blocking_files, wait_all
-from tests.conftest import SERIAL_TESTS
+from tests.conftest import QUICK_TESTS, SERIAL_TESTS
 from tests.warm_pool import PRELOADED_MODULES
 
 PACKAGE = Path(raytrain_hpc.__file__).parent
@@ -67,6 +67,17 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
     modules = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert functions >= {"plan", "train", "start", "attach", "prepare", "generate", "report", "load_config"}
     assert not functions & modules
+
+
+def test_quick_tests_exist_need_no_ray_and_cover_every_package() -> None:
+    for name in QUICK_TESTS:
+        assert (TESTS / f"{name}.py").is_file(), name
+    assert not QUICK_TESTS & SERIAL_TESTS
+    packages = {path.name for path in TESTS.iterdir() if any(path.rglob("test_*.py"))}
+    # The tests of these take processes, or imports of seconds.
+    assert packages - {name.split("/")[0] for name in QUICK_TESTS} == {
+        *("bench", "examples", "huggingface", "runtime", "worker")
+    }
 
 
 def test_every_command_is_in_the_file_of_its_name() -> None:
