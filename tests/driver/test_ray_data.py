@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,50 +15,48 @@ from raytrain_hpc.data.loader.block_stream import BlocksUnavailableError
 from tests.conftest import OBJECT_STORE_BYTES
 from tests.data.loader.test_exactly_once import find_reader_processes, wait_until
 from tests.driver.cli_process import count_steps, curve_point, read_curve
+from tests.driver.throttle import throttle
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
-WORDS = [
-    "train.steps=700",
-    "train.global_batch_size=4",
-    "cluster.workers=2",
-    "checkpoint.interval=0",
-    "train.micro_batch_size=2",
-]
+# At a constant learning rate, the curve does not depend on the last step.
+WORDS = ["train.steps=20000", "lr_scheduler.name=constant", "train.global_batch_size=4", "train.micro_batch_size=2"]
+WORDS += ["cluster.workers=2", "checkpoint.interval=0"]
 
 
-@pytest.fixture(scope="module")
-def local_curve(ray_cluster: None, pool: WarmPool) -> list:
-    """Return the curve of ranks that read their own data, without Ray or a driver."""
-    return [curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *WORDS))[0])]
+def stop_and_compare(run: rt.Run, run_dir: Path, pool: WarmPool) -> None:
+    """Stop the run, and compare its curve with that of ranks that read their own data, without Ray or a driver."""
+    run.stop()
+    result = run.result(timeout=60)
+    records = pool.train(make_small_config(None, *WORDS), steps_to=result.steps)[0]
+    assert result.outcome == "stopped" and count_steps(run_dir) == result.steps
+    assert read_curve(run_dir, result.steps) == [curve_point(metrics) for metrics in get_step_metrics(records)]
+
+
+def wait_for_steps(run_dir: Path, count: int) -> None:
+    """Wait until `count` more steps are committed."""
+    before = count_steps(run_dir)
+    wait_until(lambda: count_steps(run_dir) >= before + count)
 
 
 @pytest.mark.timeout(200)
 def test_killed_ray_readers_do_not_change_the_losses(
-    local_curve: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ray_cluster: None, pool: WarmPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = rt.start(make_small_config(tmp_path, *WORDS, "data.engine=ray"))
-    killed = []
-
-    def kill() -> None:
-        while run.running and not killed:
-            for pid in find_reader_processes():
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-            time.sleep(0.05)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    run.result(timeout=180)
-    killer.join()
-    assert read_curve(tmp_path, 700) == local_curve
-    assert killed and count_steps(tmp_path) == 700
-    assert "lost" not in capfd.readouterr().out
+    run = rt.start(make_small_config(tmp_path, *WORDS, *throttle(2), "data.engine=ray"))
+    wait_until(lambda: count_steps(tmp_path) and find_reader_processes())
+    wait_for_steps(tmp_path, 30)
+    for pid in (killed := find_reader_processes()):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: set(find_reader_processes()) - set(killed))  # Ray Data starts another one
+    wait_for_steps(tmp_path, 30)
+    stop_and_compare(run, tmp_path, pool)
+    assert killed and "lost" not in capfd.readouterr().out
     wait_until(lambda: not find_reader_processes())
 
 
 @pytest.mark.timeout(200)
 def test_full_object_store_does_not_change_the_losses(
-    local_curve: list, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ray_cluster: None, pool: WarmPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Fill the object store with objects in use: blocks spill to disk, or ranks read their own data."""
     import ray
@@ -75,10 +71,12 @@ def test_full_object_store_does_not_change_the_losses(
     occupant = Occupant.remote()
     try:
         assert ray.get(occupant.fill.remote()) >= OBJECT_STORE_BYTES
-        rt.train(make_small_config(tmp_path, *WORDS, "data.engine=ray"))
+        run = rt.start(make_small_config(tmp_path, *WORDS, *throttle(2), "data.engine=ray"))
+        wait_until(lambda: count_steps(tmp_path) and find_reader_processes())
+        wait_for_steps(tmp_path, 200)
+        stop_and_compare(run, tmp_path, pool)
     finally:
         ray.kill(occupant)
-    assert read_curve(tmp_path, 700) == local_curve and count_steps(tmp_path) == 700
     assert not (tmp_path / "incidents.jsonl").exists() and "Traceback" not in capfd.readouterr().out
 
 

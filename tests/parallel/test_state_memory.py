@@ -64,13 +64,14 @@ class AllocationTracker(TorchDispatchMode):
         self._excluded.update(tensor.untyped_storage() for tensor in tensors)
 
     def count_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._allocated if storage.device.type != "meta")
+        return sum(storage.nbytes() for storage in self._allocated)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.untyped_storage() not in self._excluded:
-                self._allocated.add(tensor.untyped_storage())
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta:
+                if (storage := tensor.untyped_storage()) not in self._excluded:
+                    self._allocated.add(storage)
         return result
 
 
