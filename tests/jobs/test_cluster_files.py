@@ -55,7 +55,7 @@ def test_rayjob_matches_ray_and_the_command_line() -> None:
     assert job["spec"].keys() <= known_keys
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"ray[default]=={version.rpartition('.')[0]}.*" in (ROOT / "cluster/Containerfile").read_text()
-    oldest = re.search(r'"ray\[.*\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    oldest = re.search(r'"ray\[.*\]>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text())
     assert oldest is not None and tuple(map(int, version.split("."))) >= tuple(map(int, oldest[1].split(".")))
     program, verb, config, *words = shlex.split(job["spec"]["entrypoint"])
     assert (program, verb) == ("raytrain-hpc", "train")
