@@ -69,9 +69,10 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta:
-                if (storage := tensor.untyped_storage()) not in self._excluded:
-                    self._allocated.add(storage)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+                continue
+            if (storage := tensor.untyped_storage()) not in self._excluded:
+                self._allocated.add(storage)
         return result
 
 
