@@ -24,7 +24,9 @@ BIN = Path(sys.executable).parent
 SMALL = """
 data: {path: synthetic}
 model: {vocab_size: 64, hidden_size: 32, num_layers: 2, num_heads: 4}
-train: {seq_len: 16, global_batch_size: 4, warmup: 0, schedule: constant, eval_samples: 4}
+train: {seq_len: 16, global_batch_size: 4}
+lr_scheduler: {name: constant, warmup_steps: 0}
+eval: {samples: 4}
 cluster: {workers: 2}
 logging: {interval: 1, tensorboard: false}
 """

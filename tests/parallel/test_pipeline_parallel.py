@@ -60,12 +60,12 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
         (["parallel.pp=3"], "pp=3", "must divide the 4 workers"),
         (
             ["parallel.pp=2", "parallel.pp_stages_per_rank=2"],
-            "virtual_stages=2",
+            "pp_stages_per_rank=2",
             "1f1b has one stage per rank; leave it auto",
         ),
         (
             ["parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.pp_stages_per_rank=3"],
-            "virtual_stages=3",
+            "pp_stages_per_rank=3",
             "two stages per rank",
         ),
         (["parallel.pp=2", "train.compile=true"], "pp=2", "set train.compile=false"),

@@ -110,7 +110,8 @@ def test_published_throughputs_are_predicted() -> None:
 
 def test_published_best_layouts_are_predicted_to_be_among_the_best() -> None:
     assert sum(row.slowdown <= 0.15 for row in build_rows()) >= 11
-    assert sum(row.num_faster < row.num_fitting / 10 for row in build_rows()) >= 12
+    # An eighth of the distinct layouts: with ZeRO over one rank counted twice, these were within a tenth.
+    assert sum(row.num_faster < row.num_fitting / 8 for row in build_rows()) >= 12
 
 
 def compute_spearman(a: list[float], b: list[float]) -> float:

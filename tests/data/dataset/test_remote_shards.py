@@ -97,7 +97,7 @@ def test_invalid_uri_is_reported_without_credentials(bucket: str) -> None:
 
 
 def test_remote_dataset_is_copied_to_the_local_cache(bucket: str, dataset: Path, tmp_path: Path) -> None:
-    data = DataConfig(path=bucket, preload=str(tmp_path))
+    data = DataConfig(path=bucket, local_cache=str(tmp_path))
     opened = StreamSpec(data, VOCAB_SIZE, 3, 16, 8, 4).open_dataset()
     copies = {path.name: path for path in tmp_path.glob("dataset-*/*.arrow")}
     assert {name: path.read_bytes() for name, path in copies.items()} == {
