@@ -33,7 +33,8 @@ def require_gpu(benchmark: str) -> torch.device:
 def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
     """Build the trainer of a run with one rank, and prefetch its data for all of train.steps."""
     release_memory()
-    config = resolve_compile(resolve_dtype(config, has_bf16=True), has_accelerator=True)
+    has_accelerator = device.type == "cuda"
+    config = resolve_compile(resolve_dtype(config, has_bf16=has_accelerator), has_accelerator=has_accelerator)
     prepared = prepare_run(config, None, lambda line: None)
     layout, batching = prepared.resolve_layout(1)
     spec = WorkerSpec(
