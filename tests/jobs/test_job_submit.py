@@ -27,10 +27,10 @@ def read_steps(run_dir: Path) -> list[int]:
 
 
 def test_wrong_config_fails_and_is_logged(head: Head, tmp_path: Path) -> None:
-    submitted = head.submit("wrong", f"run.dir={tmp_path}/run", "train.lrr=1")
+    submitted = head.submit("wrong", f"run.dir={tmp_path}/run", "optimizer.lrr=1")
     assert submitted.returncode != 0
     assert head.status("wrong") == "FAILED"
-    assert "error: train.lrr=1 (command line): no such key; did you mean optimizer.lr?" in head.logs("wrong")
+    assert "error: optimizer.lrr=1 (command line): no such key; did you mean optimizer.lr?" in head.logs("wrong")
     assert not (tmp_path / "run").exists()
 
 
