@@ -149,7 +149,8 @@ def find_setting(key: str) -> str:
         return FOREIGN_NAMES[name]
     # After typing errors, the most frequent mistake is the right key in a wrong section, or in none ("optim.lr").
     matches = [k for k in keys if k.rpartition(".")[2] == name] if "." not in key else []
-    matches = matches or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    current = {k: k for k in keys} | FORMER_KEYS  # a former key can be misspelled too: train.lrr
+    matches = matches or [current[k] for k in difflib.get_close_matches(key, current, n=1, cutoff=0.6)]
     matches = matches or [k for k in keys if k.rpartition(".")[2] == name]
     matches = matches or [new for old, new in FORMER_KEYS.items() if old.rpartition(".")[2] == name]
     return matches[0] if matches else ""

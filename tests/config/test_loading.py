@@ -118,6 +118,14 @@ def test_every_name_of_the_alias_table_is_answered() -> None:
         assert old not in get_fields()
 
 
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [("train.lrr", "optimizer.lr"), ("train.stepz", "train.steps"), ("optim.lr", "optimizer.lr"), ("seed", "run.seed")],
+)
+def test_misspelled_key_is_answered(key: str, suggestion: str) -> None:
+    assert suggest_key(key) == f"did you mean {suggestion}?"
+
+
 def test_former_section_of_a_file_is_answered_by_key(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("observe:\n  log_every: 5\n")
     with pytest.raises(ConfigError, match=r"observe.log_every=5 .*a.yaml:2\): .*mean logging.interval"):
