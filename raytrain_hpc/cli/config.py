@@ -12,6 +12,7 @@ import click
 
 from raytrain_hpc.cli.options import KEY_OR_SECTION, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.aliases import FORMER_KEYS, suggest_key
+from raytrain_hpc.config.fixed_settings import get_rule
 from raytrain_hpc.config.schema import SECTIONS, get_fields
 from raytrain_hpc.config.value_types import describe_key_type, format_value
 from raytrain_hpc.errors import ConfigError
@@ -78,12 +79,14 @@ def _format_key(key: str) -> Iterator[str]:
 
 
 def _format_details(key: str) -> Iterator[str]:
-    """Yield the bounds of a key and its former name."""
+    """Yield the bounds of a key, whether a run keeps it, and its former name."""
     metadata = get_fields()[key].metadata
     if metadata["minimum"] is not None:
         yield f"      At least {metadata['minimum']:g}."
     if metadata["above"] is not None:
         yield f"      More than {metadata['above']:g}."
+    if get_rule(key) != "changeable":
+        yield "      Fixed once the run has a checkpoint."
     former = [old for old, new in FORMER_KEYS.items() if new == key]
     if former:
         yield f"      Formerly {', '.join(former)}."

@@ -26,7 +26,7 @@ def format_plan(plan: dict[str, Any], max_rows: int = 8) -> list[str]:
         f"state         {plan['state_bytes_per_rank'] / 2**30:.2f} GiB per worker, without activations",
         f"compute       {plan['flops_per_token'] / 1e9:.3f} GFLOP per token; mfu counts {plan['flops_convention']}",
         f"budget        {budget['tokens']:.3g} tokens: {_format_days(budget['days'])}, "
-        f"{budget['device_hours']:,.3g} device hours",
+        f"{_format_hours(budget['device_hours'])} device hours",
         f"failures      one in {hours:,.1f} h ({failures['device_hours']:,.0f} h per device); best checkpoint interval "
         f"{minutes:,.1f} min",
         f"goodput       {100 * failures['in_memory']:.2f}% in memory ({failures['pause_s']:g} s per failure), "
@@ -41,7 +41,11 @@ def _describe_layout(layout: dict[str, Any]) -> str:
 
 
 def _format_days(days: float) -> str:
-    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.3g} hours"
+    return f"{days:,.1f} days" if days >= 1 else f"{_format_hours(24 * days)} hours"
+
+
+def _format_hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _format_omitted(layouts: list[dict[str, Any]], max_rows: int) -> list[str]:

@@ -73,7 +73,7 @@ def _rebuild_result(directory: RunDirectory, newest: Checkpoint) -> Result:
         steps=newest.step,
         tokens=last.get("train/tokens", 0),
         wall_s=wall_s,
-        goodput=productive_s / wall_s if wall_s else 0.0,
+        goodput=min(1.0, productive_s / wall_s) if wall_s else 0.0,  # the two clocks differ by rounding
         restarts=sum("world" in json.loads(line) for line in directory.read_incidents()),
         layout=json.loads(plan.read_text())["layout"] if plan.exists() else {},
         checkpoint=str(newest.path),

@@ -37,8 +37,13 @@ def test_config_lists_every_key_with_its_description() -> None:
 def test_config_explains_a_key_and_a_section() -> None:
     output = run("config", "logging.interval", "lora")
     assert "logging.interval=10  (a whole number)" in output and "At least 1." in output
-    assert "Formerly observe.log_every." in output
+    assert "Formerly observe.log_every." in output and "Fixed" not in output
     assert output.count("lora.") == 3 and "train." not in output
+
+
+def test_config_says_which_keys_a_run_keeps() -> None:
+    for key in ("optimizer.lr", "model.num_layers"):
+        assert "Fixed once the run has a checkpoint." in run("config", key)
 
 
 def test_config_prints_resolved_settings_with_their_origins() -> None:
