@@ -6,14 +6,13 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 import click
 
 from raytrain_hpc.cli.options import KEY_OR_SECTION, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.aliases import FORMER_KEYS, suggest_key
 from raytrain_hpc.config.fixed_settings import get_rule
-from raytrain_hpc.config.schema import SECTIONS, get_fields
+from raytrain_hpc.config.schema import SECTIONS, get_default, get_fields
 from raytrain_hpc.config.value_types import describe_key_type, format_value
 from raytrain_hpc.errors import ConfigError
 
@@ -72,7 +71,7 @@ def _format_keys(names: tuple[str, ...]) -> Iterator[str]:
 
 def _format_key(key: str) -> Iterator[str]:
     field = get_fields()[key]
-    yield f"  {key}={format_value(get_default(field))}  ({describe_key_type(key)})"
+    yield f"  {key}={format_value(get_default(key))}  ({describe_key_type(key)})"
     width = min(110, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(field.metadata["doc"], width - 6, break_on_hyphens=False)
     yield from (f"      {line}" for line in lines)
@@ -90,11 +89,6 @@ def _format_details(key: str) -> Iterator[str]:
     former = [old for old, new in FORMER_KEYS.items() if new == key]
     if former:
         yield f"      Formerly {', '.join(former)}."
-
-
-def get_default(field: Any) -> Any:
-    """Return the default of a key's dataclass field."""
-    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _get_first_line(doc: str | None) -> str:

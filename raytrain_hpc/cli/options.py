@@ -82,13 +82,19 @@ def _suggest_word(command: click.Command, option: str, args: list[str]) -> str:
     setting = find_setting(option.lstrip("-").replace("-", "_"))
     if not setting:
         return "no such option; settings are key=value words, and `raytrain-hpc config` lists all keys"
-    if "=" not in setting.partition(" ")[0]:
-        position = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
-        value = args[position].partition("=")[2] if "=" in (args[position : position + 1] or [""])[0] else ""
-        value = value or next((word for word in args[position + 1 : position + 2] if not word.startswith("-")), "VALUE")
-        key, _, explanation = setting.partition(" ")
-        setting = f"{key}={value} {explanation}".rstrip()
-    return f"settings are key=value words; write {setting}"
+    key, _, explanation = setting.partition(" ")
+    if "=" not in key:
+        key = f"{key}={_find_option_value(option, args)}"
+    return f"settings are key=value words; write {f'{key} {explanation}'.rstrip()}"
+
+
+def _find_option_value(option: str, args: list[str]) -> str:
+    """Return the value that `--option VALUE` or `--option=VALUE` gives in `args`, or "VALUE" if there is none."""
+    for word, following in zip(args, [*args[1:], "-"], strict=True):
+        name, _, value = word.partition("=")
+        if name == option:
+            return value or ("VALUE" if following.startswith("-") else following)
+    return "VALUE"
 
 
 def print_errors_on_one_line(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
 from typing import Any
 
-from raytrain_hpc.config.schema import PLANNABLE_KEYS, SECTIONS, get_fields, to_dict
+from raytrain_hpc.config.schema import PLANNABLE_KEYS, SECTIONS, get_default, get_fields, to_dict
 from raytrain_hpc.config.value_types import get_type, make_json_schema
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}  # ${section.key}, resolved when the file is loaded
@@ -43,8 +42,7 @@ def _make_key_schema(key: str) -> dict[str, Any]:
         options = [*options, {"const": "auto"}, {"type": "array", "items": options[0], "minItems": 1}]
     if {"type": "string"} not in options:
         options = [*options, _REFERENCE]
-    default = field.default if field.default_factory is MISSING else to_dict(field.default_factory())
-    return {"description": field.metadata["doc"], "default": default, "anyOf": options}
+    return {"description": field.metadata["doc"], "default": to_dict(get_default(key)), "anyOf": options}
 
 
 def _add_bound(schema: dict[str, Any], name: str, bound: float) -> None:

@@ -6,7 +6,6 @@ Every invalid setting is a one-line ConfigError with the setting's origin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from raytrain_hpc.config.field import suggest_name
 from raytrain_hpc.config.init_from import read_model_settings
 from raytrain_hpc.config.presets import PRESET_TRAINING, PRESETS
 from raytrain_hpc.config.recipes import find_recipe
-from raytrain_hpc.config.schema import AUTO, PLANNABLE_KEYS, SECTIONS, Config, get_fields, to_dict
+from raytrain_hpc.config.schema import AUTO, PLANNABLE_KEYS, SECTIONS, Config, get_default, get_fields, to_dict
 from raytrain_hpc.config.validation import validate_config
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.config.yaml_file import TEXT_KEYS, Setting, check_text, read_yaml_file
@@ -47,7 +46,7 @@ def load_config(
 
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, resolve references, and validate the result."""
-    values = get_defaults()
+    values = {key: get_default(key) for key in get_fields()}
     auto_choices: dict[str, list[Any] | None] = {}
     settings = _prepend_model_settings(settings)
     for setting in settings:
@@ -56,7 +55,7 @@ def build_config(settings: list[Setting]) -> Config:
             auto_choices.pop(setting.key, None)
             if isinstance(setting.value, list) or (setting.value == AUTO and values[setting.key] != AUTO):
                 auto_choices[setting.key] = _collect_choices(setting)
-                values[setting.key] = (auto_choices[setting.key] or [get_defaults()[setting.key]])[0]
+                values[setting.key] = (auto_choices[setting.key] or [get_default(setting.key)])[0]
                 continue
         values[setting.key] = setting.value if _has_reference(setting.value) else _convert(setting)
     sources = {setting.key: setting for setting in settings}
@@ -81,11 +80,6 @@ def complete_config(config: Config) -> None:
     config.run.dir = str(Path(f"runs/{config.run.name}" if config.run.dir == AUTO else config.run.dir).expanduser())
     if config.run.init_from:
         config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
-
-
-def get_defaults() -> dict[str, Any]:
-    """Return the default of every key."""
-    return {key: f.default if f.default_factory is MISSING else f.default_factory() for key, f in get_fields().items()}
 
 
 def config_to_yaml(config: Config) -> str:
@@ -222,7 +216,6 @@ __all__ = [
     "build_config",
     "complete_config",
     "config_to_yaml",
-    "get_defaults",
     "get_key_docs",
     "load_config",
 ]

@@ -6,7 +6,7 @@ keyword is declared with a trailing underscore (`async_`) and written without it
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
 from raytrain_hpc.config.fault_config import FaultConfig, FaultKind, InjectConfig
@@ -284,6 +284,12 @@ def get_fields() -> dict[str, Field[Any]]:
     return {f"{name}.{f.name.rstrip('_')}": f for name, section in SECTIONS.items() for f in fields(section)}
 
 
+def get_default(key: str) -> Any:
+    """Return the default of a key."""
+    f = get_fields()[key]
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
 def to_dict(config: object) -> Any:
     """Convert a config or a section to dicts and lists, with keys as written in YAML."""
     if isinstance(config, Config):
@@ -318,6 +324,7 @@ __all__ = [
     "SourceConfig",
     "StageConfig",
     "TrainConfig",
+    "get_default",
     "get_fields",
     "to_dict",
 ]

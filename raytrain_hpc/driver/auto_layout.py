@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import replace
 from math import gcd
 
-from raytrain_hpc.config.schema import AUTO
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.planner.explain import describe_fit, explain_estimate
 from raytrain_hpc.planner.hardware import Machine, make_machine
@@ -36,8 +35,8 @@ def resolve_auto_layout(
     free_settings = dict(
         build_search_space(config, has_accelerator=has_accelerator, data_parallel_only=prepared.custom is not None)
     )
-    if prepared.custom is not None and config.train.compile == AUTO:
-        config.train = replace(config.train, compile=False)
+    if prepared.custom is not None:  # train.compile=auto compiles the built-in decoder only
+        config = resolve_compile(config, has_accelerator=False)
     if prepared.stored_batching is not None:  # the batch was split when the run first started
         free_settings.pop("micro_batch_size", None)
     if not free_settings:
