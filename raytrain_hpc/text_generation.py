@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
@@ -41,8 +42,14 @@ def generate(
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     sampled_ids: list[int] = []
     yielded = ""
+
+    def predict(tokens: Tensor) -> Tensor:
+        # The model's vocabulary can be larger than the tokenizer's, which cannot decode the ids beyond its own.
+        logits: Tensor = model(tokens)
+        return logits[..., : tokenizer.vocab_size]
+
     for token in sample_tokens(
-        model, prompt_ids, max_tokens, context_length=seq_len, temperature=temperature, top_k=top_k, seed=seed
+        predict, prompt_ids, max_tokens, context_length=seq_len, temperature=temperature, top_k=top_k, seed=seed
     ):
         sampled_ids.append(token)
         text = tokenizer.decode(sampled_ids)

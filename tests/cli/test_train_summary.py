@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import raytrain_hpc as rt
 from raytrain_hpc import Result, load_config
 from raytrain_hpc.cli.train_summary import sample_text
 from raytrain_hpc.config.schema import Config
+from tests.warm_pool import make_small_config
 
 
 @pytest.fixture
@@ -34,3 +36,12 @@ def test_sample_is_printed_and_stored(run: tuple[Config, Result], tmp_path: Path
 def test_sample_that_cannot_be_stored_is_reported(run: tuple[Config, Result], tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").mkdir()
     assert list(sample_text(*run))[-1] == "alarm: the sample was not stored: Is a directory"
+
+
+def test_sample_of_a_model_with_more_tokens_than_the_tokenizer(tmp_path: Path) -> None:
+    """Models are padded or imported with larger vocabularies; one that is hardly trained would pick any id."""
+    config = make_small_config(
+        tmp_path, "cluster.workers=0", "data.path=stdlib", "model.vocab_size=2000", "train.steps=2"
+    )
+    rt.train(config, quiet=True)
+    assert len("".join(rt.generate(tmp_path, max_tokens=50))) > 0
