@@ -32,7 +32,8 @@ def find_pending_eval_metrics(run: PreparedRun, step: int, last_metrics: dict[st
 def load_finished_run(run: PreparedRun) -> Result | None:
     """Return the result of a run that has its checkpoint of the last step and no evaluation pending, otherwise None.
 
-    No file is changed, except that a result.json that is missing, because the driver was killed, is written.
+    No file is changed, except that a result.json that is missing, because the driver was killed, is written. One that
+    cannot be read is kept, and the result is built from the other files.
     """
     newest = run.newest_checkpoint
     if newest is None or newest.step < run.config.train.steps or find_pending_eval_metrics(run, newest.step, {}):
@@ -40,6 +41,7 @@ def load_finished_run(run: PreparedRun) -> Result | None:
     result = _read_result(run.directory)
     if result is None:
         result = _rebuild_result(run.directory, newest)
+    if not run.directory.result.exists():
         lease = Lease.acquire(run.directory.path, owner=run.config.run.name)
         try:
             run.directory.write_result(result.to_json())
@@ -49,7 +51,7 @@ def load_finished_run(run: PreparedRun) -> Result | None:
 
 
 def _read_result(directory: RunDirectory) -> Result | None:
-    """Return the content of result.json, or None if there is none with all keys."""
+    """Return the content of result.json, or None if it is missing, unreadable or lacks keys of today."""
     try:
         return Result.from_json(json.loads(directory.result.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):

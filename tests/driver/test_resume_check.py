@@ -105,6 +105,13 @@ def test_a_missing_result_is_restored_from_the_other_files(run_dir: Path) -> Non
     assert {Path(path).name for path in changed} <= {"result.json", "lease.json", ".lease.json.lock"}
 
 
+def test_a_result_that_cannot_be_read_is_kept(run_dir: Path) -> None:
+    (run_dir / "result.json").write_text('{"steps": 4')
+    before = read_files(run_dir)
+    assert start(run_dir).steps == 4
+    assert read_files(run_dir) == before
+
+
 def test_more_steps_continue_the_run(run_dir: Path) -> None:
     result = start(run_dir, "train.steps=6", "logging.interval=3")
     assert (result.outcome, result.steps) == ("done", 6)
