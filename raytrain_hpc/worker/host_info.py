@@ -75,7 +75,12 @@ def _get_cpu_name() -> str:
 
 
 def _get_version(name: str) -> str:
-    """Return the version of an installed package, or "missing"."""
+    """Return the version of an installed package, or "missing".
+
+    That of torch with its build, "2.15.0+cu132", which the package's metadata may leave out.
+    """
+    if name == "torch":
+        return str(torch.__version__)
     try:
         return version(name)
     except PackageNotFoundError:
