@@ -12,6 +12,7 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)\.?(?: Some common causes i
 _KILLED_OR_CRASHED = "connection error code 2"  # Ray learns of the death from a closed connection only
 _IDENTIFIER = re.compile(r"\b[0-9a-f]{32,}\b")
 _DEATH_MESSAGES = ("A worker died or was killed", "The node with node id")
+_RAYLET_DIED, _RAYLET_LOG = "Raylet is terminated.", " Last "  # the message, and what precedes 20 lines of its log
 
 
 def extract_last_line(error: BaseException) -> str:
@@ -32,7 +33,8 @@ def describe_actor_death(error: BaseException) -> str:
 class DeathMessageFilter:
     """Filter of what Ray prints in the driver: hides its messages about the death of workers that the run reports.
 
-    Output of workers and all other messages of Ray are still printed.
+    The end of a raylet, which names no node, is printed without its log. Output of workers and all other messages of
+    Ray are still printed.
     """
 
     def __init__(self) -> None:
@@ -57,9 +59,14 @@ class DeathMessageFilter:
     def _print_others(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         lines = data["lines"]
         if data.get("pid") == "raylet":
-            lines = [line for line in lines if not self._is_hidden(line)]
+            lines = [_shorten(line) for line in lines if not self._is_hidden(line)]
         if lines and self._print is not None:
             self._print({**data, "lines": lines}, *args, **kwargs)
 
     def _is_hidden(self, line: str) -> bool:
         return line.lstrip().startswith(_DEATH_MESSAGES) and any(marker in line for marker in self._markers)
+
+
+def _shorten(line: str) -> str:
+    reasons, log, _ = line.partition(_RAYLET_LOG)
+    return f"{reasons} See raylet.out on its node." if log and line.startswith(_RAYLET_DIED) else line

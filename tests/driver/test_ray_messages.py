@@ -22,6 +22,11 @@ NODE_DIED = (
     f"The node with node id: {NODE_ID} and address: 10.0.0.1 and node name: 10.0.0.1 has been marked dead because the "
     "detector has missed too many heartbeats from it."
 )
+RAYLET_DIED = (
+    "Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL by the user or system OOM "
+    "killer, (2) Invalid memory access from Raylet causing SIGSEGV or SIGBUS, (3) Other termination signals. "
+)
+RAYLET_LOG = f"Last 20 lines of the Raylet logs:\n    node_manager.cc:210: Initializing NodeManager. node_id={NODE_ID}"
 
 
 def print_as_ray(line: str, pid: object = "raylet") -> None:
@@ -46,6 +51,8 @@ def test_only_reported_deaths_are_hidden(monkeypatch: pytest.MonkeyPatch) -> Non
         print_as_ray(line)
     print_as_ray(WORKER_DIED, pid=9831)  # a worker that prints such a text
     assert printed == [WORKER_DIED, *others, WORKER_DIED]
+    print_as_ray(RAYLET_DIED + RAYLET_LOG)
+    assert printed[-1] == RAYLET_DIED + "See raylet.out on its node."
     messages.remove()
     print_as_ray(NODE_DIED)
     assert printed[-1] == NODE_DIED
