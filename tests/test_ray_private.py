@@ -57,7 +57,7 @@ def test_the_address_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_notice_about_authentication_comes_from_the_hidden_logger() -> None:
     name = "ray._private.authentication.authentication_token_setup"
     if importlib.util.find_spec("ray._private.authentication") is None:
-        assert ray.__version__ == "2.50.0"  # has no authentication tokens
+        assert ray.__version__.startswith("2.50.")  # has no authentication tokens
         return
     logger: logging.Logger = importlib.import_module(name).logger
     assert logger.name == name

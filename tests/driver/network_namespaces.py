@@ -61,7 +61,7 @@ class NamespacedNodes:
             _ip("-n", name, "link", "set", interface, "up", check=True)
         self._start(0, "--head", "--port=6399", f"--temp-dir={self._directory}", "--include-dashboard=false")
         self.env["RAY_ADDRESS"] = f"{FIRST_ADDRESS}:6399"
-        self._start(1, f"--address={FIRST_ADDRESS}:6399")
+        self._add_second_node()
 
     def on_first_node(self, *command: str) -> list[str]:
         """Return the command line that runs the command on the head node."""
@@ -86,7 +86,7 @@ class NamespacedNodes:
         for process in self._processes(1):
             process.kill()
         self.heal()
-        self._start(1, f"--address={FIRST_ADDRESS}:6399")
+        self._add_second_node()
 
     def close(self) -> None:
         for number, name in enumerate(self._names):
@@ -94,6 +94,14 @@ class NamespacedNodes:
                 process.kill()
             _ip("netns", "del", name)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _add_second_node(self) -> None:
+        """Start the node. A driver of Ray 2.50 takes its address from a file, which must remain that of the head."""
+        files = Path(self._directory).glob("session_*/node_ip_address.json")
+        address_files = {path: path.read_text() for path in files}
+        self._start(1, f"--address={FIRST_ADDRESS}:6399")
+        for path, text in address_files.items():
+            path.write_text(text)
 
     def _start(self, number: int, *words: str) -> None:
         address = (FIRST_ADDRESS, SECOND_ADDRESS)[number]

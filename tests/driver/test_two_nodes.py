@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raytrain_hpc.config.loader import load_config
 from tests.driver.cli_process import curve_point
@@ -102,6 +103,9 @@ def read_workers(run_dir: Path) -> list[dict[str, Any]]:
     return entries
 
 
+@pytest.mark.skipif(
+    ray.__version__.startswith("2.50."), reason="a driver of Ray 2.50 may connect to either of two nodes of one host"
+)
 def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
     """Lose a node whose shards the other node holds as replicas, grow onto an added node, and leave it when it drains.
 

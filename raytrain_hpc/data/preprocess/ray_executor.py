@@ -53,12 +53,19 @@ class RayDataExecutor:
         with _connect_to_ray(self._address, self._num_workers), _silence_ray_data():
             rows = [{"piece": pickle.dumps(partition)} for partition in partitions]
             dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
-            results = dataset.map(_TaskWrapper(task), compute=ray.data.TaskPoolStrategy(self._num_workers), num_cpus=1)
+            results = dataset.map(_TaskWrapper(task), num_cpus=1, **_limit_tasks(self._num_workers))
             try:
                 for row in results.iter_rows():
                     yield partitions[row["index"]], _unwrap_result(row)
             except RayError as error:
                 raise WorkersLostError(f"Ray: {_get_first_line(error)}") from error
+
+
+def _limit_tasks(count: int | None) -> dict[str, Any]:
+    """Return the arguments of `Dataset.map` for at most `count` tasks at a time, None: as many as there are CPUs."""
+    if hasattr(ray.data, "TaskPoolStrategy"):
+        return {"compute": ray.data.TaskPoolStrategy(count)}
+    return {"concurrency": count}  # Ray 2.50
 
 
 class _TaskWrapper:
