@@ -115,9 +115,9 @@ class DirectControlChannel(ControlChannel):
 
     def __init__(self, stop_event: threading.Event, on_record: Callable[[dict[str, Any]], None]):
         super().__init__(stop_event)
-        self._on_record, self._lock = on_record, threading.RLock()
+        self._on_record, self._emit_lock = on_record, threading.RLock()
 
     def emit(self, record: dict[str, Any]) -> None:
         """Pass the record to the handler, one at a time: checkpoints are written, and reported, in a thread."""
-        with self._lock:
+        with self._emit_lock:
             self._on_record(record)
