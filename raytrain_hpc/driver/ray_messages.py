@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ray.exceptions import OutOfMemoryError
+
 from raytrain_hpc.ray_private import LogPrinter, replace_log_printer
 
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)\.?(?: Some common causes include|$)")
 _KILLED_OR_CRASHED = "connection error code 2"  # Ray learns of the death from a closed connection only
+_MEMORY = re.compile(r"was ([\d.]+) ?GB (?:used )?/ ([\d.]+) ?GB")  # of the node, in an OutOfMemoryError
 _IDENTIFIER = re.compile(r"\b[0-9a-f]{32,}\b")
 _DEATH_MESSAGES = ("A worker died or was killed", "The node with node id")
 _RAYLET_DIED, _RAYLET_LOG = "Raylet is terminated.", " Last "  # the message, and what precedes 20 lines of its log
@@ -23,6 +26,10 @@ def extract_last_line(error: BaseException) -> str:
 
 def describe_actor_death(error: BaseException) -> str:
     """Return in a few words why an actor has died, from the error that Ray raised for a call to it."""
+    if isinstance(error, OutOfMemoryError):
+        memory = _MEMORY.search(str(error))
+        used = f": {memory[1]} of {memory[2]} GB were in use" if memory is not None else ""
+        return f"Ray killed its process, because its node ran low on memory{used}"
     line = extract_last_line(error)
     match = _EXIT_DETAIL.search(line)
     if match is not None and _KILLED_OR_CRASHED in match[1]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray._private.worker as ray_worker
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death
 
@@ -82,3 +82,20 @@ def test_ray_prints_its_errors_through_the_filtered_name() -> None:
 def test_a_death_is_described_without_identifiers(text: str, described: str) -> None:
     reason = describe_actor_death(RayError(f"The actor died unexpectedly.\n\tactor_id: 01ab\n{text}"))
     assert reason.startswith(described) and NODE_ID not in reason and "Some common" not in reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 27753a) "
+        "was 22.45GB used / 23.54GB limit (0.9537)\nOOM kill reason: Memory usage 1B exceeded threshold of 2B",
+        "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1, ID: 084c3f33) where "
+        "the lease (name=A.__init__, pid=26491, memory used=0.55GB) was running was 22.45GB / 23.54GB (0.9537), which "
+        "exceeds the memory usage threshold of 0.95.",
+    ],
+    ids=["Ray 2.60", "Ray 2.50"],
+)
+def test_lack_of_memory_is_described_with_its_numbers(text: str) -> None:
+    error = OutOfMemoryError(f"{text}\nRefer to the documentation on how to address the out of memory issue: https://a")
+    reason = "Ray killed its process, because its node ran low on memory: 22.45 of 23.54 GB were in use"
+    assert describe_actor_death(error) == reason
