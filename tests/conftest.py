@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,14 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick`, import only the files that it runs."""
+    if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
+        return None
+    name = collection_path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+    return None if name in QUICK_TESTS else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
