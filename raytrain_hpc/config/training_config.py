@@ -56,16 +56,18 @@ class OptimizerConfig(Section):
 class LrSchedulerConfig(Section):
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "wsd", "constant"] = key(
+    name: Literal["cosine", "linear", "polynomial", "inverse_sqrt", "wsd", "constant"] = key(
         "cosine",
-        "Learning rate after the warmup. cosine: decay to min_lr; wsd: constant, then linear decay to min_lr; "
-        "constant: stay at optimizer.lr.",
+        "Learning rate after the warmup. cosine, linear and polynomial: decay to min_lr; inverse_sqrt: decay with the "
+        "inverse square root of the step, not below min_lr; wsd: constant, then linear decay to min_lr; constant: stay "
+        "at optimizer.lr.",
     )
     min_lr: float | Auto = key(
         AUTO, "Learning rate at the end of the schedule; auto: a tenth of optimizer.lr.", minimum=0
     )
     warmup_steps: int = key(15, "Steps of linear warmup.", minimum=0)
     decay_fraction: float = key(0.2, "Fraction of the steps in the final decay, with name=wsd.", minimum=0)
+    power: float = key(1.0, "Exponent of the decay, with name=polynomial; 1: linear.", above=0)
     batch_scaling: Literal["none", "sqrt", "linear"] = key(
         "none",
         "Scaling of optimizer.lr with the batch. linear: times global_batch_size / base_batch_size; sqrt: times its "

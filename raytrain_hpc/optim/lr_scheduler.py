@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import cos, pi, sqrt
+from math import cos, pi, pow, sqrt
 
 from raytrain_hpc.config.schema import AUTO, Config, EvalConfig
 
@@ -28,19 +28,28 @@ def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based).
 
     Linear warmup to the peak, then by `lr_scheduler.name`: cosine decay to the minimum (Loshchilov and Hutter 2017);
-    constant with a linear decay over the last `decay_fraction` of the steps (warmup-stable-decay, Hu et al. 2024, arXiv
-    2404.06395); or constant.
+    linear or polynomial decay to it; the inverse square root of the step number (Vaswani et al. 2017), not below the
+    minimum; constant with a linear decay over the last `decay_fraction` of the steps (warmup-stable-decay, Hu et al.
+    2024, arXiv 2404.06395); or constant.
     """
     scheduler, steps = config.lr_scheduler, config.train.steps
     peak = compute_peak_lr(config)
     min_lr = (0.1 if scheduler.min_lr == AUTO else float(scheduler.min_lr) / config.optimizer.lr) * peak
-    if step < scheduler.warmup_steps:
-        return peak * (step + 1) / scheduler.warmup_steps
-    if scheduler.name == "constant":
-        return peak
-    if scheduler.name == "cosine":
-        progress = (step - scheduler.warmup_steps) / max(1, steps - scheduler.warmup_steps)
-        return min_lr + (peak - min_lr) * 0.5 * (1 + cos(pi * min(1.0, progress)))
+    warmup = scheduler.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    match scheduler.name:
+        case "constant":
+            return peak
+        case "cosine":
+            return min_lr + (peak - min_lr) * 0.5 * (1 + cos(pi * progress))
+        case "linear":
+            return min_lr + (peak - min_lr) * (1 - progress)
+        case "polynomial":
+            return min_lr + (peak - min_lr) * pow(1 - progress, scheduler.power)
+        case "inverse_sqrt":
+            return max(min_lr, peak * sqrt(max(1, warmup) / (step + 1)))
     decay = scheduler.decay_fraction * steps
     remaining_steps = steps - step
     return peak if remaining_steps >= decay else min_lr + (peak - min_lr) * remaining_steps / decay

@@ -163,7 +163,12 @@ WRONG = [
     train("wrong type", "optimizer.lr=fast", "optimizer.lr='fast'", "needs a number"),
     train("fraction for a count", "train.steps=1.5", "train.steps=1.5", "needs a whole number"),
     train("out of range", "train.steps=-1", "train.steps=-1", "needs at least 0"),
-    train("not a choice", "lr_scheduler.name=cosin", "lr_scheduler.name", "one of cosine, wsd, constant"),
+    train(
+        "not a choice",
+        "lr_scheduler.name=cosin",
+        "lr_scheduler.name",
+        "one of cosine, linear, polynomial, inverse_sqrt, wsd, constant",
+    ),
     train("section as key", "model=3", "model=3", "set model.KEY"),
     train("no value", "optimizer.lr=", "optimizer.lr", "needs a number"),
     train("reference to nothing", "run.name=${{nope}}", "run.name='${nope}'", "not found"),

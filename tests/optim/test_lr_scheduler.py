@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
@@ -18,10 +19,10 @@ def make_config(**scheduler: object) -> Config:
 
 
 def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step() -> None:
-    for schedule in ("cosine", "wsd", "constant"):
+    for schedule in ("cosine", "linear", "polynomial", "inverse_sqrt", "wsd", "constant"):
         rates = [learning_rate(make_config(name=schedule), step) for step in range(11)]
         assert rates[:10] == pytest.approx([0.05 * k for k in range(1, 11)], rel=1e-15)
-        assert rates[9] == rates[10] == 0.5
+        assert rates[9] == 0.5 and (rates[10] == 0.5 or schedule == "inverse_sqrt")
 
 
 def test_without_warmup_the_peak_comes_first() -> None:
@@ -53,6 +54,27 @@ def test_wsd_is_constant_then_decays_linearly() -> None:
     assert decrements == pytest.approx([0.375 / 20] * 19, rel=1e-12)
     assert rates[99] == pytest.approx(0.125 + 0.375 / 20, rel=1e-14)  # step 100 would have min_lr
     assert learning_rate(config, 100) == 0.125
+
+
+@pytest.mark.parametrize(("name", "power"), [("linear", 1.0), ("polynomial", 1.0), ("polynomial", 2.5)])
+def test_linear_and_polynomial_decays_equal_those_of_torch(name: str, power: float) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.375)  # decays to 0; the minimum of 0.125 comes on top
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=90, power=power)
+    config = make_config(name=name, power=power)
+    for step in range(10, 120):
+        assert learning_rate(config, step) == pytest.approx(0.125 + optimizer.param_groups[0]["lr"], rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_inverse_square_root_is_that_of_the_transformer() -> None:
+    """Vaswani et al. (2017), section 5.3: min(n^-0.5, n w^-1.5) of step n, which has its peak w^-0.5 at n = w."""
+    config = make_config(name="inverse_sqrt", min_lr=0.0)
+    for n in range(1, 101):
+        expected = 0.5 * 10**0.5 * min(n**-0.5, n * 10**-1.5)
+        assert learning_rate(config, n - 1) == pytest.approx(expected, rel=1e-14)
+    assert learning_rate(make_config(name="inverse_sqrt", warmup_steps=0, min_lr=0.0), 3) == 0.25
+    assert learning_rate(make_config(name="inverse_sqrt"), 10**6) == 0.125, "not below min_lr"
 
 
 def test_constant_schedule_is_constant() -> None:
