@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.node_names import NodeNames
-from raytrain_hpc.driver.ray_messages import extract_last_line
+from raytrain_hpc.driver.ray_messages import describe_actor_death
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RaytrainError
 from raytrain_hpc.planner.placement import assign_workers_to_nodes
@@ -197,9 +197,9 @@ class ActorPool:
                 if not self._is_started and isinstance(cause := getattr(error, "cause", None), RaytrainError):
                     raise cause from error
                 if not self._is_started:
-                    raise ClusterError(f"a worker did not start: {extract_last_line(error)}") from error
+                    raise ClusterError(f"a worker did not start: {describe_actor_death(error)}") from error
                 self._failed_starts += 1
-                _log.warning("a replacement worker did not start: %s", extract_last_line(error))
+                _log.warning("a replacement worker did not start: %s", describe_actor_death(error))
                 if self._failed_starts <= _MAX_START_ATTEMPTS:  # afterwards the run continues without it
                     self._start_worker(worker.slot)
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import cos, pi, pow, sqrt
+from math import cos, pi, sqrt
 
 from raytrain_hpc.config.schema import AUTO, Config, EvalConfig
 
@@ -47,9 +47,8 @@ def learning_rate(config: Config, step: int) -> float:
         case "linear":
             return min_lr + (peak - min_lr) * (1 - progress)
         case "polynomial":
-            return min_lr + (peak - min_lr) * pow(1 - progress, scheduler.power)
+            return min_lr + (peak - min_lr) * float((1 - progress) ** scheduler.power)
         case "inverse_sqrt":
             return max(min_lr, peak * sqrt(max(1, warmup) / (step + 1)))
-    decay = scheduler.decay_fraction * steps
-    remaining_steps = steps - step
+    decay, remaining_steps = scheduler.decay_fraction * steps, steps - step  # wsd
     return peak if remaining_steps >= decay else min_lr + (peak - min_lr) * remaining_steps / decay
