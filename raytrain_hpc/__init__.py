@@ -5,11 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raytrain_hpc.api import Run, plan, run_script, start, train
+    from raytrain_hpc.callbacks.callback import Callback, DriverCallback, ParameterState
+    from raytrain_hpc.callbacks.early_stopping import EarlyStopping
+    from raytrain_hpc.callbacks.ema import EMA
+    from raytrain_hpc.callbacks.garbage_collection import GarbageCollection
+    from raytrain_hpc.callbacks.keep_best import KeepBest
+    from raytrain_hpc.callbacks.memory_snapshot import MemorySnapshot
+    from raytrain_hpc.callbacks.nvtx_ranges import NvtxRanges
     from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.config.schema import Config
     from raytrain_hpc.data.preprocess.prepare import prepare
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.errors import (
+        CallbackError,
         CheckpointCorruptedError,
         CheckpointError,
         ClusterError,
@@ -36,17 +44,27 @@ if TYPE_CHECKING:
 
 # Module of each public name. Names are imported on first use, so that `raytrain-hpc plan` loads neither torch nor Ray.
 _MODULES = {
+    "Callback": "callbacks.callback",
+    "CallbackError": "errors",
     "CheckpointCorruptedError": "errors",
     "CheckpointError": "errors",
     "ClusterError": "errors",
     "Config": "config.schema",
     "ConfigError": "errors",
     "DataError": "errors",
+    "DriverCallback": "callbacks.callback",
+    "EMA": "callbacks.ema",
+    "EarlyStopping": "callbacks.early_stopping",
+    "GarbageCollection": "callbacks.garbage_collection",
+    "KeepBest": "callbacks.keep_best",
     "LayoutError": "errors",
     "LeaseLostError": "errors",
+    "MemorySnapshot": "callbacks.memory_snapshot",
     "MissingDependencyError": "errors",
     "ModelError": "errors",
+    "NvtxRanges": "callbacks.nvtx_ranges",
     "OffloadError": "errors",
+    "ParameterState": "callbacks.callback",
     "RaytrainError": "errors",
     "Result": "driver.result",
     "Run": "api",
@@ -69,17 +87,27 @@ _MODULES = {
 }
 
 __all__ = [
+    "Callback",
+    "CallbackError",
     "CheckpointCorruptedError",
     "CheckpointError",
     "ClusterError",
     "Config",
     "ConfigError",
     "DataError",
+    "DriverCallback",
+    "EMA",
+    "EarlyStopping",
+    "GarbageCollection",
+    "KeepBest",
     "LayoutError",
     "LeaseLostError",
+    "MemorySnapshot",
     "MissingDependencyError",
     "ModelError",
+    "NvtxRanges",
     "OffloadError",
+    "ParameterState",
     "RaytrainError",
     "Result",
     "Run",

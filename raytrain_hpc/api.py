@@ -16,6 +16,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from raytrain_hpc.callbacks.callback import Callback, DriverCallback
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.runtime.worker_spec import LossFunction, ModelFactory
@@ -26,6 +27,7 @@ def train(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
+    callbacks: Sequence[Callback | DriverCallback] = (),
     quiet: bool = False,
 ) -> Result:
     """Train to completion and return the result. Ctrl-C and SIGTERM save and stop after the current step.
@@ -36,12 +38,14 @@ def train(
             Without it, the built-in decoder is trained.
         loss: `loss(output, targets)` returns a scalar: the *sum* of the losses over the valid targets [b, t].
             Required with `model`.
+        callbacks: Instances of `Callback`, which run on every rank, and of `DriverCallback`; in addition to those of
+            `train.callbacks`.
         quiet: Print nothing.
 
     Raises a subclass of RaytrainError with a one-line message.
     """
     stop = threading.Event()
-    supervisor = _build_supervisor(config, model, loss, quiet, stop)
+    supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
     with _stop_on_signals(stop):
         return supervisor.run()
 
@@ -70,11 +74,12 @@ def start(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
+    callbacks: Sequence[Callback | DriverCallback] = (),
     quiet: bool = True,
 ) -> Run:
     """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
     stop = threading.Event()
-    supervisor = _build_supervisor(config, model, loss, quiet, stop)
+    supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
 
@@ -223,7 +228,12 @@ def plan(
 
 
 def _build_supervisor(
-    config: Config, model: ModelFactory | None, loss: LossFunction | None, quiet: bool, stop: threading.Event
+    config: Config,
+    model: ModelFactory | None,
+    loss: LossFunction | None,
+    callbacks: Sequence[Callback | DriverCallback],
+    quiet: bool,
+    stop: threading.Event,
 ) -> Supervisor:
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observability.console import Console
@@ -233,7 +243,7 @@ def _build_supervisor(
         raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
     complete_config(config)
     custom = None if model is None or loss is None else CustomModel(model, loss)
-    return Supervisor(config, custom, Console(quiet=quiet), stop)
+    return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks)
 
 
 @contextmanager

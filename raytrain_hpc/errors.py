@@ -6,6 +6,7 @@ RaytrainError
       + OffloadError
   + DataError
   + ModelError
+  + CallbackError
   + CheckpointError
       + CheckpointCorruptedError
   + StateLostError              exit code 4
@@ -57,6 +58,10 @@ class DataError(RaytrainError):
 
 class ModelError(RaytrainError):
     """Model, loss or script that does not meet the interface, or a model file that cannot be converted."""
+
+
+class CallbackError(RaytrainError):
+    """Callback that raised an exception, or whose state does not meet the interface."""
 
 
 class CheckpointError(RaytrainError):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from raytrain_hpc.checkpoint.averaged_weights import select_averaged_weights
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
@@ -29,16 +31,18 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 0,
     seed: int = 0,
-    step: int | None = None,
+    step: int | str | None = None,
+    weights: Literal["averaged", "trained"] = "averaged",
 ) -> Iterator[str]:
     """Continue `prompt` with at most `max_tokens` sampled tokens, yielded as pieces of text.
 
-    Uses the checkpoint of `step`, by default the newest valid one. Raises CheckpointError if the run has no such
+    Uses the checkpoint of a step or label, by default the newest valid one, with the weights that a callback such as
+    `EMA` has averaged, if there are any and `weights` is not "trained". Raises CheckpointError if the run has no such
     checkpoint of the built-in decoder, and DataError if it has no tokenizer or the tokenizer cannot encode the prompt.
     """
     directory = RunDirectory(Path(run_dir))
     tokenizer = _load_tokenizer(directory)
-    model, seq_len = load_model(directory, step)
+    model, seq_len = load_model(directory, step, weights)
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     sampled_ids: list[int] = []
     yielded = ""
@@ -71,13 +75,16 @@ def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
     return tokenizer_from_json(data)
 
 
-def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decoder, int]:
-    """Load the decoder of the checkpoint of `step` (default: the newest valid one); return it and its train.seq_len.
+def load_model(
+    directory: RunDirectory,
+    step: int | str | None = None,
+    weights: Literal["averaged", "trained"] = "averaged",
+) -> tuple[Decoder, int]:
+    """Load the decoder of a checkpoint and return it and its train.seq_len. Arguments as of `generate`.
 
     Raises CheckpointError if there is no such checkpoint, or if it holds a custom model.
     """
-    store = CheckpointStore(directory.checkpoints)
-    checkpoint = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
+    checkpoint = CheckpointStore(directory.checkpoints).find(step)
     if checkpoint is None:
         raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None:
@@ -96,5 +103,6 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Decode
         for name in model.state_dict()
         if name in tensors
     ]
-    read_merged_state(checkpoint, ShardedState(shards))
+    source = select_averaged_weights(checkpoint) if weights == "averaged" else checkpoint
+    read_merged_state(source, ShardedState(shards))
     return model.eval(), int(checkpoint.meta["seq_len"])

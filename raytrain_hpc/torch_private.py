@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 # One kernel for a list of tensors instead of one per tensor. All versions.
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
 
 # Attention kernels that return the log-sum-exp and, given one, compute gradients; `scaled_dot_product_attention` drops
 # it. Their outputs are also what selective activation checkpointing keeps. All versions.
@@ -175,3 +177,16 @@ def clear_dtensor_caches() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Record allocations of GPU memory with their stacks, the newest `max_entries`; None: stop. All versions."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what `record_memory_history` has recorded, as a pickle for torch's memory viewer. All versions."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]

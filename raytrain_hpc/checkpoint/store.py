@@ -3,6 +3,7 @@
     ROOT/step-00000100/manifest.json            expected files, each with a checksum
     ROOT/step-00000100/rank-00000.safetensors   shard file of one rank
     ROOT/.staging-step-00000200-g3/             being written by the ranks of generation 3
+    ROOT/labels.json                            label -> step of a checkpoint that is not pruned
 
 Ranks write into a staging directory only. The driver publishes it by one rename after every rank has reported. A rank
 of an aborted generation can therefore never change a published checkpoint.
@@ -34,6 +35,7 @@ from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, find_m
 
 _STEP_PATTERN = re.compile(r"step-(\d+)")
 _REPLACED_PATTERN = re.compile(r"\.replaced-(step-\d+)")
+LABELS_FILE = "labels.json"
 _HASH_THREADS = 4
 
 
@@ -172,18 +174,20 @@ class CheckpointStore:
     def prune(self, keep: int) -> list[Path]:
         """Delete checkpoints older than the newest `keep` ones, and return the deleted paths. `keep=0` deletes nothing.
 
-        Only checkpoints with a readable manifest and files of the expected size count towards `keep`, so the last
-        loadable one is never deleted. Raises CheckpointError if deleting fails.
+        Those with a label are kept. Only checkpoints with a readable manifest and files of the expected size count
+        towards `keep`, so the last loadable one is never deleted. Raises CheckpointError if deleting fails.
         """
         directories = self._list_directories()
         loadable_steps = [step for step, path in directories if _has_expected_files(path)]
         if keep <= 0 or not loadable_steps:
             return []
-        oldest_kept = loadable_steps[-keep:][0]
+        oldest_kept, labelled_steps = loadable_steps[-keep:][0], set(self.read_labels().values())
         deleted = []
         for step, path in directories:
             if step >= oldest_kept:
                 break
+            if step in labelled_steps:
+                continue
             # Hidden first: an interrupted deletion must not look like a corrupted checkpoint.
             hidden_path = path.with_name(f".pruned-{path.name}")
             try:
@@ -193,6 +197,47 @@ class CheckpointStore:
                 raise CheckpointError(f"{path} cannot be deleted: {error.strerror}") from error
             deleted.append(path)
         return deleted
+
+    def read_labels(self) -> dict[str, int]:
+        """Return the step of each label. Raises CheckpointError if the file cannot be read."""
+        path = self.root / LABELS_FILE
+        try:
+            return {str(label): int(step) for label, step in json.loads(path.read_text()).items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; remove it to drop its labels") from error
+
+    def set_labels(self, step: int, labels: Sequence[str]) -> None:
+        """Move `labels` to the checkpoint of `step`. Call in the driver that holds the lease.
+
+        Raises CheckpointError if storage fails.
+        """
+        if not labels:
+            return
+        path = self.root / LABELS_FILE
+        content = json.dumps(self.read_labels() | dict.fromkeys(labels, step), indent=2) + "\n"
+        try:
+            temporary = path.with_name(f".{LABELS_FILE}")
+            temporary.write_text(content)
+            temporary.rename(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+
+    def find(self, step: int | str | None) -> Checkpoint | None:
+        """Return the checkpoint of a step or label, verified; None: the newest valid one, or None if there is none.
+
+        Raises CheckpointError if there is no such label, and CheckpointCorruptedError if verification fails.
+        """
+        if step is None:
+            return self.find_newest_valid(lambda path, reason: None)
+        if isinstance(step, str):
+            labels = self.read_labels()
+            if step not in labels:
+                known = ", ".join(labels) or "there are none"
+                raise CheckpointError(f"{self.root}: no checkpoint has the label {step!r}; known labels: {known}")
+            step = labels[step]
+        return self.verify(step)
 
     def remove_leftovers(self) -> None:
         """Remove unfinished checkpoints and deletions of a driver that died.

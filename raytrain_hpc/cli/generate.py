@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.options import print_errors_on_one_line
+from raytrain_hpc.cli.options import WEIGHTS, StepOrLabel, print_errors_on_one_line
 
 
 @click.command()
@@ -22,7 +22,8 @@ from raytrain_hpc.cli.options import print_errors_on_one_line
     help="Sample from the k most likely tokens; 0: from all.",
 )
 @click.option("--seed", default=0, show_default=True)
-@click.option("--step", type=click.IntRange(min=0), help="Checkpoint to sample from.  [default: the newest valid one]")
+@click.option("--step", type=StepOrLabel(), help="Step or label of the checkpoint.  [default: the newest valid one]")
+@click.option("--weights", default="averaged", type=WEIGHTS, help="Averages of a callback, if there are any, or not.")
 @print_errors_on_one_line
 def generate(run_dir: str, prompt: str, **options: Any) -> None:
     """Sample text from a run's newest checkpoint."""

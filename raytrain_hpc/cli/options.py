@@ -14,6 +14,23 @@ from raytrain_hpc.errors import ConfigError, RaytrainError
 
 EXIT_DOES_NOT_FIT = 1  # exit code of `plan` if no layout fits into memory
 EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
+
+
+class StepOrLabel(click.ParamType[int | str]):
+    """Step or label of a checkpoint."""
+
+    name = "step|label"
+
+    def convert(self, value: int | str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return a step as a number, any other text as a label. Fails for negative numbers."""
+        if str(value).removeprefix("-").isdigit():
+            if (step := int(value)) < 0:
+                self.fail(f"{step} is negative", param, ctx)
+            return step
+        return value
+
+
+WEIGHTS = click.Choice(["averaged", "trained"])
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from copy import copy
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
@@ -19,8 +20,8 @@ def key(default: Any, doc: str, *, minimum: float | None = None, above: float | 
     `validate_config` checks the bounds. A field whose name is a Python keyword ends in an underscore; its key does not.
     """
     metadata = {"doc": doc, "minimum": minimum, "above": above}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -28,6 +29,8 @@ class Section:
     """Base class of the sections of a config. Assigning an attribute that is not a key raises ConfigError."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]  # every subclass is a dataclass
+    shorthand: ClassVar[str] = ""
+    """In a list of sections, text stands for a section with only this key; "": it does not."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:

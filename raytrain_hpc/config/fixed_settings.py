@@ -28,6 +28,7 @@ RULES: Mapping[str, Rule] = {
     "train.steps": "changeable",  # but not below the steps that are trained
     "train.deterministic": "changeable",  # rounding
     "train.compile": "changeable",
+    "train.callbacks": "changeable",
     "optimizer.*": "fixed",
     "lr_scheduler.*": "fixed",
     "eval.*": "changeable",

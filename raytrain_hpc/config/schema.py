@@ -12,7 +12,14 @@ from typing import Any, Literal, cast
 from raytrain_hpc.config.fault_config import FaultConfig, FaultKind, InjectConfig
 from raytrain_hpc.config.field import AUTO, Auto, Section, key
 from raytrain_hpc.config.model import ModelConfig
-from raytrain_hpc.config.training_config import EvalConfig, LoraConfig, LrSchedulerConfig, OptimizerConfig, TrainConfig
+from raytrain_hpc.config.training_config import (
+    CallbackConfig,
+    EvalConfig,
+    LoraConfig,
+    LrSchedulerConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 
 # Settings that the planner can choose: they also accept `auto`, or a list of candidate values.
 PLANNABLE_KEYS = (
@@ -223,6 +230,7 @@ class LoggingConfig(Section):
         "", "Weights & Biases project to log to; WANDB_MODE=offline keeps the data on this machine."
     )
     mlflow_uri: str = key("", "MLflow tracking URI to log to, such as http://HOST:5000 or sqlite:///mlflow.db.")
+    trackers: list[str] = key([], "Experiment trackers that installed packages register, by name.")
     sample_tokens: int = key(200, "Length of the text sampled at the end, in tokens; 0: none.", minimum=0)
     prompts: list[str] = key(
         [], "Prompts for every checkpoint, sampled in the background to samples.jsonl and the console."
@@ -303,6 +311,7 @@ def to_dict(config: object) -> Any:
 
 __all__ = [
     "AUTO",
+    "CallbackConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from raytrain_hpc.config.field import AUTO, Auto, Section, key
+
+
+@dataclass
+class CallbackConfig(Section):
+    """A callback."""
+
+    shorthand = "name"
+    name: str = key("", "Name of the callback, or its class as MODULE:NAME.")
+    args: dict[str, Any] = key({}, "Arguments of its class.")
 
 
 @dataclass
@@ -38,6 +47,11 @@ class TrainConfig(Section):
         "layouts that support it.",
     )
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; 0: no clipping.", minimum=0)
+    callbacks: list[CallbackConfig] = key(
+        [],
+        "Callbacks: [{name: ema, args: {decay: 0.999}}, ...], or names alone. Built in: early_stopping, keep_best, "
+        "ema, memory_snapshot, nvtx_ranges and garbage_collection; packages can register more.",
+    )
 
 
 @dataclass

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raytrain_hpc.config.field import Section, suggest_name
-from raytrain_hpc.config.schema import PLANNABLE_KEYS, SECTIONS, InjectConfig, SourceConfig, StageConfig, get_fields
+from raytrain_hpc.config.schema import (
+    PLANNABLE_KEYS,
+    SECTIONS,
+    CallbackConfig,
+    InjectConfig,
+    SourceConfig,
+    StageConfig,
+    get_fields,
+)
 
 _ITEM_EXAMPLES: dict[Any, str] = {
     int: "[0, 1]",
@@ -17,6 +25,7 @@ _ITEM_EXAMPLES: dict[Any, str] = {
     str: "[qkv, out]",
     SourceConfig: "[{path: DIR, weight: 1}]",
     InjectConfig: "[{kind: kill, rank: 1, step: 10}]",
+    CallbackConfig: "[{name: ema, args: {decay: 0.999}}]",
     StageConfig: "[{from_tokens: 1000000, weights: [1, 3]}]",
 }
 _UNIONS = (Union, types.UnionType)
@@ -48,6 +57,8 @@ def convert_value(value: Any, declared: Any) -> Any:
         return _convert_union(value, declared)
     if origin is list and isinstance(value, list | tuple):
         return [_convert_item(item, declared) for item in value]
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return dict(value)
     if origin is Literal and any(value == word and type(value) is type(word) for word in get_args(declared)):
         return value
     if declared is str and isinstance(value, Path):
@@ -84,6 +95,8 @@ def _convert_union(value: Any, declared: Any) -> Any:
 def _convert_item(item: Any, declared: Any) -> Any:
     """Convert one item of a list; a mapping becomes the dataclass of the list."""
     (item_type,) = get_args(declared)
+    if isinstance(item, str) and (shorthand := getattr(item_type, "shorthand", "")):
+        item = {shorthand: item}
     if not (isinstance(item, Mapping) and isinstance(item_type, type) and issubclass(item_type, Section)):
         try:
             return convert_value(item, item_type)
@@ -114,6 +127,8 @@ def describe_type(declared: Any) -> str:
     if get_origin(declared) is list:
         (item,) = get_args(declared)
         return f"a list like {_ITEM_EXAMPLES[item]}"
+    if get_origin(declared) is dict:
+        return "a mapping like {decay: 0.999}"
     return f"a {declared.__name__}"
 
 
@@ -127,6 +142,8 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(format_value(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {format_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, Section):
         names = value.__dataclass_fields__
         return f"{{{', '.join(f'{name}: {format_value(getattr(value, name))}' for name in names)}}}"
@@ -162,6 +179,9 @@ def make_json_schema(declared: Any) -> dict[str, Any]:
         return {"anyOf": [make_json_schema(member) for member in get_args(declared)]}
     if get_origin(declared) is list:
         return {"type": "array", "items": make_json_schema(get_args(declared)[0])}
+    if get_origin(declared) is dict:
+        return {"type": "object"}
     hints = get_type_hints(declared)
     properties = {name: make_json_schema(hints[name]) for name in declared.__dataclass_fields__}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    section = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"anyOf": [section, {"type": "string"}]} if declared.shorthand else section

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.errors import CallbackError
 from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 
 
@@ -22,9 +23,13 @@ class ReplicaCheck:
     """The comparison of this rank's state with the ranks that must hold the same.
 
     Under expert parallelism, the replicas of expert weights are on other ranks than those of the dense weights.
+    `callback_state`: the part of the state that callbacks of the user must have alike on all ranks.
     """
 
-    def __init__(self, state: ShardedState, context: ParallelContext):
+    def __init__(self, state: ShardedState, context: ParallelContext, callback_state: ShardedState | None = None):
+        self._callback_state = callback_state or ShardedState()
+        names = {shard.name for shard in self._callback_state}
+        state = ShardedState(shard for shard in state if shard.name not in names)
         self._device, self._world_size = context.device, context.layout.world_size
         self._world_group, self._replica_groups = context.world_group, [(state, context.replica_group)]
         if context.expert_mesh is not None:
@@ -36,7 +41,8 @@ class ReplicaCheck:
         """Compare all replicas. Collective over all ranks.
 
         Call after the state was loaded, every `fault.replica_check_interval` steps after the optimizer step, and
-        before a checkpoint. Raises ReplicaMismatchError on all ranks if any replicas differ.
+        before a checkpoint. Raises ReplicaMismatchError on all ranks if any replicas differ, and CallbackError if only
+        the state of callbacks does.
         """
         if self._world_group is None:
             return
@@ -51,3 +57,12 @@ class ReplicaCheck:
         *is_divergent, is_tie = flags.tolist()
         if any(is_divergent):
             raise ReplicaMismatchError(tuple(rank for rank, flag in enumerate(is_divergent) if flag), not is_tie)
+        if len(self._callback_state):
+            self._compare_callback_state(self._world_group)
+
+    def _compare_callback_state(self, group: dist.ProcessGroup) -> None:
+        if ranks := find_divergent_ranks(self._callback_state, group, self._device):
+            raise CallbackError(
+                f"callbacks: state_dict returns other values on ranks {', '.join(map(str, ranks))} than on the others; "
+                "derive it from values that all ranks have, such as metrics['train/loss']"
+            )

@@ -25,8 +25,13 @@ def find_pending_eval_metrics(run: PreparedRun, step: int, last_metrics: dict[st
         return None
     if isinstance(run.custom, Script):
         return None
-    metrics = last_metrics if last_metrics.get("step") == step else run.directory.read_step_metrics(step)
+    metrics = find_step_metrics(run, step, last_metrics)
     return None if metrics is None or "val/loss" in metrics else metrics
+
+
+def find_step_metrics(run: PreparedRun, step: int, last_metrics: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the recorded metrics of `step`, or None if there are none. `last_metrics`: known already, of any step."""
+    return dict(last_metrics) if last_metrics.get("step") == step else run.directory.read_step_metrics(step)
 
 
 def load_finished_run(run: PreparedRun) -> Result | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from raytrain_hpc.driver.run_directory import RunDirectory
@@ -19,8 +20,9 @@ class IncidentLog:
     next committed step. `steps_lost` counts the committed steps that are run again. Unknown values are null.
     """
 
-    def __init__(self, directory: RunDirectory):
-        self._directory = directory
+    def __init__(self, directory: RunDirectory, on_incident: Callable[[dict[str, Any]], None] = lambda incident: None):
+        """Read the incidents of earlier starts. `on_incident`: called with each one, and again when it is complete."""
+        self._directory, self._on_incident = directory, on_incident
         self._lines = directory.read_incidents()
         self._open_incident: dict[str, Any] | None = None
 
@@ -48,6 +50,7 @@ class IncidentLog:
         }
         self._lines.append("")
         self._write()
+        self._on_incident(self._open_incident)
 
     def record_incident(self, record: dict[str, Any], generation: int, committed_step: int) -> None:
         """Write an incident that a rank reported and that is already over, such as a step whose loss was not finite.
@@ -60,6 +63,7 @@ class IncidentLog:
         incident.pop("type")
         self._lines.insert(len(self._lines) - (self._open_incident is not None), json.dumps(incident))
         self._directory.write_incidents(self._lines)
+        self._on_incident(incident)
 
     def record_resumption(self, first_step: int, world: int) -> None:
         """Complete the open failure with the steps lost and the new world size. Call when a generation starts."""
@@ -74,6 +78,7 @@ class IncidentLog:
         incident, self._open_incident["recovered_s"] = self._open_incident, commit_unix - self._open_incident["time"]
         self._write()
         self._open_incident = None
+        self._on_incident(incident)
         return incident
 
     def _write(self) -> None:

@@ -13,11 +13,11 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
 from raytrain_hpc.driver.pipeline_timelines import TimelineWriter
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, LeaseLostError, RunDirectoryError
 from raytrain_hpc.observability.console import Console, format_step_line
-from raytrain_hpc.observability.experiment_trackers import Tracker
 from raytrain_hpc.observability.metric_writers import JsonlWriter, TensorBoardWriter
 from raytrain_hpc.observability.metrics import compute_mfu
 from raytrain_hpc.observability.peak_flops import get_peak_tflops
@@ -66,13 +66,12 @@ class RunRecorder:
         lease: Lease,
         checkpoint_metadata: Callable[[int], dict[str, Any]],
         flops_per_token: float | None,
-        trackers: Sequence[Tracker] = (),
+        callbacks: DriverCallbackList,
         on_published: Callable[[int, float], None] = lambda step, seconds: None,
     ):
         """Open the run's files and restore the totals of earlier starts.
 
-        `trackers` also receive the metrics of committed steps; they must neither raise nor block. `on_published` is
-        called with the step of each published checkpoint, and its seconds from the copy of the state.
+        `on_published` is called with the step of each published checkpoint, and its seconds from the copy of the state.
         """
         self._config, self._directory, self._console = config, directory, console
         self._store, self._lease, self._checkpoint_metadata = store, lease, checkpoint_metadata
@@ -80,8 +79,9 @@ class RunRecorder:
         self._lock = threading.RLock()
         self._jsonl = JsonlWriter(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardWriter | None = None
-        self._trackers, self._on_published = tuple(trackers), on_published
+        self._callbacks, self._on_published = callbacks, on_published
         self._shards: dict[int, dict[int, ShardReport | str]] = {}
+        self._labels: dict[int, list[str]] = {}  # of steps whose checkpoint is not published yet
         self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
@@ -95,6 +95,7 @@ class RunRecorder:
 
         Call before the generation runs. `first_step`: steps that are committed when it starts.
         """
+        self._callbacks.call("on_membership_changed", world, generation)
         with self._lock:
             self._generation, self._world, self._device = generation, world, device
             self._shards, self._write_s, self._committed_step = {}, {}, first_step
@@ -118,6 +119,8 @@ class RunRecorder:
                 self._handle_step(record["metrics"])
             elif record["type"] == "shard":
                 self._handle_shard(record)
+            elif record["type"] == "label":
+                self._handle_label(record)
             elif record["type"] == "ready" and self._awaits_first_step:
                 self.ready_records[record["rank"]] = record
             elif record["type"] == "timeline":
@@ -135,14 +138,12 @@ class RunRecorder:
         """The number of ranks in this generation."""
         return self._world
 
-    def close(self, *, failed: bool) -> None:
-        """Write what is pending and close all files and trackers. `failed`: the run ends with an error."""
+    def close(self) -> None:
+        """Write what is pending and close all files."""
         with self._lock:
             self._jsonl.close()
             if self._tensorboard is not None:
                 self._tensorboard.close()
-        for tracker in self._trackers:
-            tracker.close(failed=failed)
 
     def _restore_totals(self) -> None:
         """Restore the totals from the metrics of earlier starts of this run."""
@@ -175,8 +176,7 @@ class RunRecorder:
             if self._tensorboard is None:  # imported late: workers would wait for it
                 self._tensorboard = TensorBoardWriter(self._directory.tensorboard, metrics["step"] - 1, self._alarm)
             self._tensorboard.write(metrics)
-        for tracker in self._trackers:
-            tracker.write(metrics)
+        self._callbacks.call("on_metrics", metrics)
         self._console.advance(self._committed_step)
         steps = self._config.train.steps
         if (
@@ -206,6 +206,20 @@ class RunRecorder:
         self._shards.setdefault(step, {})[rank] = report
         self._write_s[step] = max(self._write_s.get(step, 0.0), record.get("seconds", 0.0))
         self._publish_complete_checkpoints()
+
+    def _handle_label(self, record: Record) -> None:
+        """Label a checkpoint, at once if it is published. A repeated step labels it again."""
+        step = record["step"]
+        if step in self._store.list_steps() and step not in self._shards:
+            self._apply_labels(step, record["labels"])
+        else:
+            self._labels.setdefault(step, []).extend(record["labels"])
+
+    def _apply_labels(self, step: int, labels: Sequence[str]) -> None:
+        try:
+            self._store.set_labels(step, labels)
+        except CheckpointError as error:
+            self._alarm(f"{error}; the run continues")
 
     def _publish_complete_checkpoints(self) -> None:
         """Publish every checkpoint whose shards are all written and whose step is in metrics.jsonl."""
@@ -241,6 +255,8 @@ class RunRecorder:
         publish_s = time.perf_counter() - start
         self._console.print_line(f"checkpoint {shown_path} ({1000 * publish_s:.0f} ms to publish)")
         self._on_published(step, write_s + publish_s)
+        self._callbacks.call("on_checkpoint_published", step, path)
+        self._apply_labels(step, self._labels.pop(step, ()))
         try:
             self._store.prune(self._config.checkpoint.keep)
         except CheckpointError as error:

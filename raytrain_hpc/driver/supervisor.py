@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverControl
+from raytrain_hpc.callbacks.plugins import create_callbacks, split_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_auto_layout
@@ -18,7 +19,8 @@ from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
-from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, load_finished_run
+from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
+from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, find_step_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
@@ -35,7 +37,7 @@ from raytrain_hpc.elastic.state_partition import (
 )
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailedError, WorkerFailedError
 from raytrain_hpc.observability.console import Console, format_incident
-from raytrain_hpc.observability.experiment_trackers import BackgroundTracker, create_trackers
+from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
@@ -63,7 +65,15 @@ class Supervisor:
     any state exists, it trains one step.
     """
 
-    def __init__(self, config: Config, custom: CustomModel | Script | None, console: Console, stop: threading.Event):
+    def __init__(
+        self,
+        config: Config,
+        custom: CustomModel | Script | None,
+        console: Console,
+        stop: threading.Event,
+        callbacks: Sequence[Callback | DriverCallback] = (),
+    ):
+        self._rank_callbacks, self._driver_callbacks = split_callbacks([*callbacks, *create_callbacks(config)])
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._deadline: Deadline | None = None
@@ -108,16 +118,16 @@ class Supervisor:
             finally:
                 self._release_lease(lease)
 
-    def _create_trackers(self, backend: ExecutionBackend) -> list[BackgroundTracker]:
-        """Return the trackers that the settings ask for, and Ray gauges on a Ray cluster that was running before."""
-        trackers = create_trackers(self._config, self._alarm)
+    def _start_driver_callbacks(self, backend: ExecutionBackend) -> DriverCallbackList:
+        """Start the trackers that the settings ask for, Ray gauges on a cluster that was running, and the user's."""
+        factories = list_tracker_factories(self._config)
         if backend.uses_existing_cluster and self._config.logging.ray_metrics:
             from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
 
-            trackers.append(
-                BackgroundTracker("ray_metrics", partial(RayMetricsTracker, self._config.run.name), self._alarm)
-            )
-        return trackers
+            factories["logging.ray_metrics"] = partial(RayMetricsTracker, self._config.run.name)
+        return DriverCallbackList.start(
+            factories, self._driver_callbacks, DriverControl(self._stop_event.set, self.resize), self._alarm
+        )
 
     def _alarm(self, text: str) -> None:
         self._console.print_line(f"alarm: {text}")
@@ -148,6 +158,7 @@ class Supervisor:
             sampler.on_published(step)
             deadline.record_save(seconds)
 
+        callbacks = self._start_driver_callbacks(backend)
         recorder = RunRecorder(
             self._config,
             prepared.directory,
@@ -156,17 +167,21 @@ class Supervisor:
             lease,
             prepared.make_checkpoint_metadata(batching),
             None if self._custom else compute_flops_per_token(prepared.model_spec, self._config.train.seq_len),
-            self._create_trackers(backend),
+            callbacks,
             on_published,
         )
-        run = _RunContext(prepared, lease, recorder, IncidentLog(prepared.directory), batching, deadline)
+        incidents = IncidentLog(prepared.directory, partial(callbacks.call, "on_incident"))
+        run = _RunContext(prepared, lease, recorder, incidents, batching, deadline)
         self._target_workers = self._target_workers or backend.world_size
+        outcome = "failed"
         try:
             with deadline.watch():
                 outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
-            recorder.close(failed=sys.exc_info()[0] is not None)
+            recorder.close()
+            callbacks.close(outcome)
+        callbacks.raise_error()
         if outcome == "stopped" and recorder.totals.save_error:
             raise RunFailedError(f"stopped, but the last checkpoint was not saved: {recorder.totals.save_error}")
         result = build_result(
@@ -293,6 +308,10 @@ class Supervisor:
             model_spec=prepared.model_spec,
             custom=self._custom,
             generation=run.lease.generation,
+            callbacks=self._rank_callbacks,
+            start_metrics=find_step_metrics(prepared, step, recorder.totals.last_metrics)
+            if self._rank_callbacks
+            else None,
             resume_step=None if newest is None else step,
             memory_step=membership.step,
             end_step=step if only_saves else self._config.train.steps,

@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 
+from raytrain_hpc.checkpoint.averaged_weights import select_averaged_weights
 from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.safetensors_writer import TensorEntry, write_tensors
@@ -50,7 +51,8 @@ def export_model(
     run_dir: str | Path,
     out: str | Path,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
+    weights: Literal["averaged", "trained"] = "averaged",
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> ExportResult:
@@ -61,7 +63,8 @@ def export_model(
     Args:
         run_dir: Run directory.
         out: Directory to create; must not exist, or be empty.
-        step: Step of the checkpoint. The default is the newest valid one.
+        step: Step or label of the checkpoint. The default is the newest valid one.
+        weights: averaged: those that a callback such as `EMA` has averaged, if there are any; trained: the last ones.
         dtype: float32, bfloat16, float16 or float64. The default is the dtype of the checkpoint.
         shard_bytes: Maximum size of a weight file.
 
@@ -70,6 +73,8 @@ def export_model(
     """
     run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
     checkpoint = _find_checkpoint(run_dir, step)
+    if weights == "averaged":
+        checkpoint = select_averaged_weights(checkpoint)
     spec = ModelSpec.from_json(checkpoint.meta["model"])
     mappings = build_weight_mappings(spec)
     stored_dtype = checkpoint.index[f"model.{mappings[0].name}"].dtype
@@ -92,9 +97,8 @@ def export_model(
     return ExportResult(checkpoint.step, get_family(spec), weight_files, has_tokenizer)
 
 
-def _find_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
-    store = CheckpointStore(run_dir / "checkpoints")
-    checkpoint = store.find_newest_valid(lambda path, reason: None) if step is None else store.verify(step)
+def _find_checkpoint(run_dir: Path, step: int | str | None) -> Checkpoint:
+    checkpoint = CheckpointStore(run_dir / "checkpoints").find(step)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None:

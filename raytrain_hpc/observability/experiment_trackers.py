@@ -1,34 +1,18 @@
-"""Experiment trackers: Weights & Biases and MLflow, each imported only if the config asks for it.
-
-Every tracker reads from a queue in its own thread, so that a slow or failing server never delays or ends a run.
-"""
+"""Experiment trackers: Weights & Biases and MLflow, each imported only if the config asks for it."""
 
 from __future__ import annotations
 
 import secrets
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
+from raytrain_hpc.callbacks.callback import DriverCallback
+from raytrain_hpc.callbacks.plugins import get_tracker_factory
 from raytrain_hpc.config.schema import Config, LoggingConfig, to_dict
 from raytrain_hpc.errors import MissingDependencyError
-
-WarningCallback = Callable[[str], None]
-Metrics = Mapping[str, Any]
-_CLOSE_TIMEOUT_S = 10.0  # longest wait at the end of a run for metrics still in the queue
-
-
-class Tracker(Protocol):
-    """Interface of an experiment tracker. The methods may raise any exception of the tracker's library."""
-
-    def write(self, metrics: Metrics) -> None:
-        """Log the metrics of a step. After a failure, repeated steps are logged again."""
-
-    def close(self, *, failed: bool) -> None:
-        """Finish the tracker's run. `failed`: the run ended with an error."""
 
 
 def check_trackers(config: LoggingConfig) -> None:
@@ -40,52 +24,25 @@ def check_trackers(config: LoggingConfig) -> None:
             )
 
 
-def create_trackers(config: Config, on_warning: WarningCallback) -> list[BackgroundTracker]:
-    """Create the trackers that the config asks for. They log in from their threads, so the run does not wait for it."""
-    trackers = []
+def list_tracker_factories(config: Config) -> dict[str, Callable[[], DriverCallback]]:
+    """Return what creates the trackers that the config asks for, by name. They log in when they are created.
+
+    Raises ConfigError if no installed package registers a tracker of `logging.trackers`.
+    """
+    factories: dict[str, Callable[[], DriverCallback]] = {}
     if config.logging.wandb_project:
-        trackers.append(BackgroundTracker("wandb_project", lambda: WandbTracker(config), on_warning))
+        factories["logging.wandb_project"] = partial(WandbTracker, config)
     if config.logging.mlflow_uri:
-        trackers.append(BackgroundTracker("mlflow_uri", lambda: MlflowTracker(config), on_warning))
-    return trackers
+        factories["logging.mlflow_uri"] = partial(MlflowTracker, config)
+    for name in config.logging.trackers:
+        factories[f"logging.trackers={name}"] = partial(get_tracker_factory(name, config), config)
+    return factories
 
 
-class BackgroundTracker:
-    """Tracker in its own thread. It is dropped after its first failure, with one warning."""
-
-    def __init__(self, name: str, create_tracker: Callable[[], Tracker], on_warning: WarningCallback):
-        self._name, self._create_tracker, self._on_warning = name, create_tracker, on_warning
-        self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._failed = False
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
-
-    def write(self, metrics: Metrics) -> None:
-        """Queue the metrics of a step. Does not block."""
-        if self._thread.is_alive():
-            self._queue.put({key: value for key, value in metrics.items() if value is not None})
-
-    def close(self, *, failed: bool) -> None:
-        """Wait until all queued metrics are sent, for at most 10 s."""
-        self._failed = failed
-        self._queue.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            self._on_warning(f"logging.{self._name}: metrics still unsent after {_CLOSE_TIMEOUT_S:g} s")
-
-    def _run(self) -> None:
-        try:
-            tracker = self._create_tracker()
-            while (metrics := self._queue.get()) is not None:
-                tracker.write(metrics)
-            tracker.close(failed=self._failed)
-        except Exception as error:  # no error of a tracker may end the run
-            reason = " ".join(str(error).split())[:300]
-            self._on_warning(f"logging.{self._name}: stopped ({type(error).__name__}: {reason}); the run continues")
-
-
-class WandbTracker:
+class WandbTracker(DriverCallback):
     """Weights & Biases tracker of `logging.wandb_project`. WANDB_MODE=offline keeps the data on this machine."""
+
+    optional = True
 
     def __init__(self, config: Config):
         import wandb
@@ -103,17 +60,19 @@ class WandbTracker:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, metrics: Metrics) -> None:
+    def on_metrics(self, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step."""
-        self._run.log(dict(metrics))
+        self._run.log(_select_known(metrics))
 
-    def close(self, *, failed: bool) -> None:
+    def on_finished(self, outcome: str) -> None:
         """Finish the tracker's run."""
-        self._run.finish(exit_code=int(failed))
+        self._run.finish(exit_code=int(outcome == "failed"))
 
 
-class MlflowTracker:
+class MlflowTracker(DriverCallback):
     """MLflow tracker; `logging.mlflow_uri` is its URI. A resumed run continues the MLflow run of its directory."""
+
+    optional = True
 
     def __init__(self, config: Config):
         from mlflow.entities import Metric, Param
@@ -140,15 +99,20 @@ class MlflowTracker:
         for start in range(0, len(params), 100):  # the maximum per call
             self._client.log_batch(self._run, params=params[start : start + 100])
 
-    def write(self, metrics: Metrics) -> None:
+    def on_metrics(self, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step."""
-        timestamp_ms = int(metrics["time/unix"] * 1000)
-        batch = [self._metric(key, float(value), timestamp_ms, int(metrics["step"])) for key, value in metrics.items()]
+        timestamp_ms, step = int(metrics["time/unix"] * 1000), int(metrics["step"])
+        batch = [self._metric(key, float(value), timestamp_ms, step) for key, value in _select_known(metrics).items()]
         self._client.log_batch(self._run, metrics=batch)
 
-    def close(self, *, failed: bool) -> None:
+    def on_finished(self, outcome: str) -> None:
         """Finish the tracker's run."""
-        self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self._run, status="FAILED" if outcome == "failed" else "FINISHED")
+
+
+def _select_known(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics that have a value: the MFU has none if the peak of the device is unknown."""
+    return {key: value for key, value in metrics.items() if value is not None}
 
 
 def _get_tracking_id(run_dir: Path) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import ProfilerConfig
 from raytrain_hpc.errors import MissingDependencyError
 
 
-class StepProfiler:
+class StepProfiler(Callback):
     """Profiler of the steps profiler.steps, on the ranks profiler.ranks."""
+
+    priority = 200  # around the other callbacks of a step
 
     def __init__(self, config: ProfilerConfig, rank: int, run_dir: Path):
         self._profiler_name = config.name if rank in config.ranks else "none"
@@ -21,14 +22,20 @@ class StepProfiler:
         self._output_path = run_dir / "profile" / f"rank-{rank:05d}"
         self._profiler: Any = None
 
-    @contextmanager
-    def profile_step(self, step: int) -> Iterator[None]:
-        """Wrap step `step` (0-based): start the profiler before the first step, write the profile after the last."""
-        if self._profiler_name != "none" and step == self._first:
+    def pre_step(self) -> None:
+        """Start the profiler before the first step."""
+        if self._profiler_name != "none" and self._profiler is None and self.context.step == self._first:
             self._output_path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler = _start_profiler(self._profiler_name)
-        yield
-        if self._profiler is not None and step + 1 >= self._end:
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Write the profile after the last step."""
+        if self.context.step >= self._end:
+            self.close()
+
+    def close(self) -> None:
+        """Write the profile, also if training ends before the last step of it."""
+        if self._profiler is not None:
             _write_profile(self._profiler_name, self._profiler, self._output_path)
             self._profiler = None
 

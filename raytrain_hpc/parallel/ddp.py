@@ -69,6 +69,9 @@ class DDPSync:
             bucket.adopt_remote_grads()
             bucket.pending = set(bucket.parameters)
 
+    def free_gathered_weights(self) -> None:
+        """Do nothing: every replica has whole weights."""
+
     def on_grad_accumulated(self, bucket: _Bucket, parameter: Tensor) -> None:
         """Store a gradient in its bucket. Called by hooks of autograd after it has accumulated the gradient.
 

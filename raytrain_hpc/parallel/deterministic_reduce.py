@@ -123,6 +123,9 @@ class DeterministicDDPSync:
             for bucket in buckets:
                 bucket.finish(self._group, self._assignment)
 
+    def free_gathered_weights(self) -> None:
+        """Do nothing: every replica has whole weights."""
+
 
 class _Bucket:
     """Some parameters and the summation tree of their gradients, flattened, with one flag per parameter."""

@@ -116,6 +116,11 @@ class FSDPSync:
     def finish_grad_sync(self) -> None:
         """Do nothing: FSDP2 reduces gradients during backward passes."""
 
+    def free_gathered_weights(self) -> None:
+        """Reshard the weights that a forward pass without a backward pass has left gathered (ZeRO-1 and 2)."""
+        for fsdp_module in _iter_fsdp_modules(self._modules.values()):
+            fsdp_module.reshard()
+
     def _configure(self, module: FSDPModule, *, is_last: bool, reduce: bool) -> None:
         module.set_requires_gradient_sync(reduce)
         if reduce and self._is_hsdp:
@@ -147,7 +152,7 @@ def _apply_quantization(modules: Sequence[nn.Module], quantize: str, traffic: Qu
             fsdp_module.set_custom_reduce_scatter(QuantizedReduceScatter(traffic))  # type: ignore[arg-type]
 
 
-def _iter_fsdp_modules(modules: Iterable[nn.Module]) -> Iterator[FSDPModule]:
+def _iter_fsdp_modules(modules: Iterable[Any]) -> Iterator[FSDPModule]:
     return (submodule for module in modules for submodule in module.modules() if isinstance(submodule, FSDPModule))
 
 

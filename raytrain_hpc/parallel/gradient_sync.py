@@ -25,6 +25,9 @@ class GradientSync(Protocol):
     def finish_grad_sync(self) -> None:
         """Complete all gradients. Call after the last backward pass of a step."""
 
+    def free_gathered_weights(self) -> None:
+        """Drop whole weights that a forward pass has gathered. Call before the sharded ones are changed."""
+
 
 class NoSync:
     """Gradient synchronization of a single rank: none."""
@@ -40,6 +43,9 @@ class NoSync:
 
     def finish_grad_sync(self) -> None:
         """Do nothing."""
+
+    def free_gathered_weights(self) -> None:
+        """Do nothing: weights are whole."""
 
 
 class CompositeSync:
@@ -65,3 +71,8 @@ class CompositeSync:
         """Finish each synchronization, in the same order on all ranks."""
         for sync in self._syncs:
             sync.finish_grad_sync()
+
+    def free_gathered_weights(self) -> None:
+        """Call `free_gathered_weights` of each synchronization."""
+        for sync in self._syncs:
+            sync.free_gathered_weights()

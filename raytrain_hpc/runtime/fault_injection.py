@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.state.sharded_state import ShardedState
 
@@ -26,23 +27,31 @@ class SupportsLoss(Protocol):
         """Return the loss of a microbatch."""
 
 
-class FaultInjector:
-    """Injector of the faults of one rank, called at fixed points of a step."""
+class FaultInjector(Callback):
+    """Injector of the faults of one rank. `state`: the live state, of which a bit can be flipped."""
+
+    priority = 100
 
     def __init__(
-        self, faults: Sequence[InjectConfig], rank: int, world_size: int, run_dir: Path, train_module: SupportsLoss
+        self,
+        faults: Sequence[InjectConfig],
+        rank: int,
+        world_size: int,
+        run_dir: Path,
+        train_module: SupportsLoss,
+        state: ShardedState,
     ):
-        self._train_module, self._rank = train_module, rank
+        self._train_module, self._rank, self._state = train_module, rank, state
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
         slow_markers = [self._marker_dir / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
         if any(marker.exists() and json.loads(marker.read_text())["pid"] == os.getpid() for marker in slow_markers):
             self._slow_down()  # slowness belongs to the process, which may have another rank now
 
-    def pre_forward(self, step: int) -> None:
-        """Inject a NaN or a spike into the loss. Call before the passes of the step after `step` committed steps."""
+    def pre_step(self) -> None:
+        """Inject a NaN or a spike into the loss."""
         for kind, factor in (("nan", float("nan")), ("spike", 100.0)):
-            if self._claim_fault(step, kind):
+            if self._claim_fault(self.context.step, kind):
                 self._corrupt_loss(factor)
 
     def _corrupt_loss(self, factor: float) -> None:
@@ -55,18 +64,18 @@ class FaultInjector:
 
         self._train_module.loss = corrupted  # type: ignore[method-assign]
 
-    def pre_loss_reduce(self, step: int) -> None:
-        """Inject a crash, hang, error or slowdown. Call between the passes of a step and its all-reduce of losses."""
+    def post_forward_backward(self) -> None:
+        """Inject a crash, hang, error or slowdown, before the all-reduce of losses."""
         for kind, fault in _FAULT_ACTIONS.items():
-            if self._claim_fault(step, kind):
+            if self._claim_fault(self.context.step, kind):
                 fault()
-        if self._claim_fault(step, "slow"):
+        if self._claim_fault(self.context.step, "slow"):
             self._slow_down()
 
-    def post_step(self, step: int, state: ShardedState) -> None:
-        """Flip the lowest bit of the first weight. Call after `step` steps are committed."""
-        if self._claim_fault(step - 1, "bitflip"):
-            weight = next(shard.tensor for shard in state if shard.tensor.numel())
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Flip the lowest bit of the first weight."""
+        if self._claim_fault(self.context.step - 1, "bitflip"):
+            weight = next(shard.tensor for shard in self._state if shard.tensor.numel())
             weight.view(-1).view(torch.uint8)[0] ^= 1
 
     def _slow_down(self) -> None:

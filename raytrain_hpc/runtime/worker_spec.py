@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.block_stream import BlockPlan
@@ -49,6 +50,8 @@ class WorkerSpec:
     resume_step: int | None  # the published checkpoint to start from; None: start from initial weights
     memory_step: int | None = field(default=None, kw_only=True)  # recover this step from the memory of ranks
     end_step: int  # train until this many steps are committed
+    callbacks: tuple[Callback, ...] = ()  # of the user; every rank gets its own copies
+    start_metrics: dict[str, Any] | None = None  # recorded metrics of the start step, for callbacks; None: unknown
     pending_eval_metrics: dict[str, Any] | None = None  # metrics of the start step, if its evaluation was interrupted
     has_pending_checkpoint: bool = False  # whether a checkpoint of the start step was interrupted
     init_checkpoint: Path | None = None  # weights that a fresh run starts from

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.data.dataset.sources import Dataset
 from raytrain_hpc.data.loader.block_stream import BlockSource, BlockStream
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.data.loader.packing import build_packing
@@ -22,20 +25,22 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import compute_state_partition
-from raytrain_hpc.observability.profiler import StepProfiler
 from raytrain_hpc.optim.offload import make_moment_storage
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.planner.layout import find_first_rank
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
-from raytrain_hpc.runtime.fault_injection import FaultInjector
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
+from raytrain_hpc.training.callback_list import CallbackList
+from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.device_loader import DeviceLoader
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.expert_bias import ExpertBias
+from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.loss_reduction import LossReducer
 from raytrain_hpc.training.model_builder import (
     build_forward_backward,
@@ -53,11 +58,14 @@ from raytrain_hpc.training.state_builder import (
     measure_state_memory,
 )
 from raytrain_hpc.training.state_loader import CheckpointRollback, restore_state
+from raytrain_hpc.training.step_callbacks import EvaluationSchedule, RankStatistics
+from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import TrainModule
 from raytrain_hpc.training.trainer import PendingWork, Trainer
+from raytrain_hpc.training.weight_exchange import WeightExchange
 
 
 def build_trainer(
@@ -71,54 +79,100 @@ def build_trainer(
 ) -> Trainer:
     """Build the trainer of one rank in a generation, with its state loaded and equal on all replicas. Collective.
 
-    `blocks`: data that other processes read; None reads it here. `snapshot_store`: snapshots that this process holds of
-    earlier generations; those of this generation go there too. Raises StateLostError if no rank holds some part of the
+    `block_source`: data that other processes read; None reads it here. `snapshot_store`: snapshots of earlier
+    generations in this process; those of this one go there too. Raises StateLostError if no rank holds some part of the
     state to resume from, and ReplicaMismatchError if replicas differ after loading.
     """
     timestamps: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
-    config, run_dir = spec.config, Path(spec.config.run.dir)
-    configure_torch(config, device)
+    configure_torch(spec.config, device)
     context = _init_groups(spec, rank, device, rendezvous)
     timestamps["groups"] = time.time()
+    dataset = spec.stream_spec.open_dataset()
+    callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
-    optimizer, recent_losses = _build_optimizer(model, spec, rank), _make_recent_losses(config, device)
-    state, memory_state = build_state(model, optimizer, recent_losses), _get_memory_state(spec, snapshot_store)
-    peers = SnapshotPeers(spec, rank, snapshot_store, device)
-    peer_info = exchange_peer_info(
-        state.to_index(), memory_state.to_index(), context, peers.handles
-    )  # all groups exist
-    store = CheckpointStore(run_dir / "checkpoints")
-    restore_state(spec, context, state, memory_state, peer_info, store)
-    replica_check = ReplicaCheck(state, context)
+    optimizer, recent_losses = _build_optimizer(model, spec, rank), _make_recent_losses(spec.config, device)
+    callback_state = _start_callbacks(callbacks, model, optimizer)
+    state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
+    peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
+    replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
     replica_check.compare()
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
     checkpointer = _build_checkpointer(spec, state, peer_info, context, store, control)
     optimizer.release_memory()
-    loader, eval_set = _build_loaders(spec, context, control, block_source)
+    loader = _build_loader(spec, dataset, context, control, block_source)
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
-    emit, timers = control.emit if rank == 0 else _ignore_record, PhaseTimer(device)
+    timers, emit = PhaseTimer(device), control.emit if rank == 0 else _ignore_record
     model_step = build_forward_backward(train_module, model, spec, context, timers, control.emit)
-    rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer)
-    find_responsible_rank = partial(find_first_rank, spec.layout, spec.batching)
+    evaluator = _build_evaluator(spec, dataset, context, model_step, control, timers)
+    add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified)
+    exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
+    callbacks.context.exchange_weights = exchange
+    callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
+    rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
     return Trainer(
-        config=config,
-        loader=loader,
-        model_step=model_step,
-        loss_reducer=LossReducer(context, spec.batching),
-        model_update=_build_model_update(spec, train_module, model, optimizer, peer_info, context),
-        step_guard=StepGuard(config.fault, recent_losses, find_responsible_rank, rollback, emit),
-        snapshots=snapshots,
-        checkpointer=checkpointer,
-        evaluator=None if eval_set is None else Evaluator(context, model_step, eval_set, control, timers),
-        replica_check=replica_check,
-        fault_injector=FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, train_module),
-        metrics=StepMetrics(config, context, spec.generation, measure_state_memory(model, optimizer), timers, emit),
-        timers=timers,
-        profiler=StepProfiler(config.profiler, rank, run_dir),
-        control=control,
-        pending=PendingWork(spec.pending_eval_metrics, spec.has_pending_checkpoint),
+        spec.config,
+        loader,
+        model_step,
+        LossReducer(context, spec.batching),
+        _build_model_update(spec, train_module, model, optimizer, peer_info, context),
+        _build_step_guard(spec, recent_losses, rollback, emit),
+        snapshots,
+        checkpointer,
+        callbacks,
+        callback_state,
+        StepCompletion(callbacks, callback_state, checkpointer, evaluator, optimizer, control),
+        _build_metrics(spec, model, optimizer, context, timers, emit),
+        timers,
+        control,
+        _get_pending_work(spec),
+    )
+
+
+def _restore_state(
+    spec: WorkerSpec,
+    context: ParallelContext,
+    state: ShardedState,
+    callback_state: CallbackState,
+    snapshot_store: SnapshotStore | None,
+) -> tuple[SnapshotPeers, PeerInfo, CheckpointStore]:
+    """Fill the state, and return the peers of its snapshots, the indexes of all ranks, and the checkpoints."""
+    memory_state = _get_memory_state(spec, snapshot_store)
+    peers = SnapshotPeers(spec, context.rank, snapshot_store, context.device)
+    # All groups exist.
+    peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
+    store = CheckpointStore(Path(spec.config.run.dir) / "checkpoints")
+    restore_state(spec, context, state, memory_state, peer_info, store)
+    callback_state.restore()
+    return peers, peer_info, store
+
+
+def _build_step_guard(
+    spec: WorkerSpec,
+    recent_losses: torch.Tensor | None,
+    rollback: CheckpointRollback,
+    emit: Callable[[Record], None],
+) -> StepGuard:
+    find_responsible_rank = partial(find_first_rank, spec.layout, spec.batching)
+    return StepGuard(spec.config.fault, recent_losses, find_responsible_rank, rollback, emit)
+
+
+def _build_metrics(
+    spec: WorkerSpec,
+    model: ParallelModel,
+    optimizer: Optimizer,
+    context: ParallelContext,
+    timers: PhaseTimer,
+    emit: Callable[[Record], None],
+) -> StepMetrics:
+    state_memory = measure_state_memory(model, optimizer)
+    return StepMetrics(spec.config, context, spec.generation, state_memory, timers, emit)
+
+
+def _get_pending_work(spec: WorkerSpec) -> PendingWork:
+    return PendingWork(
+        spec.pending_eval_metrics, spec.has_pending_checkpoint, spec.start_metrics, spec.memory_step is not None
     )
 
 
@@ -180,11 +234,9 @@ def _build_model_update(
     context: ParallelContext,
 ) -> ModelUpdate:
     is_elastic = spec.config.train.deterministic == "elastic"
-    biased_modules = model.modules.values() if _has_expert_bias(spec) else ()
     return ModelUpdate(
         optimizer,
         build_gradient_norm(model, peer_info.destination_indexes, context, exact=is_elastic),
-        ExpertBias(biased_modules, spec.model_spec.expert_bias_rate, context.batch_group),
         list_running_statistics(train_module, model),
         spec.config.train.max_grad_norm,
         context.world_group,
@@ -254,6 +306,7 @@ def _build_rollback(
     store: CheckpointStore,
     checkpointer: Checkpointer,
     optimizer: Optimizer,
+    callback_state: CallbackState,
 ) -> CheckpointRollback:
     return CheckpointRollback(
         store,
@@ -262,26 +315,68 @@ def _build_rollback(
         peer_info.destination_indexes,
         checkpointer.get_last_due_step,
         checkpointer.finish,
-        optimizer.release_memory,
+        partial(_after_rollback, optimizer, callback_state),
     )
 
 
-def _build_loaders(
-    spec: WorkerSpec, context: ParallelContext, control: ControlChannel, blocks: BlockSource | None
-) -> tuple[DeviceLoader, EvaluationSet | None]:
-    """Return the loader of this rank's training microbatches, and the validation set if the dataset has one."""
-    config, layout = spec.config, spec.layout
-    dataset = spec.stream_spec.open_dataset()
+def _build_loader(
+    spec: WorkerSpec,
+    dataset: Dataset,
+    context: ParallelContext,
+    control: ControlChannel,
+    blocks: BlockSource | None,
+) -> DeviceLoader:
+    """Return the loader of this rank's training microbatches."""
+    layout = spec.layout
     local_stream = spec.stream_spec.open_stream(dataset)
     stream: Stream = local_stream
     if blocks is not None:
         stream = BlockStream(local_stream, blocks, control.log if context.rank == 0 else _ignore_record)
     microbatches = spec.batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
-    loader = DeviceLoader(stream, spec.batching, microbatches, context.device, config.data)
+    return DeviceLoader(stream, spec.batching, microbatches, context.device, spec.config.data)
+
+
+def _build_evaluator(
+    spec: WorkerSpec,
+    dataset: Dataset,
+    context: ParallelContext,
+    model_step: ForwardBackward,
+    control: ControlChannel,
+    timers: PhaseTimer,
+) -> Evaluator | None:
+    """Return the evaluation on the validation set, or None if the dataset has none."""
     if dataset.val is None:
-        return loader, None
+        return None
+    config = spec.config
     packing = build_packing(config.data.packing, config.train.seq_len)
-    return loader, EvaluationSet(dataset.val, packing, spec.batching.size, max_samples=config.eval.samples)
+    eval_set = EvaluationSet(dataset.val, packing, spec.batching.size, max_samples=config.eval.samples)
+    return Evaluator(context, model_step, eval_set, control, timers)
+
+
+def _start_callbacks(callbacks: CallbackList, model: ParallelModel, optimizer: Optimizer) -> CallbackState:
+    """Give the model to the callbacks, start their generation, and return their state, not restored yet."""
+    context = callbacks.context
+    context.modules, context.parameters = model.modules, get_local_slices(model.trainable_parameters)
+    context.get_gradients = optimizer.get_gradients
+    callbacks.run("on_generation_start")
+    return CallbackState(callbacks.user, model)
+
+
+def _build_trainer_callbacks(
+    spec: WorkerSpec, model: ParallelModel, context: ParallelContext, evaluator: Evaluator | None
+) -> list[Callback]:
+    callbacks: list[Callback] = [RankStatistics(spec.config.logging.rank_stats_interval, context)]
+    if evaluator is not None:
+        callbacks.append(EvaluationSchedule(spec.config.eval))
+    if _has_expert_bias(spec):
+        callbacks.append(ExpertBias(model.modules.values(), spec.model_spec.expert_bias_rate, context.batch_group))
+    return callbacks
+
+
+def _after_rollback(optimizer: Optimizer, callback_state: CallbackState) -> None:
+    """Release the memory of moments that were read, and load the state of callbacks."""
+    optimizer.release_memory()
+    callback_state.restore()
 
 
 def _ignore_record(record: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from raytrain_hpc.checkpoint.async_writer import AsyncCheckpointWriter
@@ -42,6 +42,7 @@ class Checkpointer:
         self._rank = context.rank
         # A bound method would form a reference cycle, which keeps the state and its file on disk alive after the run.
         self._report = partial(_emit_report, emit, context.rank, generation)
+        self._emit = emit
         self._shards = _select_shards(state, indexes, context)
         self._writer = AsyncCheckpointWriter(self._report)
         self._last_time, self._last_step = last_time or time.time(), 0
@@ -77,6 +78,11 @@ class Checkpointer:
             self._report({"step": step, "error": str(error)})
             return 0.0
         return self._writer.save(self._shards, staging / get_shard_name(self._rank), step, wait=not self._config.async_)
+
+    def label(self, step: int, labels: Sequence[str]) -> None:
+        """Give labels to the checkpoint of `step`, when it is published: the newest of each label is kept."""
+        if labels and self._rank == 0:
+            self._emit({"type": "label", "step": step, "labels": list(labels)})
 
     def wait_for_staging(self) -> None:
         """Wait for the copy of the last `save` to complete. Call before the state changes."""

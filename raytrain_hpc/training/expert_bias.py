@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.model.moe import Router
 
 
-class ExpertBias:
+class ExpertBias(Callback):
     """Updater of the routing biases: overloaded experts become less likely by a fixed amount.
 
     Wang et al. 2024, arXiv 2408.15664. Counts are those of the whole batch, so the bias does not depend on the layout.
@@ -24,10 +25,14 @@ class ExpertBias:
         ]
         self._rate, self._group = rate, group
 
-    def reset_counts(self) -> None:
-        """Reset the counts of a step that is discarded."""
+    def pre_step(self) -> None:
+        """Reset the counts, which are those of a discarded step if the last one was not applied."""
         for router in self._routers:
             router.load.zero_()
+
+    def pre_optim_step(self) -> None:
+        """Update every bias by the counts of a step that is applied."""
+        self.update()
 
     @torch.no_grad()
     def update(self) -> None:

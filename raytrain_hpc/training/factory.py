@@ -13,7 +13,7 @@ from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.training.builder import build_trainer, configure_torch
 from raytrain_hpc.training.script_trainer import ScriptTrainer
-from raytrain_hpc.training.trainer import TrainOutcome
+from raytrain_hpc.training.step_completion import TrainOutcome
 
 
 class RankTrainer(Protocol):

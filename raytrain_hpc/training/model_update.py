@@ -1,4 +1,4 @@
-"""Changes to the model between two steps: gradient clipping, buffers, optimizer, expert bias."""
+"""Changes to the model between two steps: gradient clipping, buffers, optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from raytrain_hpc.optim.grad_norm import GradientNorm
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.torch_private import foreach_mul_
-from raytrain_hpc.training.expert_bias import ExpertBias
 
 
 @dataclass
@@ -23,7 +22,6 @@ class ModelUpdate:
 
     optimizer: Optimizer
     gradient_norm: GradientNorm
-    expert_bias: ExpertBias
     buffers: list[Tensor]
     max_grad_norm: float
     world_group: dist.ProcessGroup | None
@@ -44,11 +42,6 @@ class ModelUpdate:
             slices = list(gradients.values())
             foreach_mul_(slices, scale.to(slices[0].dtype))
         return norm
-
-    def discard_gradients(self) -> None:
-        """Drop the gradients and expert counts of a step that is not applied."""
-        self.optimizer.zero_grad()
-        self.expert_bias.reset_counts()
 
     def sync_buffers(self) -> None:
         """Broadcast running statistics from rank 0. Call once per step, after the backward passes."""

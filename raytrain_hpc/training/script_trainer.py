@@ -28,18 +28,18 @@ from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.errors import ModelError, RunFailedError
 from raytrain_hpc.parallel.ddp import DDPSync
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
-from raytrain_hpc.runtime.fault_injection import FaultInjector
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.script_state import ScriptState
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.state_loader import restore_state
+from raytrain_hpc.training.step_completion import TrainOutcome
 from raytrain_hpc.training.step_metrics import get_peak_memory_gib
 from raytrain_hpc.training.timers import StepTimer
-from raytrain_hpc.training.trainer import TrainOutcome
 
 
 def derive_step_seed(seed: int, step: int) -> int:
@@ -76,6 +76,7 @@ class ScriptTrainer:
             rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
         )
         self._emit = control.emit
+        self._callbacks = build_callback_list(spec, self.context, control, can_evaluate=False)
         self._script_loss, self._grad_norm, self._row_counts = _ScriptLoss(), 0.0, [(1, 1)]
         self._outcome: TrainOutcome | None = None
         self._step: int | None = None
@@ -92,6 +93,10 @@ class ScriptTrainer:
 
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Run the script. Raises its errors, and RunFailedError if it ends without finishing `steps`."""
+        with self._callbacks.close_on_exit():
+            return self._run_script()
+
+    def _run_script(self) -> TrainOutcome:
         script = self._spec.custom
         if not isinstance(script, Script):
             raise TypeError("ScriptTrainer needs a WorkerSpec whose `custom` is a Script")
@@ -135,8 +140,8 @@ class ScriptTrainer:
         restore_state(spec, context, state, memory_state, peer_info, store)
         if spec.start_step:
             script_state.restore()
-        self._state, self._replica_check = state, ReplicaCheck(state, context)
-        self._replica_check.compare()
+        replica_check = ReplicaCheck(state, context)
+        replica_check.compare()
         live_state_suffices = not self._buffers
         self._snapshots = SnapshotManager(config, self._snapshot_store, state, live_state_suffices, None, lambda: None)
         self._snapshots.begin_generation(spec.start_step, spec.generation)
@@ -150,9 +155,8 @@ class ScriptTrainer:
             self._control.emit,
             last_time=spec.last_checkpoint_time,
         )
-        self._fault_injector = FaultInjector(
-            config.fault.inject, context.rank, context.layout.world_size, Path(config.run.dir), self._script_loss
-        )
+        on_verified = self._snapshots.mark_verified
+        add_common_callbacks(self._callbacks, spec, self._script_loss, state, replica_check, on_verified)
         self._gradient_sync = None
         if context.replica_group is not None:
             self._gradient_sync = DDPSync(script_state.parameters, context.replica_group, config.parallel.bucket_mib)
@@ -230,7 +234,8 @@ class ScriptTrainer:
 
     def _backward(self, loss: Tensor, weight: float) -> Tensor:
         step = self._step or 0
-        self._fault_injector.pre_forward(step)
+        self._callbacks.context.step = step
+        self._callbacks.run("pre_step")
         weighted_loss = self._script_loss.loss(loss, loss) * weight
         self._snapshots.wait_for_copies()
         control, save = self._control, self._checkpointer.is_time_due()
@@ -242,7 +247,7 @@ class ScriptTrainer:
         stashed = self._stash_gradients()
         with self._sync_gradients():
             weighted_loss.backward()  # type: ignore[no-untyped-call]
-        self._fault_injector.pre_loss_reduce(step)
+        self._callbacks.run("post_forward_backward")
         if self.context.world_group is not None:
             for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
                 dist.broadcast(buffer, 0)
@@ -289,17 +294,16 @@ class ScriptTrainer:
         loss, stop, pause, save = self._totals or [0.0] * 4
         before_end = step < self._spec.end_step
         stopped, paused = stop > 0 and before_end, pause > 0 and before_end
-        self._fault_injector.post_step(step, self._state)
+        record = self._build_metrics(step, loss, self._step_timer.end_step())
+        self._callbacks.context.step = step
+        self._callbacks.run("post_step", record)
         self._script_state.capture()
         should_save = self._checkpointer.should_save(step) or save > 0 or not before_end or stopped
         self._snapshots.after_step(step, before_pause=paused)
-        record = self._build_metrics(step, loss, self._step_timer.end_step())
         self._control.record_commit(record)
-        interval = self._config.fault.replica_check_interval
-        if interval and (should_save or step % interval == 0):
-            self._replica_check.compare()
-            self._snapshots.mark_verified(step)
+        self._callbacks.run("post_commit", record)
         if should_save:
+            self._callbacks.run("pre_checkpoint_saved")
             self._control.set_phase("saving")
             with self._step_timer.exclude():
                 record["time/checkpoint_s"] = self._checkpointer.save(step)

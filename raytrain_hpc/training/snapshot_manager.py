@@ -99,6 +99,14 @@ class SnapshotManager:
             self.replicator.send_async(step, slot)
         self.release_memory()
 
+    def replace_live(self, step: int, live_state: ShardedState) -> None:
+        """Publish another description of the live state of `step`, if it serves as a snapshot. Call when it is valid.
+
+        Call `before_update` before the tensors change.
+        """
+        if self.store is not None and self.live_state_suffices and snapshots_enabled(self.config):
+            self.store.publish_live(step, live_state)
+
     @contextmanager
     def close_on_exit(self) -> Iterator[None]:
         """Close the replicator at the end of the context. Pending copies complete, or are canceled on an error."""

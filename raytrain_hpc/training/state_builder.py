@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -15,8 +16,13 @@ from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype
 from raytrain_hpc.training.state_loader import RECENT_LOSSES
 
 
-def build_state(model: ParallelModel, optimizer: Optimizer, recent_losses: torch.Tensor | None = None) -> ShardedState:
-    """Return this rank's part of the training state: weights, persistent buffers, optimizer moments, recent losses.
+def build_state(
+    model: ParallelModel,
+    optimizer: Optimizer,
+    recent_losses: torch.Tensor | None = None,
+    callback_shards: Iterable[StateShard] = (),
+) -> ShardedState:
+    """Return this rank's part of the training state: weights, buffers, moments, recent losses, state of callbacks.
 
     The state refers to the live tensors; it holds no copies. Call once per generation, when the model is parallelized.
     """
@@ -32,7 +38,7 @@ def build_state(model: ParallelModel, optimizer: Optimizer, recent_losses: torch
         ]
     if recent_losses is not None:
         shards.append(StateShard.from_tensor(RECENT_LOSSES, recent_losses))
-    return ShardedState(shards)
+    return ShardedState([*shards, *callback_shards])
 
 
 class ParameterSlice:

@@ -23,6 +23,7 @@ from raytrain_hpc.state.shard_index import StateIndex, find_difference, merge_in
 from raytrain_hpc.state.sharded_state import ShardedState
 
 RECENT_LOSSES = "losses"  # part of the state only if loss spikes are detected
+CALLBACK_PREFIX = "callbacks."  # of the tensors that are the state of callbacks, which runs may add and remove
 _EXPERT_BIAS_SUFFIX = ".router.bias"  # present if a bias balances the experts
 _PUBLISH_TIMEOUT_S = 30.0  # for the driver to publish a checkpoint that all ranks have written
 _POLL_INTERVAL_S = 0.01
@@ -54,15 +55,21 @@ def restore_state(
 def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:
     """Fill the state from a checkpoint. Raises CheckpointError unless it has exactly the tensors of this model.
 
-    Recent losses may be missing on either side, since `fault.loss_spike_deviations` may change between runs.
+    Recent losses and the state of callbacks may be missing on either side, since `fault.loss_spike_deviations` and the
+    callbacks of a run may change.
     """
     checkpoint_index, state_index = (
-        index.select(set(index) - {RECENT_LOSSES}) for index in (checkpoint.index, merge_indexes(indexes))
+        index.select(name for name in index if not _is_optional(name))
+        for index in (checkpoint.index, merge_indexes(indexes))
     )
     if difference := find_difference(checkpoint_index, state_index):
         raise CheckpointError(f"{checkpoint.path} is of another model: {difference}; choose another run.dir")
-    has_recent_losses = RECENT_LOSSES in checkpoint.index
-    read_state(checkpoint, ShardedState(shard for shard in state if has_recent_losses or shard.name != RECENT_LOSSES))
+    stored = (shard for shard in state if not _is_optional(shard.name) or shard.name in checkpoint.index)
+    read_state(checkpoint, ShardedState(stored))
+
+
+def _is_optional(name: str) -> bool:
+    return name == RECENT_LOSSES or name.startswith(CALLBACK_PREFIX)
 
 
 def load_model_weights(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:
@@ -98,7 +105,7 @@ class CheckpointRollback:
     indexes: list[StateIndex]
     get_last_due_step: Callable[[int], int]  # the last step up to a given one of which a checkpoint was due
     wait_for_writes: Callable[[], object]  # waits until this rank's part of the last checkpoint is written
-    release_memory: Callable[[], None]  # called after moments were filled
+    on_restored: Callable[[], None]  # called after the state was filled
 
     def __call__(self, step: int) -> int:
         """Restore the newest checkpoint after `step` committed steps, and return its step. Collective.
@@ -117,7 +124,7 @@ class CheckpointRollback:
                 "checkpoint.interval or fault.on_nan=skip"
             )
         load_checkpoint(read_manifest(self.store.get_path(int(chosen_step))), self.state, self.indexes)
-        self.release_memory()
+        self.on_restored()
         return int(chosen_step)
 
     def _find_newest_step(self, step: int) -> int:

@@ -11,11 +11,10 @@ import torch
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import ParallelContext
-from raytrain_hpc.observability.metrics import RANK_STATISTIC_KEYS
 from raytrain_hpc.optim.lr_scheduler import learning_rate
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.training.loss_reduction import StepRequests
-from raytrain_hpc.training.timers import PhaseTimer, reduce_over_ranks
+from raytrain_hpc.training.timers import PhaseTimer
 
 
 @dataclass
@@ -70,13 +69,6 @@ class StepMetrics:
             "elastic/world_size": world_size,
             "elastic/generation": self.generation,
         }
-
-    def add_rank_stats(self, step: int, record: Record) -> None:
-        """Add mean, minimum, maximum and deviation over ranks every `logging.rank_stats_interval` steps. Collective."""
-        interval = self.config.logging.rank_stats_interval
-        if interval and step % interval == 0:
-            values = {name: record[name] for name in RANK_STATISTIC_KEYS}
-            record |= reduce_over_ranks(values, self.context.world_group, self.context.device)
 
     def emit_step(self, record: Record) -> None:
         """Hand the finished record of a step to the driver."""

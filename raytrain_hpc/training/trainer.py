@@ -5,34 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError
-from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.watchdog import Phase
-from raytrain_hpc.errors import RunFailedError
-from raytrain_hpc.observability.profiler import StepProfiler
-from raytrain_hpc.optim.lr_scheduler import learning_rate, should_evaluate
+from raytrain_hpc.optim.lr_scheduler import learning_rate
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
-from raytrain_hpc.runtime.fault_injection import FaultInjector
+from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
+from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
 from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.device_loader import DeviceLoader
-from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.loss_reduction import LossReducer, StepRequests, StepTotals
 from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
+from raytrain_hpc.training.step_completion import StepCompletion, TrainOutcome
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics, StepResult
 from raytrain_hpc.training.timers import PhaseTimer, StepTimer
 from raytrain_hpc.training.train_module import Batch
 
-# done: `end_step` is reached; stopped: ended on request, after a checkpoint was written or its storage error reported;
-# paused: ended on request, and saved only if a checkpoint was due. Another generation can follow the last two.
-TrainOutcome = Literal["done", "stopped", "paused"]
 # (step, slot) -> microbatch of this rank; a slot past its microbatches gives a padding one.
 ReadMicrobatch = Callable[[int, int], Batch]
 
@@ -42,11 +36,14 @@ class PendingWork:
     """Work of the start step that an earlier generation or process did not finish, to be done before the first step.
 
     `eval_metrics`: metrics of that step, if its evaluation was due and they lack a validation loss. `checkpoint`: its
-    checkpoint was due and has not been published; only if the state was recovered from memory.
+    checkpoint was due and has not been published; only if the state was recovered from memory. `start_metrics`: metrics
+    of that step, if known, for work that callbacks requested. `is_from_memory`: the state was recovered from memory.
     """
 
     eval_metrics: Record | None = None
     checkpoint: bool = False
+    start_metrics: Record | None = None
+    is_from_memory: bool = False
 
 
 @dataclass
@@ -61,16 +58,15 @@ class Trainer:
     loader: DeviceLoader
     model_step: ForwardBackward  # forward and backward passes over this rank's microbatches
     loss_reducer: LossReducer
-    model_update: ModelUpdate  # gradient clipping, optimizer, expert bias, buffers
+    model_update: ModelUpdate  # gradient clipping, optimizer, buffers
     step_guard: StepGuard  # rejects steps with a loss or norm that is not finite, and loss spikes
     snapshots: SnapshotManager
     checkpointer: Checkpointer
-    evaluator: Evaluator | None  # None: the dataset has no validation split
-    replica_check: ReplicaCheck
-    fault_injector: FaultInjector
+    callbacks: CallbackList  # everything optional: evaluation schedule, replica check, profiler, those of the user
+    callback_state: CallbackState
+    completion: StepCompletion  # checkpoint and evaluation of a committed step
     metrics: StepMetrics
     timers: PhaseTimer
-    profiler: StepProfiler
     control: ControlChannel
     pending: PendingWork = field(default_factory=PendingWork)
 
@@ -84,18 +80,18 @@ class Trainer:
         A pause saves only if `checkpoint.interval` is due: the state stays in memory for the next generation. Raises
         what `train_step` raises, and ReplicaMismatchError if replicas differ.
         """
-        with self.loader.prefetch(start_step, end_step), self.snapshots.close_on_exit():
-            outcome = self._train_loop(start_step, end_step)
-            self.control.set_phase("saving")  # copies and writes may take longer than a training step
-        self.checkpointer.finish()
+        with self.callbacks.close_on_exit():
+            with self.loader.prefetch(start_step, end_step), self.snapshots.close_on_exit():
+                outcome = self._train_loop(start_step, end_step)
+                self.control.set_phase("saving")  # copies and writes may take longer than a training step
+            self.checkpointer.finish()
         return outcome
 
     def _train_loop(self, start_step: int, end_step: int) -> TrainOutcome:
-        step, outcome = start_step, self._complete_pending_work(start_step)
+        step, outcome = start_step, self._begin(start_step)
         timer = StepTimer()
         while step < end_step and outcome is None:
-            with self.profiler.profile_step(step):
-                result = self.train_step(step)
+            result = self.train_step(step)
             step += 1
             outcome = self._after_step(step, end_step, result, timer)
         return outcome or "done"
@@ -116,9 +112,9 @@ class Trainer:
                 return result
         self.model_update.sync_buffers()
         self.snapshots.before_update()
+        self.callbacks.run("pre_optim_step")
         with self.timers.phase("optimizer"):
             self.model_update.optimizer.step(learning_rate(self.config, step))
-        self.model_update.expert_bias.update()  # collective, like sync_buffers
         self.step_guard.accept(step, result.loss)
         self.raise_if_aborted()
         return result
@@ -129,9 +125,9 @@ class Trainer:
         Raises GenerationAbortedError if collectives were aborted meanwhile: the results are then meaningless.
         """
         reader = _TimedReader(step, read_microbatch, self.control, self._compute_phase)
-        self.fault_injector.pre_forward(step)
+        self.callbacks.run("pre_step")
         losses = self.model_step.train(step, self.loss_reducer.num_local_microbatches, reader.read)
-        self.fault_injector.pre_loss_reduce(step)
+        self.callbacks.run("post_forward_backward")
         self.wait_for_background_copies()
         totals = self.reduce_losses_and_requests(losses)
         with self.timers.phase("communication"):
@@ -167,12 +163,12 @@ class Trainer:
         """
         loss_and_norm = (first_result.loss, first_result.grad_norm)
         incident = self.step_guard.build_incident(step, loss_and_norm, first_result.microbatch_losses)
-        self.model_update.discard_gradients()
+        self.model_update.optimizer.zero_grad()
         result = self.forward_backward(step, self.loader.reread)
         if self.step_guard.check(result.loss, result.grad_norm) is None:
             self.step_guard.report_incident(incident, "gone when recomputed", 0)
             return result, True
-        self.model_update.discard_gradients()
+        self.model_update.optimizer.zero_grad()
         self.model_update.sync_buffers()  # the passes have changed running statistics, differently on each rank
         self.snapshots.before_update()
         self.control.set_phase("saving")
@@ -188,82 +184,53 @@ class Trainer:
             raise GenerationAbortedError("its collectives were aborted")
 
     def _after_step(self, step: int, end_step: int, result: StepResult, timer: StepTimer) -> TrainOutcome | None:
-        """Snapshot, record, check, save, evaluate and report committed step `step`.
+        """Complete, snapshot, record, save, evaluate and report committed step `step`.
 
-        Returns "stopped" or "paused" if training ends after it on request, else None. At the end a pause is ignored,
-        and so is a stop unless there is a validation split: a stop requested by then prevents or ends the last
-        evaluation. An evaluation due at a stop or pause stays pending.
+        Returns the outcome if training ends after it, else None. At the end a pause is ignored, and so is a stop unless
+        there is a validation split: a stop requested by then prevents or ends the last evaluation. An evaluation due at
+        a stop or pause stays pending.
         """
-        is_end = step == end_step
-        stop, pause = result.requests.stop and not is_end, result.requests.pause and not is_end
-        self.fault_injector.post_step(step, self.snapshots.live_state)
-        save = self.checkpointer.should_save(step) or result.requests.save or is_end or stop
-        self.snapshots.after_step(step, before_pause=pause)
+        callbacks = self.callbacks
         record = self.metrics.build(step, result, timer.end_step(), self.model_update.gradient_nbytes)
+        callbacks.context.step = step
+        callbacks.run("post_step", record)
+        requests = callbacks.agree_requests()
+        is_end = step == end_step or requests.stop
+        stop, pause = result.requests.stop and not is_end, result.requests.pause and not is_end
+        save = self.checkpointer.should_save(step) or result.requests.save or requests.save or is_end or stop
+        self.callback_state.capture(PendingRequests(step, requests))
+        self.snapshots.after_step(step, before_pause=pause)
         self.control.record_commit(record)
-        self._check_replicas(step, save)
-        self.metrics.add_rank_stats(step, record)
+        callbacks.run("post_commit", record)
         self._compute_phase = "training"
+        if save:
+            callbacks.run("pre_checkpoint_saved")
         with timer.exclude():
-            if save:  # before the evaluation, which can take long
-                record["time/checkpoint_s"] = self._save_checkpoint(step)
-            if not (stop or pause) and self.evaluator and should_evaluate(self.config.eval, step, end_step):
-                stop = not self._evaluate_into(record)
-                if stop and not save:
-                    self._check_replicas(step, save=True)
-                    record["time/checkpoint_s"] = self._save_checkpoint(step)
+            evaluate = requests.evaluate and not (stop or pause)
+            outcome = self.completion.save_and_evaluate(record, save=save, evaluate=evaluate, labels=requests.labels)
         self.control.amend_metrics(record)
         self.metrics.emit_step(record)
-        return "stopped" if stop else "paused" if pause else None
+        return "done" if is_end and outcome is None else "stopped" if stop else "paused" if pause else outcome
 
-    def _complete_pending_work(self, step: int) -> TrainOutcome | None:
-        """Do what an interruption after step `step` left undone.
-
-        Returns "stopped" if a stop is requested before or during a pending evaluation, else None.
-        """
-        if self.pending.checkpoint:
-            self._save_checkpoint(step)
-        record = self.pending.eval_metrics
-        if record is not None:
-            if not self._evaluate_into(record):
-                if not self.pending.checkpoint:
-                    self._save_checkpoint(step)
-                return "stopped"
+    def _begin(self, step: int) -> TrainOutcome | None:
+        """Call `pre_train`, and do what an interruption after step `step` left undone. Return as `_after_step` does."""
+        pending = self.pending
+        self.callbacks.context.step = step
+        self.callbacks.run("pre_train")
+        requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
+        record = pending.eval_metrics or (pending.start_metrics if requests.evaluate else None)
+        is_evaluated = record is None or "val/loss" in record
+        save, evaluate = self._should_save_at_start(requests), record is not None
+        if save:
+            self.callbacks.run("pre_checkpoint_saved")
+        outcome = self.completion.save_and_evaluate(record or {}, save=save, evaluate=evaluate, labels=requests.labels)
+        if record is not None and not is_evaluated and outcome != "stopped":
             self.metrics.emit_step(record)
-        return None
+        return "done" if requests.stop and outcome is None else outcome
 
-    def _evaluate_into(self, record: Record) -> bool:
-        """Add the validation loss to a step's metrics. Return False if a stop was requested first.
-
-        The metrics then lack `val/loss`, by which the driver finds the evaluation pending. A pause does not interrupt.
-        """
-        if self.evaluator is None:
-            raise RunFailedError("an evaluation is due, but the dataset has no validation split")
-        loss = self.evaluator.evaluate()
-        if loss is not None:
-            record["val/loss"] = loss
-        return loss is not None
-
-    def _check_replicas(self, step: int, save: bool) -> None:
-        """Compare replicas if a comparison or a checkpoint (`save`) is due; keep the state if settings say so.
-
-        `fault.replica_check_interval=0`: never here; after loading, replicas are always compared
-        (training/builder.py). Raises ReplicaMismatchError on all ranks if replicas differ.
-        """
-        interval = self.config.fault.replica_check_interval
-        if interval > 0 and (save or step % interval == 0):
-            self.replica_check.compare()
-            self.snapshots.mark_verified(step)
-
-    def _save_checkpoint(self, step: int) -> float:
-        """Save the current state, in the background unless `checkpoint.async=false`. Return the seconds waited.
-
-        Waits for an earlier write first. A storage error is reported to the driver, not raised.
-        """
-        self.control.set_phase("saving")
-        waited_s = self.checkpointer.save(step)
-        self.model_update.optimizer.release_memory()  # the copy has read the moments
-        return waited_s
+    def _should_save_at_start(self, requests: CallbackRequests) -> bool:
+        """Return whether a checkpoint of the start step is missing that was due, or that callbacks ask for."""
+        return self.pending.checkpoint or (self.pending.is_from_memory and (requests.save or requests.stop))
 
 
 @dataclass

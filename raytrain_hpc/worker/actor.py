@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.elastic.fault_attribution import CollectiveCall
     from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
-    from raytrain_hpc.training.trainer import TrainOutcome
+    from raytrain_hpc.training.step_completion import TrainOutcome
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]

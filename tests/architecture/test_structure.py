@@ -33,31 +33,32 @@ ALLOWED_IMPORTS = {
     "torch_private": "",
     "ray_private": "",
     "config": "errors",
+    "callbacks": "errors torch_private config",
     "planner": "errors config",
     "elastic": "errors config planner",
     "state": "errors torch_private",
     "model": "errors config state",
     "parallel": "errors torch_private config planner state model",
     "snapshot": "errors state",
-    "distributed": "errors torch_private config planner elastic state parallel snapshot",
+    "distributed": "errors callbacks torch_private config planner elastic state parallel snapshot",
     "data": "errors ray_private config",
-    "runtime": "errors config planner elastic state parallel distributed data",
+    "runtime": "errors callbacks config planner elastic state parallel distributed data",
     "checkpoint": "errors config state snapshot",
-    "observability": "errors config planner",
+    "observability": "errors callbacks config planner",
     "optim": "errors torch_private config state",
-    "training": "errors torch_private config planner elastic state model parallel snapshot distributed data runtime "
-    "checkpoint observability optim",
+    "training": "errors callbacks torch_private config planner elastic state model parallel snapshot distributed data "
+    "runtime checkpoint observability optim",
     "worker": "errors config planner elastic state parallel snapshot distributed data runtime training",
-    "driver": "errors ray_private config planner elastic state distributed data runtime checkpoint observability "
-    "optim training worker",
+    "driver": "errors callbacks ray_private config planner elastic state distributed data runtime checkpoint "
+    "observability optim training worker",
     "run_report": "errors config observability driver",
-    "api": "errors config planner elastic state model snapshot data runtime checkpoint observability training driver "
-    "run_report",
+    "api": "errors callbacks config planner elastic state model snapshot data runtime checkpoint observability "
+    "training driver run_report",
     "huggingface": "errors config state data checkpoint",
-    "bench": "errors ray_private config planner elastic state model snapshot data runtime checkpoint observability "
-    "parallel training worker driver api",
+    "bench": "errors callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
+    "observability parallel training worker driver api",
     "cli": "errors config planner elastic state data checkpoint observability driver huggingface run_report api bench",
-    "public": "errors config data driver huggingface run_report api",
+    "public": "errors callbacks config data driver huggingface run_report api",
 }
 WITHOUT_TORCH_AND_RAY = {"errors", "config", "planner", "elastic", "public"}
 

@@ -13,8 +13,8 @@ from tests.run_report.run_directories import make_metrics
 
 def test_prometheus_reads_the_newest_step(ray_cluster: None) -> None:
     tracker = RayMetricsTracker("mine")
-    tracker.write(make_metrics(3))
-    tracker.write(make_metrics(4, **{"throughput/mfu": 0.5}))
+    tracker.on_metrics(make_metrics(3))
+    tracker.on_metrics(make_metrics(4, **{"throughput/mfu": 0.5}))
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     deadline = time.monotonic() + 60

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raytrain_hpc.callbacks.callback import DriverCallback, DriverControl
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.errors import MissingDependencyError
+from raytrain_hpc.driver import driver_callbacks
+from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
+from raytrain_hpc.errors import CallbackError, MissingDependencyError
 from raytrain_hpc.observability import experiment_trackers
-from raytrain_hpc.observability.experiment_trackers import BackgroundTracker, check_trackers, create_trackers
+from raytrain_hpc.observability.experiment_trackers import check_trackers, list_tracker_factories
 from tests.run_report.run_directories import make_metrics
 
 STEPS = [
@@ -28,13 +30,18 @@ STEPS = [
 ]  # step 2 is repeated
 
 
+def start_callbacks(factories: dict[str, Any], warnings: list[str]) -> DriverCallbackList:
+    control = DriverControl(lambda: warnings.append("stop"), lambda workers: None)
+    return DriverCallbackList(factories, control, warnings.append)
+
+
 def run_trackers(config: Any) -> list[str]:
     """Log STEPS with the tracker of the config and close it; return the warnings."""
     warnings: list[str] = []
-    (tracker,) = create_trackers(config, warnings.append)
+    trackers = start_callbacks(list_tracker_factories(config), warnings)
     for metrics in STEPS:
-        tracker.write(metrics)
-    tracker.close(failed=False)
+        trackers.call("on_metrics", metrics)
+    trackers.close("done")
     return warnings
 
 
@@ -93,40 +100,63 @@ def test_mlflow_logs_to_files_and_a_resumed_run_continues(tmp_path: Path, monkey
     assert losses == 2 * [(1, 8.0), (2, 4.0), (2, 3.5), (3, 8.0 / 3)]
 
 
-def test_failing_tracker_is_dropped_with_one_warning() -> None:
-    class Failing:
-        def write(self, metrics: Mapping[str, Any]) -> None:
-            raise ConnectionError("no server")
+class Failing(DriverCallback):
+    def on_metrics(self, metrics: dict[str, Any]) -> None:
+        raise ConnectionError("no server")
 
-        def close(self, *, failed: bool) -> None:
-            raise AssertionError("closed after a failure")
+    def on_finished(self, outcome: str) -> None:
+        raise AssertionError("called after a failure")
+
+
+def test_failing_optional_callback_is_dropped_with_one_warning() -> None:
+    class Optional(Failing):
+        optional = True
 
     warnings: list[str] = []
-    tracker = BackgroundTracker("mlflow_uri", Failing, warnings.append)
+    callbacks = start_callbacks({"logging.mlflow_uri": Optional}, warnings)
     for metrics in STEPS:
-        tracker.write(metrics)
-    tracker.close(failed=False)
+        callbacks.call("on_metrics", metrics)
+    callbacks.close("done")
+    callbacks.raise_error()
     assert warnings == ["logging.mlflow_uri: stopped (ConnectionError: no server); the run continues"]
+
+
+def test_tracker_that_cannot_be_created_is_dropped() -> None:
+    def fail_to_log_in() -> DriverCallback:
+        raise PermissionError("no account")
+
+    warnings: list[str] = []
+    callbacks = start_callbacks({"logging.wandb_project": fail_to_log_in}, warnings)
+    callbacks.close("done")
+    assert warnings == ["logging.wandb_project: stopped (PermissionError: no account); the run continues"]
+
+
+def test_failing_callback_of_the_user_stops_the_run() -> None:
+    warnings: list[str] = []
+    callbacks = start_callbacks({"Failing": Failing}, warnings)
+    for metrics in STEPS:
+        callbacks.call("on_metrics", metrics)
+    callbacks.close("stopped")
+    assert warnings == ["callback Failing: failed (ConnectionError: no server); the run stops", "stop"]
+    with pytest.raises(CallbackError, match="callback Failing: failed in the driver: ConnectionError: no server"):
+        callbacks.raise_error()
 
 
 def test_unresponsive_server_does_not_delay_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(experiment_trackers, "_CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(driver_callbacks, "_CLOSE_TIMEOUT_S", 0.2)
 
-    class Slow:
-        def write(self, metrics: Mapping[str, Any]) -> None:
+    class Slow(DriverCallback):
+        def on_metrics(self, metrics: dict[str, Any]) -> None:
             release.wait()
 
-        def close(self, *, failed: bool) -> None:
-            pass
-
     warnings: list[str] = []
-    tracker, start = BackgroundTracker("wandb_project", Slow, warnings.append), time.monotonic()
+    callbacks, start = start_callbacks({"logging.wandb_project": Slow}, warnings), time.monotonic()
     for metrics in STEPS:
-        tracker.write(metrics)
-    tracker.close(failed=False)
+        callbacks.call("on_metrics", metrics)
+    callbacks.close("done")
     assert time.monotonic() - start < 5
-    assert warnings == ["logging.wandb_project: metrics still unsent after 0.2 s"]
+    assert warnings == ["logging.wandb_project: still busy 0.2 s after the end of the run"]
     release.set()
 
 
@@ -143,8 +173,8 @@ def test_missing_tracker_is_reported_before_anything_starts(
 def test_trackers_are_imported_only_on_request() -> None:
     code = (
         "import sys; from raytrain_hpc.driver import supervisor; from raytrain_hpc.config.loader import load_config; "
-        "from raytrain_hpc.observability.experiment_trackers import create_trackers; "
-        "assert not create_trackers(load_config(None, []), print); "
+        "from raytrain_hpc.observability.experiment_trackers import list_tracker_factories; "
+        "assert not list_tracker_factories(load_config(None, [])); "
         "found = {'wandb', 'mlflow', 'transformers', 'peft', 'ray'} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from examples import custom_module
 from raytrain_hpc import Config
+from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.builder import build_trainer
@@ -20,7 +21,7 @@ from raytrain_hpc.training.trainer import Trainer
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 
-def record_calls(trainer: Trainer, calls: list[str]) -> None:
+def record_calls(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, calls: list[str]) -> None:
     """Append the name of every comparison of replicas and every checkpoint to `calls`."""
 
     def recording(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,15 +31,15 @@ def record_calls(trainer: Trainer, calls: list[str]) -> None:
 
         return call
 
-    trainer.replica_check.compare = recording("compare", trainer.replica_check.compare)  # type: ignore[method-assign]
+    monkeypatch.setattr(ReplicaCheck, "compare", recording("compare", ReplicaCheck.compare))
     trainer.checkpointer.save = recording("save", trainer.checkpointer.save)  # type: ignore[method-assign]
 
 
-def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path) -> None:
+def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_small_config(tmp_path, "eval.interval=1", "checkpoint.interval=0", "fault.replica_check_interval=100")
     spec, control, calls = make_worker_spec(config, 1, steps_to=3), ControlChannel(), []
     trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
-    record_calls(trainer, calls)
+    record_calls(monkeypatch, trainer, calls)
     build = trainer.metrics.build
 
     def stop_after_the_step(*arguments: Any) -> Any:
@@ -51,12 +52,14 @@ def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("checkpoint_pending", [False, True])
-def test_stop_during_a_pending_evaluation_saves_once(tmp_path: Path, checkpoint_pending: bool) -> None:
+def test_stop_during_a_pending_evaluation_saves_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_pending: bool
+) -> None:
     config = make_small_config(tmp_path, "eval.interval=1", "checkpoint.interval=0")
     spec, control, calls = make_worker_spec(config, 1, steps_to=3), ControlChannel(), []
     spec = replace(spec, pending_eval_metrics={"step": 0}, has_pending_checkpoint=checkpoint_pending)
     trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
-    record_calls(trainer, calls)
+    record_calls(monkeypatch, trainer, calls)
     control.request_stop()
     assert trainer.run(0, 3) == "stopped"
     assert calls == ["save"]

@@ -1,0 +1,128 @@
+"""Driver callbacks in threads of their own: experiment trackers and those of the user."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from raytrain_hpc.callbacks.callback import DriverCallback, DriverControl
+from raytrain_hpc.errors import CallbackError
+
+DriverHook = Literal["on_metrics", "on_incident", "on_checkpoint_published", "on_membership_changed"]
+_CLOSE_TIMEOUT_S = 10.0  # longest wait at the end of a run for events still in the queue
+
+
+class BackgroundCallback:
+    """A driver callback in its own thread, dropped after its first exception.
+
+    `create`: called in the thread, since it may log in to a server. `on_error`: called with the exception and whether
+    the callback is optional; True if it could not be created.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        create: Callable[[], DriverCallback],
+        on_error: Callable[[str, Exception, bool], None],
+        on_timeout: Callable[[str], None],
+    ):
+        self._name, self._create, self._on_error, self._on_timeout = name, create, on_error, on_timeout
+        self._queue: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"callback-{name}", daemon=True)
+        self._thread.start()
+
+    def call(self, hook: DriverHook, *arguments: Any) -> None:
+        """Queue the call of a hook. Does not block."""
+        if self._thread.is_alive():
+            self._queue.put((hook, arguments))
+
+    def close(self, outcome: str) -> None:
+        """Queue the call of `on_finished`, and wait until all hooks have been called, for at most 10 s."""
+        self._queue.put(("on_finished", (outcome,)))
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._on_timeout(f"{self._name}: still busy {_CLOSE_TIMEOUT_S:g} s after the end of the run")
+
+    def _run(self) -> None:
+        is_optional = True
+        try:
+            callback = self._create()
+            is_optional = callback.optional
+            hook = ""
+            while hook != "on_finished":
+                hook, arguments = self._queue.get()
+                getattr(callback, hook)(*arguments)
+        except Exception as error:  # of any type: the code is a library's or the user's
+            self._on_error(self._name, error, is_optional)
+
+
+class DriverCallbackList:
+    """All driver callbacks of a run.
+
+    An exception of a callback that is not optional stops the run; `raise_error` raises it at the end.
+    """
+
+    def __init__(
+        self,
+        factories: Mapping[str, Callable[[], DriverCallback]],
+        control: DriverControl,
+        alarm: Callable[[str], None],
+    ):
+        """Start a thread for each factory, by name. `alarm`: prints a line."""
+        self._control, self._alarm = control, alarm
+        self._error: CallbackError | None = None
+        self._callbacks = [
+            BackgroundCallback(name, partial(self._create, create), self._handle_error, alarm)
+            for name, create in factories.items()
+        ]
+
+    @classmethod
+    def start(
+        cls,
+        factories: Mapping[str, Callable[[], DriverCallback]],
+        callbacks: Sequence[DriverCallback],
+        control: DriverControl,
+        alarm: Callable[[str], None],
+    ) -> DriverCallbackList:
+        """Start the callbacks that `factories` create, and existing ones, which are named by their classes."""
+        existing = {
+            f"{type(callback).__name__}{f'#{number}' if number else ''}": partial(_identity, callback)
+            for number, callback in enumerate(callbacks)
+        }
+        return cls({**factories, **existing}, control, alarm)
+
+    def call(self, hook: DriverHook, *arguments: Any) -> None:
+        """Call a hook of all callbacks, in the background. Each gets copies of the dicts among the arguments."""
+        for callback in self._callbacks:
+            callback.call(hook, *(dict(value) if isinstance(value, dict) else value for value in arguments))
+
+    def close(self, outcome: str) -> None:
+        """Tell all callbacks how the run has ended, and wait for them."""
+        for callback in self._callbacks:
+            callback.close(outcome)
+
+    def raise_error(self) -> None:
+        """Raise the error of the first callback that failed and is not optional, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _create(self, create: Callable[[], DriverCallback]) -> DriverCallback:
+        callback = create()
+        callback.control = self._control
+        return callback
+
+    def _handle_error(self, name: str, error: Exception, is_optional: bool) -> None:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if is_optional:
+            self._alarm(f"{name}: stopped ({reason}); the run continues")
+            return
+        self._alarm(f"callback {name}: failed ({reason}); the run stops")
+        self._error = self._error or CallbackError(f"callback {name}: failed in the driver: {reason}")
+        self._control.stop()
+
+
+def _identity(callback: DriverCallback) -> DriverCallback:
+    return callback

@@ -1,0 +1,55 @@
+"""Builder of the callbacks of a rank: those of the user first, then those of this project, which need the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+from raytrain_hpc.callbacks.callback import TrainingContext
+from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.distributed.replica_check import ReplicaCheck
+from raytrain_hpc.observability.profiler import StepProfiler
+from raytrain_hpc.runtime.control_channel import ControlChannel
+from raytrain_hpc.runtime.fault_injection import FaultInjector, SupportsLoss
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.training.callback_list import CallbackList
+from raytrain_hpc.training.step_callbacks import ReplicaCheckSchedule
+
+
+def build_callback_list(
+    spec: WorkerSpec, context: ParallelContext, control: ControlChannel, *, can_evaluate: bool
+) -> CallbackList:
+    """Return the user's callbacks, copied: in a local run, the caller's own objects would keep state of a run."""
+    training_context = TrainingContext(
+        config=spec.config,
+        rank=context.rank,
+        world_size=context.layout.world_size,
+        generation=spec.generation,
+        device=context.device,
+        start_step=spec.start_step,
+        end_step=spec.end_step,
+        log=control.log,
+        step=spec.start_step,
+    )
+    return CallbackList(deepcopy(spec.callbacks), training_context, context, can_evaluate=can_evaluate)
+
+
+def add_common_callbacks(
+    callbacks: CallbackList,
+    spec: WorkerSpec,
+    module: SupportsLoss,
+    state: ShardedState,
+    replica_check: ReplicaCheck,
+    on_verified: Callable[[int], None],
+) -> None:
+    """Add the callbacks of every kind of run, also that of a script: fault injection, profiler, replica check.
+
+    `module`: the owner of the loss. `state`: the live state. `on_verified`: see `ReplicaCheckSchedule`.
+    """
+    config, rank, run_dir = spec.config, callbacks.context.rank, callbacks.context.run_dir
+    callbacks.add(
+        FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, module, state),
+        StepProfiler(config.profiler, rank, run_dir),
+        ReplicaCheckSchedule(config.fault.replica_check_interval, replica_check, on_verified),
+    )

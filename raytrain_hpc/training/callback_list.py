@@ -1,0 +1,167 @@
+"""Callbacks of one rank: calls their hooks in order of priority, and agrees with the other ranks on their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from raytrain_hpc.callbacks.callback import Callback, TrainingContext, TrainingControl
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
+from raytrain_hpc.elastic.fault_attribution import is_peer_failure
+from raytrain_hpc.errors import CallbackError, RaytrainError
+
+Hook = Literal[
+    "on_generation_start",
+    "pre_train",
+    "pre_step",
+    "post_forward_backward",
+    "pre_optim_step",
+    "post_step",
+    "post_commit",
+    "pre_eval",
+    "post_eval",
+    "pre_checkpoint_saved",
+    "post_checkpoint_saved",
+    "on_error",
+    "close",
+]
+HOOKS: tuple[Hook, ...] = Hook.__args__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class CallbackRequests:
+    """What callbacks of any rank ask for. `labels`: those of the checkpoint, sorted."""
+
+    save: bool = False
+    evaluate: bool = False
+    stop: bool = False
+    labels: tuple[str, ...] = ()
+
+    def union(self, other: CallbackRequests) -> CallbackRequests:
+        """Return what either of two asks for."""
+        labels = tuple(sorted({*self.labels, *other.labels}))
+        return CallbackRequests(
+            self.save or other.save, self.evaluate or other.evaluate, self.stop or other.stop, labels
+        )
+
+
+class CallbackList:
+    """The callbacks of this project and of the user, in order of priority.
+
+    An exception of a user's callback becomes a CallbackError that names it; if the callback is optional, it is reported
+    and the callback is dropped. Errors of collectives, which say that another rank has failed, pass unchanged.
+    """
+
+    def __init__(
+        self,
+        user: Sequence[Callback],
+        context: TrainingContext,
+        parallel_context: ParallelContext,
+        *,
+        can_evaluate: bool = False,
+    ):
+        self.context, self.control = context, TrainingControl(can_evaluate=can_evaluate)
+        self._parallel_context = parallel_context
+        self.user = tuple(user)
+        self._callbacks: list[Callback] = []
+        self._dropped: set[Callback] = set()
+        self.add(*user)
+
+    def add(self, *callbacks: Callback) -> None:
+        """Add callbacks, and set their context and control."""
+        for callback in callbacks:
+            callback.context, callback.control = self.context, self.control
+        self._callbacks = sorted((*self._callbacks, *callbacks), key=lambda callback: -callback.priority)
+        self._hooks: dict[Hook, list[Callable[..., None]]] = {
+            hook: [self._make_call(callback, hook) for callback in self._callbacks if _overrides(callback, hook)]
+            for hook in HOOKS
+        }
+
+    @contextmanager
+    def close_on_exit(self) -> Iterator[None]:
+        """Call `close` at the end of the context, after `on_error` if it ends with an error."""
+        try:
+            yield
+        except BaseException as error:
+            self._run_after_error("on_error", error)
+            self._run_after_error("close")
+            raise
+        self.run("close")
+
+    def run(self, hook: Hook, *arguments: Any) -> None:
+        """Call a hook of all callbacks that override it."""
+        for call in self._hooks[hook]:
+            call(*arguments)
+
+    def agree_requests(self) -> CallbackRequests:
+        """Return and clear the requests of all ranks. Collective if there are callbacks of a user.
+
+        This project's own callbacks request the same on every rank, so a run without others communicates nothing.
+        """
+        control = self.control
+        flags = (control.save_requested, control.evaluate_requested, control.stop_requested)
+        requests = CallbackRequests(*flags, tuple(sorted(control.labels)))
+        control.clear()
+        group = self._parallel_context.world_group
+        if not self.user or group is None:
+            return requests
+        counts = torch.tensor(
+            [*flags, bool(requests.labels)], dtype=torch.float64, device=self._parallel_context.device
+        )
+        dist.all_reduce(counts, group=group)
+        *totals, num_labelling = (count > 0 for count in counts.tolist())
+        if num_labelling:
+            gathered: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, requests.labels, group=group)
+            requests = replace(requests, labels=tuple(sorted({label for labels in gathered for label in labels})))
+        return replace(requests, save=totals[0], evaluate=totals[1], stop=totals[2])
+
+    def _run_after_error(self, hook: Hook, *arguments: Any) -> None:
+        """Call a hook while an error is being raised, which no other error may replace."""
+        for call in self._hooks[hook]:
+            try:
+                call(*arguments)
+            except Exception as error:  # of any type: a callback may be in any state
+                self.context.log(f"alarm: rank {self.context.rank}: {hook} of a callback failed: {error}")
+
+    def _make_call(self, callback: Callback, hook: Hook) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(callback, hook)
+        if callback not in self.user:
+            return method
+
+        def guarded(*arguments: Any) -> None:
+            if callback in self._dropped:
+                return
+            try:
+                method(*arguments)
+            except (RaytrainError, GenerationAbortedError):
+                raise
+            except Exception as error:  # of any type: the code is the user's
+                if is_peer_failure(str(error)):
+                    raise
+                self._handle_error(callback, hook, error)
+
+        return guarded
+
+    def _handle_error(self, callback: Callback, hook: Hook, error: Exception) -> None:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        place = f"callback {get_callback_name(callback)}: {hook} failed on rank {self.context.rank}"
+        message = f"{place} at step {self.context.step}: {reason}"
+        if not callback.optional:
+            raise CallbackError(message) from error
+        self._dropped.add(callback)
+        self.context.log(f"alarm: {message}; it is optional, and not called again")
+
+
+def get_callback_name(callback: object) -> str:
+    """Return the name of a callback in messages and in its state: that of its class."""
+    return type(callback).__name__
+
+
+def _overrides(callback: Callback, hook: Hook) -> bool:
+    return getattr(type(callback), hook, None) is not getattr(Callback, hook)

@@ -1,0 +1,189 @@
+"""State of a user's callbacks as part of the training state: tensors, and all other values as JSON in a byte tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain_hpc.callbacks.callback import Callback, ParameterState
+from raytrain_hpc.errors import CallbackError
+from raytrain_hpc.parallel.parallelize import ParallelModel
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard
+from raytrain_hpc.training.callback_list import CallbackRequests, get_callback_name
+from raytrain_hpc.training.state_builder import ParameterSlice
+from raytrain_hpc.training.state_loader import CALLBACK_PREFIX
+
+VALUES = f"{CALLBACK_PREFIX}values"
+_MAX_VALUES_BYTES = 1 << 16
+_PLAIN_TYPES = (int, float, str, bool, type(None))
+
+
+@dataclass
+class PendingRequests:
+    """Requests of callbacks after `step`, part of the state: a recovery to this step carries them out again."""
+
+    step: int = -1
+    requests: CallbackRequests = field(default_factory=CallbackRequests)
+
+
+class CallbackState:
+    """State of the callbacks of a rank. Without callbacks it is empty and costs nothing."""
+
+    def __init__(self, callbacks: Sequence[Callback], model: ParallelModel):
+        """Allocate the state. Call when `on_generation_start` was called. Raises CallbackError for unusable state."""
+        self.pending = PendingRequests()
+        self._callbacks = _name_callbacks(callbacks)
+        self._slices = {name: ParameterSlice(model, name) for name in model.trainable_parameters if callbacks}
+        self._values = torch.zeros(_MAX_VALUES_BYTES if callbacks else 0, dtype=torch.uint8)
+        self._tensors: dict[tuple[str, str], Tensor] = {}
+        self._parameter_states: dict[tuple[str, str], ParameterState] = {}
+        for name, callback in self._callbacks.items():
+            for key, value in callback.state_dict().items():
+                if isinstance(value, ParameterState):
+                    self._parameter_states[name, key] = self._check_parameter_state(name, key, value)
+                elif isinstance(value, Tensor):
+                    self._tensors[name, key] = value.detach()
+        self.capture()
+        self._values.zero_()  # so that `restore` finds only what was loaded
+
+    def list_shards(self) -> list[StateShard]:
+        """Return this rank's part of the state."""
+        if not self._callbacks:
+            return []
+        shards = [StateShard.from_tensor(VALUES, self._values)]
+        shards += [
+            StateShard.from_tensor(f"{CALLBACK_PREFIX}{name}.{key}", tensor)
+            for (name, key), tensor in self._tensors.items()
+        ]
+        for (name, key), state in self._parameter_states.items():
+            kind = f"{CALLBACK_PREFIX}{name}.{key}"
+            shards += [shard for p, tensor in state.items() for shard in self._slices[p].make_shards(kind, tensor)]
+        return shards
+
+    def list_replicated(self) -> ShardedState:
+        """Return the part that all ranks must hold alike: all but the tensors laid out like parameters."""
+        names = {VALUES, *(f"{CALLBACK_PREFIX}{name}.{key}" for name, key in self._tensors)}
+        return ShardedState(shard for shard in self.list_shards() if shard.name in names)
+
+    def find_kind(self, state: ParameterState) -> str:
+        """Return the kind of the shards of a ParameterState. Raises CallbackError if it is not part of the state."""
+        for (name, key), own_state in self._parameter_states.items():
+            if own_state is state or all(own_state[p] is state.get(p) for p in own_state):
+                return f"{CALLBACK_PREFIX}{name}.{key}"
+        raise CallbackError("exchange_weights: pass a ParameterState that state_dict of the callback returns")
+
+    def capture(self, pending: PendingRequests | None = None) -> None:
+        """Take over the current values, and requests that are not carried out yet. Call after every step.
+
+        Tensors that a callback has replaced are copied. Raises CallbackError if their shapes have changed.
+        """
+        self.pending = pending or self.pending
+        values: dict[str, Any] = {}
+        for name, callback in self._callbacks.items():
+            values[name] = {}
+            for key, value in callback.state_dict().items():
+                if isinstance(value, ParameterState):
+                    self._copy_parameter_state(name, key, value)
+                elif isinstance(value, Tensor):
+                    self._copy_tensor(f"{name}.{key}", self._tensors.get((name, key)), value.detach())
+                else:
+                    values[name][key] = _check_plain(f"{name}.{key}", value)
+        if self._callbacks:
+            self._write_values({"callbacks": values, "pending": self._pending_to_json()})
+
+    def restore(self) -> None:
+        """Load the state into the callbacks. Call after the tensors have been filled.
+
+        A callback that the state does not know keeps its initial state: in a fresh run, and if it was added later.
+        """
+        text = bytes(self._values.numpy()).rstrip(b"\0").decode()
+        saved = json.loads(text) if text else {}
+        self.pending = _pending_from_json(saved.get("pending"))
+        for name, callback in self._callbacks.items():
+            if name in saved.get("callbacks", {}):
+                tensors = {key: tensor for (owner, key), tensor in self._tensors.items() if owner == name}
+                states = {key: state for (owner, key), state in self._parameter_states.items() if owner == name}
+                callback.load_state_dict({**saved["callbacks"][name], **tensors, **states})
+        self.capture()
+
+    def get_outstanding_requests(self, step: int) -> CallbackRequests:
+        """Return the requests that were made after `step` and not carried out when the state was captured."""
+        return self.pending.requests if self.pending.step == step else CallbackRequests()
+
+    def _check_parameter_state(self, name: str, key: str, state: ParameterState) -> ParameterState:
+        for parameter, tensor in state.items():
+            expected = self._slices[parameter].tensor if parameter in self._slices else None
+            if expected is None or tensor.shape != expected.shape:
+                shape = "not a trainable parameter" if expected is None else f"of shape {list(tensor.shape)}"
+                raise CallbackError(
+                    f"callback {name}: state_dict()[{key!r}]: {parameter} is {shape}; clone context.parameters"
+                )
+        return state
+
+    def _copy_parameter_state(self, name: str, key: str, state: ParameterState) -> None:
+        own_state = self._parameter_states.get((name, key))
+        if own_state is None or own_state.keys() != state.keys():
+            raise CallbackError(f"callback {name}: state_dict()[{key!r}] has other parameters than at the start")
+        for parameter, tensor in state.items():
+            self._copy_tensor(f"{name}.{key}.{parameter}", own_state[parameter], tensor)
+
+    def _copy_tensor(self, label: str, own_tensor: Tensor | None, tensor: Tensor) -> None:
+        if own_tensor is None or own_tensor.shape != tensor.shape or own_tensor.dtype != tensor.dtype:
+            raise CallbackError(
+                f"callback state {label}: tensors must exist from on_generation_start on, with the same shape and dtype"
+            )
+        if own_tensor is not tensor and own_tensor.data_ptr() != tensor.data_ptr():
+            own_tensor.copy_(tensor)
+
+    def _write_values(self, values: Mapping[str, Any]) -> None:
+        text = json.dumps(values).encode()
+        if len(text) > _MAX_VALUES_BYTES:
+            sizes = {name: len(json.dumps(state)) for name, state in values["callbacks"].items()}
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise CallbackError(
+                f"callback {largest}: {sizes[largest]} bytes of values in state_dict; the limit for all callbacks is "
+                f"{_MAX_VALUES_BYTES} bytes: return large state as tensors"
+            )
+        self._values.zero_()
+        self._values[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def _pending_to_json(self) -> dict[str, Any]:
+        pending, requests = self.pending, self.pending.requests
+        flags = {"save": requests.save, "evaluate": requests.evaluate, "stop": requests.stop}
+        return {"step": pending.step, "labels": list(requests.labels), **flags}
+
+
+def _pending_from_json(values: Mapping[str, Any] | None) -> PendingRequests:
+    if not values:
+        return PendingRequests()
+    requests = CallbackRequests(values["save"], values["evaluate"], values["stop"], tuple(values["labels"]))
+    return PendingRequests(values["step"], requests)
+
+
+def _name_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return the callbacks by the names of their classes, which are numbered if a class occurs again."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = get_callback_name(callback)
+        count = sum(other.split("#")[0] == name for other in named)
+        named[f"{name}#{count + 1}" if count else name] = callback
+    return named
+
+
+def _check_plain(label: str, value: Any) -> Any:
+    """Return a value that JSON can hold. Raises CallbackError for others."""
+    if isinstance(value, list | tuple):
+        return [_check_plain(label, item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _check_plain(label, item) for key, item in value.items()}
+    if isinstance(value, _PLAIN_TYPES):
+        return value
+    raise CallbackError(
+        f"callback state {label}: {type(value).__name__} is not supported; return numbers, text, lists, dicts with "
+        "text keys, or a tensor as an entry of state_dict itself"
+    )
