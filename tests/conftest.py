@@ -18,6 +18,7 @@ from tests.warm_pool import WarmPool
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
 SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "test_ray_private",
+    "callbacks/test_callbacks_on_a_cluster",
     "cli/test_wrong_inputs",
     "data/loader/test_exactly_once",
     "data/preprocess/test_executors",

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -59,11 +59,20 @@ class WarmPool:
         self._store: Any = None
         self._generation = 0
 
-    def train(self, config: Config, *, custom: Any = None, resume_step: int | None = None, steps_to: int | None = None):
+    def train(
+        self,
+        config: Config,
+        *,
+        custom: Any = None,
+        callbacks: Sequence[Any] = (),
+        resume_step: int | None = None,
+        steps_to: int | None = None,
+        start_metrics: dict[str, Any] | None = None,
+    ):
         """Train `config` on cluster.workers ranks and publish the checkpoints. Return the records of each rank.
 
-        `custom`: a CustomModel or Script. `resume_step`: the checkpoint to start from. `steps_to`: the last step;
-        default: train.steps.
+        `custom`: a CustomModel or Script. `callbacks`: those of the user. `resume_step`: the checkpoint to start from.
+        `steps_to`: the last step; default: train.steps. `start_metrics`: recorded metrics of the start step.
         """
         world_size = int(config.cluster.workers)
         self._ensure_size(world_size)
@@ -71,6 +80,7 @@ class WarmPool:
         prepared = prepare_run_on_cpu(config, custom)
         prepared.directory.path.mkdir(parents=True, exist_ok=True)  # in a driver, the lease creates it
         spec = _make_worker_spec(prepared, world_size, self._generation, resume_step, steps_to)
+        spec = replace(spec, callbacks=tuple(callbacks), start_metrics=start_metrics)
         records = self._call_on_ranks(_train, world_size, spec)
         self._publish(prepared, spec.batching, records)
         return records

@@ -118,7 +118,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     Call before the cluster is used. Nothing is written. Raises the RaytrainError that the user should see.
     """
     check_profiler(config.profiler)
-    check_trackers(config.logging)
+    check_trackers(config)
     if config.lora.rank and find_spec("peft") is None:
         raise MissingDependencyError(f"lora.rank={config.lora.rank}: needs peft; run `pip install peft`")
     check_axes(config)

@@ -11,24 +11,22 @@ from typing import Any
 
 from raytrain_hpc.callbacks.callback import DriverCallback
 from raytrain_hpc.callbacks.plugins import get_tracker_factory
-from raytrain_hpc.config.schema import Config, LoggingConfig, to_dict
+from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import MissingDependencyError
 
 
-def check_trackers(config: LoggingConfig) -> None:
-    """Raise MissingDependencyError if a tracker that the config asks for is not installed."""
+def check_trackers(config: Config) -> None:
+    """Raise MissingDependencyError if a tracker that the config asks for is not installed, ConfigError if unknown."""
     for key, package in (("wandb_project", "wandb"), ("mlflow_uri", "mlflow")):
-        if getattr(config, key) and find_spec(package) is None:
-            raise MissingDependencyError(
-                f"logging.{key}={getattr(config, key)}: not installed; run `pip install {package}`"
-            )
+        value = getattr(config.logging, key)
+        if value and find_spec(package) is None:
+            raise MissingDependencyError(f"logging.{key}={value}: not installed; run `pip install {package}`")
+    for name in config.logging.trackers:
+        get_tracker_factory(name, config)
 
 
 def list_tracker_factories(config: Config) -> dict[str, Callable[[], DriverCallback]]:
-    """Return what creates the trackers that the config asks for, by name. They log in when they are created.
-
-    Raises ConfigError if no installed package registers a tracker of `logging.trackers`.
-    """
+    """Return what creates the trackers that the config asks for, by name. They log in when they are created."""
     factories: dict[str, Callable[[], DriverCallback]] = {}
     if config.logging.wandb_project:
         factories["logging.wandb_project"] = partial(WandbTracker, config)

@@ -8,7 +8,7 @@ from typing import Literal
 from raytrain_hpc.errors import RunFailedError
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
-from raytrain_hpc.training.callback_list import CallbackList
+from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
 from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
 from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.evaluator import Evaluator
@@ -29,6 +29,10 @@ class StepCompletion:
     evaluator: Evaluator | None  # None: the dataset has no validation split
     optimizer: Optimizer
     control: ControlChannel
+
+    def add_last_evaluation(self, requests: CallbackRequests) -> CallbackRequests:
+        """Return the requests, with an evaluation if a callback ends training and there is a validation split."""
+        return replace(requests, evaluate=requests.evaluate or (requests.stop and self.evaluator is not None))
 
     def save_and_evaluate(
         self, record: Record, *, save: bool, evaluate: bool, labels: tuple[str, ...]

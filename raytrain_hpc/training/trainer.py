@@ -194,7 +194,7 @@ class Trainer:
         record = self.metrics.build(step, result, timer.end_step(), self.model_update.gradient_nbytes)
         callbacks.context.step = step
         callbacks.run("post_step", record)
-        requests = callbacks.agree_requests()
+        requests = self.completion.add_last_evaluation(callbacks.agree_requests())
         is_end = step == end_step or requests.stop
         stop, pause = result.requests.stop and not is_end, result.requests.pause and not is_end
         save = self.checkpointer.should_save(step) or result.requests.save or requests.save or is_end or stop

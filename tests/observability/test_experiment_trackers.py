@@ -165,9 +165,9 @@ def test_missing_tracker_is_reported_before_anything_starts(
     key: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiment_trackers, "find_spec", lambda package: None)
-    check_trackers(load_config(None, []).logging)
+    check_trackers(load_config(None, []))
     with pytest.raises(MissingDependencyError, match=f"run `pip install {name}`"):
-        check_trackers(load_config(None, [f"logging.{key}=x"]).logging)
+        check_trackers(load_config(None, [f"logging.{key}=x"]))
 
 
 def test_trackers_are_imported_only_on_request() -> None:

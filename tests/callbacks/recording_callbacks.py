@@ -1,0 +1,119 @@
+"""Callbacks for tests, which report through the console lines of their rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raytrain_hpc import Callback, ParameterState
+from raytrain_hpc.training.callback_list import HOOKS
+
+
+def get_notes(records: list[dict[str, Any]]) -> list[str]:
+    """Return the console lines that a rank has printed."""
+    return [record["text"] for record in records if record["type"] == "note"]
+
+
+def _make_hook(hook: str) -> Any:
+    def report(self: Any, *arguments: Any) -> None:
+        self.context.log(f"{self.name}: {hook} {self.context.step}")
+
+    return report
+
+
+class HookRecorder(Callback):
+    """Report every hook with the number of committed steps."""
+
+    def __init__(self, name: str = "hooks", priority: int = 0):
+        self.name, self.priority = name, priority
+
+
+for _hook in HOOKS:
+    setattr(HookRecorder, _hook, _make_hook(_hook))
+
+
+class Counters(Callback):
+    """State of every kind: a number, a nested value, a replicated tensor, and one tensor per parameter."""
+
+    def __init__(self) -> None:
+        self.num_steps, self.losses = 0, []  # type: ignore[var-annotated]
+        self.histogram = torch.zeros(3, dtype=torch.int64)
+
+    def on_generation_start(self) -> None:
+        self.sums = ParameterState({name: torch.zeros_like(w) for name, w in self.context.parameters.items()})
+
+    def pre_train(self) -> None:
+        self.context.log(f"state: {self.num_steps} {self.losses} {self.histogram.tolist()}")
+
+    @torch.no_grad()
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        self.num_steps += 1
+        self.losses = [*self.losses, {"loss": metrics["train/loss"]}]
+        self.histogram[self.context.step % 3] += 1
+        for name, weight in self.context.parameters.items():
+            self.sums[name].add_(weight)
+
+    def close(self) -> None:
+        self.context.log(f"end: {self.num_steps} {self.losses} {self.histogram.tolist()}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "losses": self.losses, "histogram": self.histogram, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps, self.losses = state["num_steps"], state["losses"]
+
+
+class Requester(Callback):
+    """Make requests on one rank: {hook: {step: [(method, arguments), ...]}}."""
+
+    def __init__(self, rank: int, requests: dict[str, dict[int, list[tuple[str, tuple[Any, ...]]]]]):
+        self._rank, self._requests = rank, requests
+
+    def pre_train(self) -> None:
+        self._request("pre_train")
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        self._request("post_step")
+
+    def post_eval(self, metrics: dict[str, Any]) -> None:
+        self.context.log(f"evaluated {self.context.step}: {metrics.get('val/loss')}")
+        self._request("post_eval")
+
+    def post_checkpoint_saved(self) -> None:
+        self.context.log(f"saved {self.context.step}")
+
+    def _request(self, hook: str) -> None:
+        for method, arguments in self._requests.get(hook, {}).get(self.context.step, ()):
+            if self.context.rank == self._rank:
+                getattr(self.control, method)(*arguments)
+
+
+class Failing(Callback):
+    """Raise an exception in one hook of one rank at one step."""
+
+    def __init__(self, hook: str, step: int, *, rank: int = 0, optional: bool = False, text: str = "no\nreason"):
+        self._hook, self._step, self._rank, self.optional, self._text = hook, step, rank, optional, text
+
+    def pre_step(self) -> None:
+        self._fail("pre_step")
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        self._fail("post_step")
+
+    def close(self) -> None:
+        self._fail("close")
+
+    def _fail(self, hook: str) -> None:
+        if (hook, self.context.step, self.context.rank) == (self._hook, self._step, self._rank):
+            raise ValueError(self._text)
+
+
+class FixedState(Callback):
+    """A callback whose state is what it is given."""
+
+    def __init__(self, state: dict[str, Any], *, by_rank: bool = False):
+        self._state, self._by_rank = state, by_rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._state, **({"rank": self.context.rank} if self._by_rank else {})}
