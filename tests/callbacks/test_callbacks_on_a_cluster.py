@@ -103,7 +103,9 @@ def test_state_survives_a_kill_and_a_resize(undisturbed: Any, tmp_path: Path, wo
     run = start(config, callbacks=[WritingCounters(), EMA(0.9), KeepBest(), events])
     run.resize(4)
     deadline = time.monotonic() + 60
-    while (4,) not in events.select("membership") and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not (
+        events.select("incident")[-1:] == [("died", True)] and events.select("membership")[-1:] == [(4,)]
+    ):
         time.sleep(0.05)
     (tmp_path / "slow").unlink()
     assert run.result(60).outcome == "done"
