@@ -17,9 +17,10 @@ from raytrain_hpc.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from raytrain_hpc.callbacks.callback import Callback, DriverCallback
+    from raytrain_hpc.data.samples.sample_dataset import CollateFunction
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.driver.supervisor import Supervisor
-    from raytrain_hpc.runtime.worker_spec import LossFunction, ModelFactory
+    from raytrain_hpc.runtime.worker_spec import CustomModel, LossFunction, ModelFactory
 
 
 def train(
@@ -27,6 +28,10 @@ def train(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
+    dataset: Any = None,
+    val_dataset: Any = None,
+    collate_fn: CollateFunction | None = None,
+    lengths: Any = None,
     callbacks: Sequence[Callback | DriverCallback] = (),
     quiet: bool = False,
 ) -> Result:
@@ -37,7 +42,14 @@ def train(
         model: Factory of a custom model: `model(config)` returns an `nn.Module` that takes int64 tokens [b, t].
             Without it, the built-in decoder is trained.
         loss: `loss(output, targets)` returns a scalar: the *sum* of the losses over the valid targets [b, t].
-            Required with `model`.
+            Required with `model`. With `dataset`: `loss(model, batch)` returns the sum of the losses over the samples
+            of a batch, or (sum, count); the count is the number of samples otherwise.
+        dataset: Training data with `__len__` and `__getitem__`, such as a torch Dataset, a Hugging Face dataset or an
+            array, instead of the token shards of `data.path`. Every sample is read once per epoch, in an order that no
+            number of workers changes.
+        val_dataset: Validation data of the same kind, or a mapping from names to several.
+        collate_fn: Forms a batch of a list of samples; default: torch's `default_collate`.
+        lengths: Length of each training sample, to put samples of similar length into one microbatch.
         callbacks: Instances of `Callback`, which run on every rank, and of `DriverCallback`; in addition to those of
             `train.callbacks`.
         quiet: Print nothing.
@@ -45,7 +57,8 @@ def train(
     Raises a subclass of RaytrainError with a one-line message.
     """
     stop = threading.Event()
-    supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
+    custom = _build_custom_model(config, model, loss, dataset, val_dataset, collate_fn, lengths)
+    supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
     with _stop_on_signals(stop):
         return supervisor.run()
 
@@ -74,12 +87,17 @@ def start(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
+    dataset: Any = None,
+    val_dataset: Any = None,
+    collate_fn: CollateFunction | None = None,
+    lengths: Any = None,
     callbacks: Sequence[Callback | DriverCallback] = (),
     quiet: bool = True,
 ) -> Run:
     """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
     stop = threading.Event()
-    supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
+    custom = _build_custom_model(config, model, loss, dataset, val_dataset, collate_fn, lengths)
+    supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
 
@@ -227,22 +245,45 @@ def plan(
     return plan_cluster(cluster, load_calibration(get_preset_name(device_name)))
 
 
-def _build_supervisor(
+def _build_custom_model(
     config: Config,
     model: ModelFactory | None,
     loss: LossFunction | None,
+    dataset: Any,
+    val_dataset: Any,
+    collate_fn: CollateFunction | None,
+    lengths: Any,
+) -> CustomModel | None:
+    """Return the user's parts, or None for the built-in decoder on tokens. Raises ModelError if one is missing."""
+    from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
+    from raytrain_hpc.runtime.worker_spec import CustomModel
+
+    if (model is None) != (loss is None):
+        raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
+    if model is None or loss is None:
+        if dataset is not None:
+            raise ModelError("dataset: the built-in decoder trains on token shards; pass model and loss too")
+        return None
+    if dataset is None:
+        if any(part is not None for part in (val_dataset, collate_fn, lengths)):
+            raise ModelError("val_dataset, collate_fn and lengths belong to a dataset; pass dataset too")
+        return CustomModel(model, loss)
+    if not config.origin("train.seq_len"):
+        config.train.seq_len = 1  # throughput counts samples
+    return CustomModel(model, loss, make_sample_dataset(dataset, val_dataset, collate_fn, lengths))
+
+
+def _build_supervisor(
+    config: Config,
+    custom: CustomModel | None,
     callbacks: Sequence[Callback | DriverCallback],
     quiet: bool,
     stop: threading.Event,
 ) -> Supervisor:
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observability.console import Console
-    from raytrain_hpc.runtime.worker_spec import CustomModel
 
-    if (model is None) != (loss is None):
-        raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
     complete_config(config)
-    custom = None if model is None or loss is None else CustomModel(model, loss)
     return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks)
 
 

@@ -43,6 +43,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
 }
 QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ray; few processes, and one fault
     "architecture/test_structure",
+    "callbacks/test_callback_list",
     "checkpoint/test_lease",
     "checkpoint/test_shard_io",
     "cli/test_discovery",

@@ -24,6 +24,7 @@ RULES: Mapping[str, Rule] = {
     "data.stages": "fixed by content",  # stages that have not begun may change
     "data.order": "fixed",
     "data.packing": "fixed",
+    "data.bucket_steps": "fixed",
     "train.*": "fixed",
     "train.steps": "changeable",  # but not below the steps that are trained
     "train.deterministic": "changeable",  # rounding

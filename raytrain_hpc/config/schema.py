@@ -94,7 +94,15 @@ class DataConfig(Section):
         "local: a thread per worker, from memory-mapped shards; auto: ray on a running cluster, else local.",
     )
     num_readers: int | Auto = key(
-        AUTO, "Reader processes of engine=ray, one CPU each; auto: one per node, limited by free CPUs.", minimum=1
+        AUTO,
+        "Reader processes. Of engine=ray: one CPU each; auto: one per node, limited by free CPUs. Of a dataset of your "
+        "own: per worker; 0: none; auto: 2 with a GPU, else 0.",
+        minimum=0,
+    )
+    bucket_steps: int = key(
+        16,
+        "For a dataset with lengths: number of steps whose samples are sorted by length and divided into microbatches.",
+        minimum=1,
     )
     prefetch_steps: int = key(8, "Maximum number of steps to prefetch per worker.", minimum=1)
     prefetch_mib: int = key(256, "Memory for prefetched data in MiB: per worker, and of engine=ray.", minimum=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrain_hpc.config.schema import AUTO, Config, get_fields
 from raytrain_hpc.config.value_types import format_value
+from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.observability.console import format_count
 from raytrain_hpc.planner.explain import describe_estimate, describe_expectation
@@ -69,7 +70,8 @@ def announce_run(
     print_line(f"data    {_describe_data(prepared)}")
     state_size = compute_state_bytes_per_rank(prepared, layout)
     memory = "" if state_size is None else f"; {state_size / 2**30:.2f} GiB of state per worker"
-    microbatches = f"{batching.count} microbatches of {batching.size} x {config.train.seq_len}"
+    length = "" if isinstance(prepared.dataset, SampleDataset) else f" x {config.train.seq_len}"
+    microbatches = f"{batching.count} microbatches of {batching.size}{length}"
     print_line(f"layout  {layout.describe()}; {microbatches}{memory}")
     if estimate is not None:
         workload = make_workload(config, model_spec)
@@ -110,6 +112,10 @@ def compute_state_bytes_per_rank(prepared: PreparedRun, layout: Layout) -> int |
 
 def _describe_data(prepared: PreparedRun) -> str:
     data, dataset = prepared.config.data, prepared.dataset
+    if isinstance(dataset, SampleDataset):
+        sizes = [f"{len(d)} for validation{f' {name}' if name else ''}" for name, d in dataset.validation.items()]
+        counts = ", ".join([f"{len(dataset.train)} samples for training", *(sizes or ["none for validation"])])
+        return f"{type(dataset.train).__name__} of the caller: {counts}; order {data.order}"
     name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
     kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
     counts = f"{format_count(sum(shard.num_tokens for shard in dataset.train))} for training"

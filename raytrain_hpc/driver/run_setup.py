@@ -19,6 +19,7 @@ from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_d
 from raytrain_hpc.data.dataset.storage import is_remote
 from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
+from raytrain_hpc.data.samples.sample_dataset import SampleDataset, SampleStream
 from raytrain_hpc.driver.resume_check import check_resumable
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import (
@@ -55,11 +56,11 @@ class PreparedRun:
 
     config: Config
     model_spec: ModelSpec
-    dataset: Dataset
+    dataset: Dataset | SampleDataset
     custom: CustomModel | Script | None
     directory: RunDirectory
     store: CheckpointStore
-    stream: LocalStream  # for its data state; the driver reads no data
+    stream: LocalStream | SampleStream  # for its data state; the driver reads no data
     newest_checkpoint: Checkpoint | None = None  # to resume from
     stored_batching: Batching | None = None  # the split of the batch when the run first started
     init_checkpoint: Path | None = None  # the checkpoint that provides the initial weights
@@ -129,7 +130,8 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     store = CheckpointStore(directory.checkpoints)
     _check_directory(config, directory, store)
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
+    samples = custom.dataset if isinstance(custom, CustomModel) else None
+    dataset = samples or open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     if custom is None:
         check_model_divisible(config, model_spec)
@@ -137,14 +139,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         _check_data_parallel(config)
         if isinstance(custom, Script):
             _check_replicated(config)
-    stream = open_stream(
-        dataset,
-        config.data,
-        seed=config.run.seed,
-        seq_len=config.train.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=1,
-    )
+    stream = _open_stream(config, dataset)
     if is_working_dir_copy(directory.path):
         warn(
             f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
@@ -166,6 +161,21 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     if world is not None:
         prepared.resolve_layout(world)
     return prepared
+
+
+def _open_stream(config: Config, dataset: Dataset | SampleDataset) -> LocalStream | SampleStream:
+    """Return the stream of the training data. Raises DataError for invalid sizes."""
+    if isinstance(dataset, SampleDataset):
+        dataset.open_order(config, 1)
+        return SampleStream(dataset, config.run.seed, config.train.global_batch_size)
+    return open_stream(
+        dataset,
+        config.data,
+        seed=config.run.seed,
+        seq_len=config.train.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=1,
+    )
 
 
 def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
@@ -196,8 +206,20 @@ def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path
     return checkpoint.path
 
 
-def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, warn: Callable[[str], None]) -> None:
+def _warn_about_samples(
+    dataset: Dataset | SampleDataset,
+    stream: LocalStream | SampleStream,
+    config: Config,
+    warn: Callable[[str], None],
+) -> None:
     """Warn if samples repeat within a step, or if padded samples lose tokens of long documents."""
+    if isinstance(dataset, SampleDataset):
+        if stream.source_sizes[0] < stream.global_batch_size:
+            warn(
+                f"dataset: it has {stream.source_sizes[0]} samples, a step takes {stream.global_batch_size}; some "
+                "repeat within a step"
+            )
+        return
     paths = [source.path for source in config.data.sources] or [config.data.path]
     for path, source, num_samples in zip(paths, dataset.train, stream.source_sizes, strict=True):
         packing = build_packing(config.data.packing, config.train.seq_len)

@@ -23,8 +23,8 @@ from raytrain_hpc.state.sharded_state import ShardedState
 class SupportsLoss(Protocol):
     """An object whose `loss` injected faults replace."""
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a microbatch."""
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, Any]:
+        """Return the loss of a microbatch, and the number that the sum of losses is divided by."""
 
 
 class FaultInjector(Callback):
@@ -58,9 +58,10 @@ class FaultInjector(Callback):
         """Multiply the loss of the next microbatch by a factor."""
         original_loss = self._train_module.loss
 
-        def corrupted(output: Tensor, targets: Tensor) -> Tensor:
+        def corrupted(output: Any, batch: Any) -> tuple[Tensor, Any]:
             self._train_module.loss = original_loss  # type: ignore[method-assign]
-            return original_loss(output, targets) * factor
+            loss, count = original_loss(output, batch)
+            return loss * factor, count
 
         self._train_module.loss = corrupted  # type: ignore[method-assign]
 
@@ -81,12 +82,12 @@ class FaultInjector(Callback):
     def _slow_down(self) -> None:
         original_loss, last_cpu_time = self._train_module.loss, time.thread_time()
 
-        def slow(output: Tensor, targets: Tensor) -> Tensor:
+        def slow(output: Any, batch: Any) -> tuple[Tensor, Any]:
             nonlocal last_cpu_time
             time.sleep(2 * (time.thread_time() - last_cpu_time))
-            loss = original_loss(output, targets)
+            loss_and_count = original_loss(output, batch)
             last_cpu_time = time.thread_time()
-            return loss
+            return loss_and_count
 
         self._train_module.loss = slow  # type: ignore[method-assign]
 

@@ -12,21 +12,23 @@ from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.block_stream import BlockPlan
 from raytrain_hpc.data.loader.stream import StreamSpec
+from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.planner.layout import Batching, Layout
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 ModelFactory: TypeAlias = "Callable[[Config], nn.Module]"
-LossFunction: TypeAlias = "Callable[[Any, Tensor], Tensor]"
+LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
 
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's module and loss, trained instead of the decoder."""
+    """A user's module and loss, trained instead of the decoder, on tokens or on a dataset of the user."""
 
     factory: ModelFactory
     loss: LossFunction
+    dataset: SampleDataset | None = None  # of the user; None: the token shards of the config
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,12 @@ class WorkerSpec:
 
     @property
     def block_plan(self) -> BlockPlan:
-        """Partition of this generation's training data into blocks, used if readers deliver them."""
+        """Partition of this generation's training data into blocks, used if readers deliver them; none of own data."""
+        has_own_data = isinstance(self.custom, CustomModel) and self.custom.dataset is not None
         layout, token_bytes = self.layout, 2 if self.model_spec.vocab_size <= 1 << 16 else 4
         return BlockPlan.build(
             self.start_step,
-            self.end_step,
+            self.start_step if has_own_data else self.end_step,
             tuple(self.batching.split_by_rank(layout.dp_size)),
             tuple(layout.get_dp_rank(rank) for rank in range(layout.world_size)),
             self.batching.size * (self.config.train.seq_len + 1) * token_bytes,

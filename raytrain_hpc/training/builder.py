@@ -13,11 +13,7 @@ import torch
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.dataset.sources import Dataset
-from raytrain_hpc.data.loader.block_stream import BlockSource, BlockStream
-from raytrain_hpc.data.loader.eval_set import EvaluationSet
-from raytrain_hpc.data.loader.packing import build_packing
-from raytrain_hpc.data.loader.stream import Stream
+from raytrain_hpc.data.loader.block_stream import BlockSource
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
 from raytrain_hpc.distributed.process_groups import ParallelContext, init_process_groups
@@ -37,10 +33,9 @@ from raytrain_hpc.training.callback_builder import add_common_callbacks, build_c
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
-from raytrain_hpc.training.device_loader import DeviceLoader
+from raytrain_hpc.training.data_builder import build_evaluator, build_loader, open_data
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.expert_bias import ExpertBias
-from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.loss_reduction import LossReducer
 from raytrain_hpc.training.model_builder import (
     build_forward_backward,
@@ -87,7 +82,7 @@ def build_trainer(
     configure_torch(spec.config, device)
     context = _init_groups(spec, rank, device, rendezvous)
     timestamps["groups"] = time.time()
-    dataset = spec.stream_spec.open_dataset()
+    dataset = open_data(spec)
     callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
@@ -100,12 +95,12 @@ def build_trainer(
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
     checkpointer = _build_checkpointer(spec, state, peer_info, context, store, control)
     optimizer.release_memory()
-    loader = _build_loader(spec, dataset, context, control, block_source)
+    loader = build_loader(spec, dataset, context, block_source, control)
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
     timers, emit = PhaseTimer(device), control.emit if rank == 0 else _ignore_record
     model_step = build_forward_backward(train_module, model, spec, context, timers, control.emit)
-    evaluator = _build_evaluator(spec, dataset, context, model_step, control, timers)
+    evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
     add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
@@ -317,40 +312,6 @@ def _build_rollback(
         checkpointer.finish,
         partial(_after_rollback, optimizer, callback_state),
     )
-
-
-def _build_loader(
-    spec: WorkerSpec,
-    dataset: Dataset,
-    context: ParallelContext,
-    control: ControlChannel,
-    blocks: BlockSource | None,
-) -> DeviceLoader:
-    """Return the loader of this rank's training microbatches."""
-    layout = spec.layout
-    local_stream = spec.stream_spec.open_stream(dataset)
-    stream: Stream = local_stream
-    if blocks is not None:
-        stream = BlockStream(local_stream, blocks, control.log if context.rank == 0 else _ignore_record)
-    microbatches = spec.batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
-    return DeviceLoader(stream, spec.batching, microbatches, context.device, spec.config.data)
-
-
-def _build_evaluator(
-    spec: WorkerSpec,
-    dataset: Dataset,
-    context: ParallelContext,
-    model_step: ForwardBackward,
-    control: ControlChannel,
-    timers: PhaseTimer,
-) -> Evaluator | None:
-    """Return the evaluation on the validation set, or None if the dataset has none."""
-    if dataset.val is None:
-        return None
-    config = spec.config
-    packing = build_packing(config.data.packing, config.train.seq_len)
-    eval_set = EvaluationSet(dataset.val, packing, spec.batching.size, max_samples=config.eval.samples)
-    return Evaluator(context, model_step, eval_set, control, timers)
 
 
 def _start_callbacks(callbacks: CallbackList, model: ParallelModel, optimizer: Optimizer) -> CallbackState:

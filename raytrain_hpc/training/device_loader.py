@@ -18,6 +18,7 @@ from torch import Tensor
 
 from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.dataset.token_shards import Ints
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.data.loader.packing import IGNORE_INDEX
 from raytrain_hpc.data.loader.prefetch import Prefetcher
 from raytrain_hpc.data.loader.stream import Block, Microbatch, Stream
@@ -158,6 +159,23 @@ def move_to_device(
         int((targets != IGNORE_INDEX).sum()),
         is_padding,
     )
+
+
+@dataclass
+class TokenEvalBatches:
+    """Batches of a validation split of tokens on the device."""
+
+    eval_set: EvaluationSet
+    device: torch.device
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches per evaluation."""
+        return self.eval_set.num_batches
+
+    def get_batch(self, index: int, *, is_padding: bool) -> Batch:
+        """Return a batch. `is_padding`: it has weight zero."""
+        return move_to_device(self.eval_set.get_batch(index), self.device, is_padding=is_padding)
 
 
 def list_tensors(batch: Batch) -> list[Tensor]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.parallel.precision import autocast
 from raytrain_hpc.training.timers import PhaseTimer
-from raytrain_hpc.training.train_module import Batch, TrainModule
+from raytrain_hpc.training.train_module import AnyBatch, TrainModule
 
-BatchReader = Callable[[int], Batch]  # returns the n-th microbatch of this rank
+BatchReader = Callable[[int], AnyBatch]  # returns the n-th microbatch of this rank
 
 
 class ForwardBackward(Protocol):
@@ -49,13 +49,13 @@ class LocalForwardBackward:
             batch = read_batch(number)
             with self.timers.phase("forward"), autocast(self.dtype, self.device):
                 output = self.train_module.forward(module, batch.inputs, step, batch)
-                loss = self.train_module.loss(output, batch.targets)
+                loss, count = self.train_module.loss(output, batch)
             with (
                 self.timers.phase("backward"),
                 self.model.gradient_sync.backward_context(0, number, is_last=number == num_microbatches - 1),
             ):
                 (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
-            record_loss(sums[number], loss, batch)
+            record_loss(sums[number], loss, count, batch)
             del output, loss  # free the logits, the largest tensors, before the next microbatch
         with self.timers.phase("communication"):
             self.model.finish_grad_sync()
@@ -69,12 +69,12 @@ class LocalForwardBackward:
             for number in range(num_microbatches):
                 batch = read_batch(number)
                 output = self.train_module.forward(module, batch.inputs, 0, batch)
-                record_loss(sums[number], self.train_module.loss(output, batch.targets), batch)
+                record_loss(sums[number], *self.train_module.loss(output, batch), batch)
                 del output
         return sums
 
 
-def record_loss(sums: Tensor, loss: Tensor, batch: Batch) -> None:
+def record_loss(sums: Tensor, loss: Tensor, count: int | float | Tensor, batch: AnyBatch) -> None:
     """Store a microbatch's (sum of losses, valid targets) in `sums`, unless it is padding."""
     if not batch.is_padding:
-        sums[0], sums[1] = loss.detach(), batch.num_tokens
+        sums[0], sums[1] = loss.detach(), count

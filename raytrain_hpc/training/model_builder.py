@@ -25,13 +25,14 @@ from raytrain_hpc.training.forward_backward import ForwardBackward, LocalForward
 from raytrain_hpc.training.pipeline_forward_backward import PipelineForwardBackward, TimelineReporter
 from raytrain_hpc.training.state_builder import ParameterSlice
 from raytrain_hpc.training.timers import PhaseTimer
-from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainModule, TrainModule
+from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainModule, SampleTrainModule, TrainModule
 
 
 def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModule:
     """Build the train module: the decoder or a user's module, with the loss that fits this rank's layout."""
     if isinstance(spec.custom, CustomModel):
-        return CustomTrainModule(spec.custom.factory, spec.custom.loss, spec.config)
+        kind = CustomTrainModule if spec.custom.dataset is None else SampleTrainModule
+        return kind(spec.custom.factory, spec.custom.loss, spec.config)
     model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
     positions = get_local_positions(config.train.seq_len, context.axes)
     stage_layers = split_layers(model_spec, config.train.seq_len, spec.layout.pipeline.num_stages)

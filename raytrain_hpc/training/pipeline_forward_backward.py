@@ -18,7 +18,7 @@ from raytrain_hpc.planner.pipeline_timeline import Span
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.training.forward_backward import BatchReader, record_loss
 from raytrain_hpc.training.timers import PhaseTimer
-from raytrain_hpc.training.train_module import Batch, TrainModule
+from raytrain_hpc.training.train_module import TrainModule
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _PipelineStage:
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Implement `pipeline_parallel.Stage.forward`."""
-        batch: Batch = self._read_batch(microbatch)
+        batch = self._read_batch(microbatch)
         executor = self._forward_backward
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
@@ -136,8 +136,8 @@ class _PipelineStage:
             inputs = batch.inputs if x is None else x
             output = executor.train_module.forward(self._module, inputs, self._step, batch)
             if self._is_last:
-                loss = executor.train_module.loss(output, batch.targets)
-                record_loss(self._loss_sums[microbatch], loss, batch)
+                loss, count = executor.train_module.loss(output, batch)
+                record_loss(self._loss_sums[microbatch], loss, count, batch)
                 output = loss * 0.0 if batch.is_padding else loss
         if torch.is_grad_enabled():
             self._saved_tensors[microbatch] = (x, output)

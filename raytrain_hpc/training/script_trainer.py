@@ -54,8 +54,8 @@ class _ScriptExit(BaseException):
 class _ScriptLoss:
     """Identity applied to the script's loss, so that injected faults can replace it."""
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return output
+    def loss(self, output: Tensor, batch: None) -> tuple[Tensor, int]:
+        return output, 1
 
 
 class ScriptTrainer:
@@ -236,7 +236,7 @@ class ScriptTrainer:
         step = self._step or 0
         self._callbacks.context.step = step
         self._callbacks.run("pre_step")
-        weighted_loss = self._script_loss.loss(loss, loss) * weight
+        weighted_loss = self._script_loss.loss(loss, None)[0] * weight
         self._snapshots.wait_for_copies()
         control, save = self._control, self._checkpointer.is_time_due()
         requests = (float(control.stop_requested), float(control.pause_requested), float(save))

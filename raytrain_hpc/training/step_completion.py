@@ -58,7 +58,7 @@ class StepCompletion:
         return "done" if requests.stop else None if is_complete else "stopped"
 
     def _evaluate(self, record: Record) -> bool:
-        """Add the validation loss to a step's metrics unless they have it. Return False if a stop was requested first.
+        """Add the validation losses to a step's metrics unless it has them. Return False if a stop was requested.
 
         The metrics then lack `val/loss`, by which the driver finds the evaluation pending. A pause does not interrupt.
         Raises RunFailedError if there is no validation split.
@@ -67,9 +67,7 @@ class StepCompletion:
             if self.evaluator is None:
                 raise RunFailedError("an evaluation is due, but the dataset has no validation split")
             self.callbacks.run("pre_eval")
-            loss = self.evaluator.evaluate()
-            if loss is not None:
-                record["val/loss"] = loss
+            record |= self.evaluator.evaluate() or {}
         self.callbacks.run("post_eval", record)
         return "val/loss" in record
 

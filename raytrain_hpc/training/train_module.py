@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,23 @@ class Batch:
         return 0.0 if self.is_padding else 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class SampleBatch:
+    """A microbatch of a user's dataset. `inputs`: what its collate function returned, with tensors on the device.
+
+    `samples`: sample numbers, int64 [b], on the CPU. `is_padding`: as of `Batch`.
+    """
+
+    inputs: Any
+    samples: Tensor
+    is_padding: bool = False
+
+
+AnyBatch: TypeAlias = Batch | SampleBatch
+# The sum of losses, and the number of targets or samples that it is divided by.
+LossSum: TypeAlias = tuple[Tensor, int | float | Tensor]
+
+
 class TrainModule(Protocol):
     """A model and its loss, independent of the layout."""
 
@@ -52,11 +69,11 @@ class TrainModule(Protocol):
     def init_param(self, name: str, shape: torch.Size) -> Tensor | None:
         """Return the initial value of a whole parameter; None if `build` already set it."""
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Tensor:
+    def forward(self, module: nn.Module, x: Any, step: int, batch: Any) -> Any:
         """Run a stage. `x`: the batch's inputs for the first stage, else the output of the previous stage."""
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of losses over the valid targets, int64 [b, t], from the output of the last stage."""
+    def loss(self, output: Any, batch: Any) -> LossSum:
+        """Return the sum of losses and the number of valid targets, from the output of the last stage."""
 
 
 @dataclass
@@ -96,11 +113,12 @@ class DecoderTrainModule:
         output: Tensor = module(x, keys, positions, documents=batch.documents, loss_weight=batch.loss_weight)
         return output
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy summed over the targets."""
+    def loss(self, output: Tensor, batch: Batch) -> LossSum:
+        """Return the cross-entropy summed over the targets, and their number in whole sequences."""
+        targets = batch.targets
         if len(self.positions) < targets.shape[1]:
             targets = targets[:, torch.tensor(self.positions, device=targets.device)]
-        return self.loss_function(output, targets)
+        return self.loss_function(output, targets), batch.num_tokens
 
 
 def compute_document_positions(documents: Tensor) -> Tensor:
@@ -135,14 +153,34 @@ class CustomTrainModule:
         """Return None: the factory set the weights."""
         return None
 
-    def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Any:
+    def forward(self, module: nn.Module, x: Any, step: int, batch: AnyBatch) -> Any:
         """Return the output of the user's module."""
         torch.manual_seed(derive_seed(self.config.run.seed, step, int(batch.samples[0])))
         return module(x)
 
-    def loss(self, output: Any, targets: Tensor) -> Tensor:
+    def loss(self, output: Any, batch: Any) -> LossSum:
         """Return the user's loss of the module's output. Raises ModelError if it is not a scalar tensor."""
-        value = self.loss_function(output, targets)
+        value = self.loss_function(output, batch.targets)
         if not isinstance(value, Tensor) or value.ndim != 0:
             raise ModelError("loss: return a scalar tensor, the sum of the losses over the valid targets")
-        return value
+        return value, batch.num_tokens
+
+
+@dataclass
+class SampleTrainModule(CustomTrainModule):
+    """A user's module, dataset and loss: `loss(model, batch)` runs the forward pass too."""
+
+    def forward(self, module: nn.Module, x: Any, step: int, batch: AnyBatch) -> Any:
+        """Return what the user's loss function returns."""
+        torch.manual_seed(derive_seed(self.config.run.seed, step, int(batch.samples[0])))
+        return self.loss_function(module, x)
+
+    def loss(self, output: Any, batch: SampleBatch) -> LossSum:
+        """Return the sum and the count, by default the number of samples. Raises ModelError for other values."""
+        value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, len(batch.samples))
+        is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+        if not isinstance(value, Tensor) or value.ndim != 0 or not is_number:
+            raise ModelError(
+                "loss: return a scalar tensor, the sum of the losses over the samples of the batch; or (sum, count)"
+            )
+        return value, count

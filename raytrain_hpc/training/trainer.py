@@ -16,7 +16,7 @@ from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
 from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
 from raytrain_hpc.training.checkpointer import Checkpointer
-from raytrain_hpc.training.device_loader import DeviceLoader
+from raytrain_hpc.training.data_builder import Loader
 from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.loss_reduction import LossReducer, StepRequests, StepTotals
 from raytrain_hpc.training.model_update import ModelUpdate
@@ -25,10 +25,10 @@ from raytrain_hpc.training.step_completion import StepCompletion, TrainOutcome
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics, StepResult
 from raytrain_hpc.training.timers import PhaseTimer, StepTimer
-from raytrain_hpc.training.train_module import Batch
+from raytrain_hpc.training.train_module import AnyBatch
 
 # (step, slot) -> microbatch of this rank; a slot past its microbatches gives a padding one.
-ReadMicrobatch = Callable[[int, int], Batch]
+ReadMicrobatch = Callable[[int, int], AnyBatch]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Trainer:
     """
 
     config: Config
-    loader: DeviceLoader
+    loader: Loader
     model_step: ForwardBackward  # forward and backward passes over this rank's microbatches
     loss_reducer: LossReducer
     model_update: ModelUpdate  # gradient clipping, optimizer, buffers
@@ -243,7 +243,7 @@ class _TimedReader:
     compute_phase: Phase
     seconds: float = 0.0
 
-    def read(self, slot: int) -> Batch:
+    def read(self, slot: int) -> AnyBatch:
         """Read the microbatch of a slot, in phase "loading" for the watchdog."""
         began = time.perf_counter()
         self.control.set_phase("loading")

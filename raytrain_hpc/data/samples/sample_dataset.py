@@ -1,0 +1,111 @@
+"""A user's map-style dataset, with validation sets and the function that forms batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raytrain_hpc.config.schema import Config
+from raytrain_hpc.data.loader.sampler import Ints
+from raytrain_hpc.data.loader.stream import DataState
+from raytrain_hpc.data.samples.sample_order import SampleOrder
+from raytrain_hpc.errors import DataError
+
+CollateFunction = Callable[[list[Any]], Any]
+_VOCAB_SIZE = 256  # of the unused spec of the built-in decoder
+
+
+@dataclass(frozen=True)
+class SampleDataset:
+    """Objects with `__len__` and `__getitem__`: a torch Dataset, a Hugging Face dataset, an array or a list.
+
+    `validation`: by name; "" for a single one without a name. `collate`: forms a batch of a list of samples; None:
+    torch's default. `lengths`: of the training samples, to put samples of similar length into one microbatch.
+    """
+
+    train: Any
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    collate: CollateFunction | None = None
+    lengths: Ints | None = None
+    tokenizer: None = field(default=None, init=False)
+    vocab_size: int = field(default=_VOCAB_SIZE, init=False)
+
+    @property
+    def val(self) -> Mapping[str, Any] | None:
+        """The validation sets, or None if there is none."""
+        return self.validation or None
+
+    @property
+    def dataset_hash(self) -> str:
+        """Hash of what identifies the dataset without reading it: its type, length, and columns if it has some."""
+        columns = getattr(self.train, "column_names", "")  # of Hugging Face datasets
+        identity = f"{type(self.train).__name__} {len(self.train)} {columns}"
+        return hashlib.sha256(identity.encode()).hexdigest()
+
+    def open_order(self, config: Config, micro_batch_size: int) -> SampleOrder:
+        """Return the order of the training samples. Raises DataError if the dataset is empty."""
+        return SampleOrder(
+            len(self.train),
+            kind=config.data.order,
+            seed=config.run.seed,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=micro_batch_size,
+            lengths=self.lengths,
+            bucket_steps=config.data.bucket_steps,
+        )
+
+
+def make_sample_dataset(
+    train: Any, validation: Any = None, collate: CollateFunction | None = None, lengths: Any = None
+) -> SampleDataset:
+    """Return the dataset of a run. Raises DataError if an object is no map-style dataset, or is empty.
+
+    `validation`: a dataset, or a mapping from names to datasets. `lengths`: a sequence of numbers, one per sample.
+    """
+    sets = {} if validation is None else dict(validation) if _is_mapping(validation) else {"": validation}
+    for name, dataset in (("dataset", train), *((f"val_dataset {name}".rstrip(), d) for name, d in sets.items())):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DataError(f"{name}: {type(dataset).__name__} has no __len__ and __getitem__; wrap it in a Dataset")
+        if len(dataset) < 1:
+            raise DataError(f"{name}: it is empty")
+    if wrong := [name for name in sets if not isinstance(name, str) or "/" in name]:
+        raise DataError(f"val_dataset: {wrong[0]!r} is no name of a validation set; use text without a slash")
+    return SampleDataset(train, sets, collate, None if lengths is None else np.asarray(lengths, dtype=np.int64))
+
+
+def _is_mapping(validation: Any) -> bool:
+    """Return whether validation sets are given by name. A Hugging Face DatasetDict is a dict too."""
+    return isinstance(validation, Mapping)
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """Data position of a run on a map-style dataset; what `LocalStream` is for tokens."""
+
+    dataset: SampleDataset
+    seed: int
+    global_batch_size: int
+
+    @property
+    def source_sizes(self) -> tuple[int, ...]:
+        """Samples per epoch."""
+        return (len(self.dataset.train),)
+
+    def get_state(self, step: int) -> DataState:
+        """Return the data state after `step` committed steps."""
+        dataset_hash = self.dataset.dataset_hash
+        mixture = ({"dataset_hash": dataset_hash, "weight": 1.0},)
+        return DataState(self.seed, step * self.global_batch_size, dataset_hash, mixture)
+
+    def get_resume_step(self, state: DataState) -> int:
+        """Return the step to resume from a saved state. Raises DataError if the dataset is another one."""
+        if state.dataset_hash != self.dataset.dataset_hash:
+            raise DataError(
+                f"dataset: the run was trained with another one than this of {len(self.dataset.train)} samples; pass "
+                "the same, or choose another run.dir"
+            )
+        return state.next_sample // self.global_batch_size

@@ -1,0 +1,95 @@
+"""Reading of samples, in this process or in reader processes, with random bits that depend on the sample alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain_hpc.data.loader.sampler import Ints, derive_key
+from raytrain_hpc.data.samples.sample_dataset import CollateFunction
+
+
+class SampleReader:
+    """Reader of batches of a map-style dataset. `name`: keys the random bits, which differ between datasets.
+
+    While a sample is read, the generators of `random`, NumPy and torch (CPU) are seeded by (seed, number of the sample
+    in the run): augmentation is random, differs between epochs, and is the same in any process.
+    """
+
+    def __init__(self, dataset: Any, collate: CollateFunction | None, seed: int, name: str = "train"):
+        self._dataset, self._collate, self._seed, self._name = dataset, collate, seed, name
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._dataset)
+
+    def read(self, samples: Ints, indexes: Ints) -> Any:
+        """Return the batch of the samples at `indexes`. Generators of this process keep their state."""
+        with _restore_generators():
+            return self._read(samples, indexes)
+
+    def __getitems__(self, keys: Sequence[tuple[Ints, Ints]]) -> list[Any]:
+        """Return batches for torch's DataLoader, which calls this in a reader process."""
+        return [self._read(samples, indexes) for samples, indexes in keys]
+
+    def _read(self, samples: Ints, indexes: Ints) -> Any:
+        rows = []
+        for sample, index in zip(samples.tolist(), indexes.tolist(), strict=True):
+            _seed_generators(derive_key(self._seed, self._name, sample))
+            rows.append(self._dataset[index])
+        if self._collate is not None:
+            return self._collate(rows)
+        from torch.utils.data import default_collate
+
+        return default_collate(rows)
+
+
+def _seed_generators(key: int) -> None:
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def _restore_generators() -> Iterator[None]:
+    """Restore the generators of this process at the end of the context: the model's dropout draws from them."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def iter_batches_in_readers(
+    reader: SampleReader, keys: Sequence[tuple[Ints, Ints]] | Any, num_readers: int, num_ahead: int, *, pin_memory: bool
+) -> Iterator[Any]:
+    """Yield the batches of `keys`, read ahead by processes of torch's DataLoader. An error of a reader is raised.
+
+    The processes are forked from a server that has no sockets and threads of this one: a forked copy of this process
+    would keep its connections open after its death, and hide it from its peers.
+    """
+    from torch.utils.data import DataLoader
+
+    loader: DataLoader[Any] = DataLoader(
+        reader,  # type: ignore[arg-type]
+        batch_sampler=([key] for key in keys),  # type: ignore[arg-type]
+        collate_fn=_unpack,
+        num_workers=num_readers,
+        prefetch_factor=max(1, num_ahead // num_readers),
+        pin_memory=pin_memory,
+        multiprocessing_context="forkserver",
+    )
+    yield from loader
+
+
+def _unpack(batches: list[Any]) -> Any:
+    """Return the only batch that a reader has formed for one key."""
+    (batch,) = batches
+    return batch

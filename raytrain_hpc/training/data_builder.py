@@ -1,0 +1,102 @@
+"""Builder of a rank's data: the loader of training microbatches and the validation sets, of tokens or samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from raytrain_hpc.data.dataset.sources import Dataset
+from raytrain_hpc.data.loader.block_stream import BlockSource, BlockStream
+from raytrain_hpc.data.loader.eval_set import EvaluationSet
+from raytrain_hpc.data.loader.packing import build_packing
+from raytrain_hpc.data.loader.stream import Stream
+from raytrain_hpc.data.samples.sample_dataset import SampleDataset
+from raytrain_hpc.data.samples.sample_reader import SampleReader
+from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.runtime.control_channel import ControlChannel
+from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
+from raytrain_hpc.training.device_loader import DeviceLoader, TokenEvalBatches
+from raytrain_hpc.training.evaluator import EvalBatches, Evaluator
+from raytrain_hpc.training.forward_backward import ForwardBackward
+from raytrain_hpc.training.sample_loader import SampleEvalBatches, SampleLoader
+from raytrain_hpc.training.timers import PhaseTimer
+from raytrain_hpc.training.train_module import AnyBatch
+
+
+class Loader(Protocol):
+    """Training data of one rank."""
+
+    def prefetch(self, start_step: int, end_step: int) -> AbstractContextManager[None]:
+        """Read ahead inside the context."""
+
+    def read(self, step: int, slot: int) -> AnyBatch:
+        """Return the microbatch of a slot of a step on the device."""
+
+    def reread(self, step: int, slot: int) -> AnyBatch:
+        """Read the same microbatch again."""
+
+
+def open_data(spec: WorkerSpec) -> Dataset | SampleDataset:
+    """Return the dataset of a run: the user's own, or the token shards of the config."""
+    if isinstance(spec.custom, CustomModel) and spec.custom.dataset is not None:
+        return spec.custom.dataset
+    return spec.stream_spec.open_dataset()
+
+
+def build_loader(
+    spec: WorkerSpec,
+    dataset: Dataset | SampleDataset,
+    context: ParallelContext,
+    blocks: BlockSource | None,
+    control: ControlChannel,
+) -> Loader:
+    """Return the loader of this rank's training microbatches. `blocks`: tokens that other processes read."""
+    layout, config = spec.layout, spec.config
+    microbatches = spec.batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
+    if isinstance(dataset, SampleDataset):
+        reader = SampleReader(dataset.train, dataset.collate, config.run.seed)
+        order = dataset.open_order(config, spec.batching.size)
+        return SampleLoader(reader, order, microbatches, context.device, config.data)
+    local_stream = spec.stream_spec.open_stream(dataset)
+    log = control.log if context.rank == 0 else _ignore_line
+    stream: Stream = local_stream if blocks is None else BlockStream(local_stream, blocks, log)
+    return DeviceLoader(stream, spec.batching, microbatches, context.device, config.data)
+
+
+def build_evaluator(
+    spec: WorkerSpec,
+    dataset: Dataset | SampleDataset,
+    context: ParallelContext,
+    model_step: ForwardBackward,
+    control: ControlChannel,
+    timers: PhaseTimer,
+) -> Evaluator | None:
+    """Return the evaluation on the validation sets, or None if there is none."""
+    eval_sets = _build_eval_sets(spec, dataset, context)
+    return Evaluator(context, model_step, eval_sets, control, timers) if eval_sets else None
+
+
+def _build_eval_sets(
+    spec: WorkerSpec, dataset: Dataset | SampleDataset, context: ParallelContext
+) -> Mapping[str, EvalBatches]:
+    """Return the batches of the validation sets, by name; a single one has the name ""."""
+    config, batch_size = spec.config, spec.batching.size
+    if isinstance(dataset, SampleDataset):
+        readers = {
+            name: SampleReader(validation, dataset.collate, config.run.seed, f"val {name}")
+            for name, validation in dataset.validation.items()
+        }
+        return {
+            name: SampleEvalBatches(reader, batch_size, config.eval.samples, context.device)
+            for name, reader in readers.items()
+        }
+    if dataset.val is None:
+        return {}
+    packing = build_packing(config.data.packing, config.train.seq_len)
+    eval_set = EvaluationSet(dataset.val, packing, batch_size, max_samples=config.eval.samples)
+    return {"": TokenEvalBatches(eval_set, context.device)}
+
+
+def _ignore_line(text: str) -> None:
+    """Discard a line that rank 0 prints for all ranks."""
