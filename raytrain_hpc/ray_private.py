@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,3 +113,17 @@ def is_working_dir_copy(path: Path) -> bool:
     Folder name `working_dir_files`: all versions.
     """
     return "working_dir_files" in path.parts
+
+
+def pickle_by_value(value: object) -> bytes:
+    """Pickle a value with the cloudpickle that Ray brings, if this process has loaded Ray, and with pickle otherwise.
+
+    In a worker, classes of the user's script exist only as Ray has received them, by value, and pickle cannot find
+    them. `ray.cloudpickle` is undocumented; all versions.
+    """
+    if "ray" not in sys.modules:
+        return pickle.dumps(value)
+    from ray import cloudpickle
+
+    pickled: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    return pickled

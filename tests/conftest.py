@@ -22,6 +22,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "cli/test_wrong_inputs",
     "data/loader/test_exactly_once",
     "data/preprocess/test_executors",
+    "data/samples/test_samples_on_a_cluster",
     "driver/test_cluster_address",
     "driver/test_network_partition",
     "driver/test_ray_metrics",

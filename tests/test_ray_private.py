@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -94,3 +95,13 @@ def test_the_copy_of_a_working_directory(tmp_path: Path) -> None:
     plugin = WorkingDirPlugin(str(tmp_path), None)
     assert ray_private.is_working_dir_copy(Path(plugin._resources_dir) / "_ray_pkg_0" / "runs")
     assert not ray_private.is_working_dir_copy(tmp_path / "runs")
+
+
+def test_classes_are_pickled_by_value() -> None:
+    script = "class Square:\n    def __init__(self, x): self.x = x * x\nvalue = Square(3)"
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(script, namespace)
+    pickled = ray_private.pickle_by_value(namespace["value"])
+    code = f"import pickle; print(pickle.loads({pickled!r}).x)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.stdout.strip() == "9", process.stderr

@@ -16,7 +16,7 @@ from raytrain_hpc.data.samples.sample_order import SampleOrder
 from raytrain_hpc.errors import DataError
 
 CollateFunction = Callable[[list[Any]], Any]
-_VOCAB_SIZE = 256  # of the unused spec of the built-in decoder
+_VOCAB_SIZE = 1  # of the spec of the built-in decoder, which is not used
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 
 from raytrain_hpc.data.loader.sampler import Ints, derive_key
 from raytrain_hpc.data.samples.sample_dataset import CollateFunction
+from raytrain_hpc.ray_private import pickle_by_value
 
 
 class SampleReader:
@@ -23,6 +25,16 @@ class SampleReader:
 
     def __init__(self, dataset: Any, collate: CollateFunction | None, seed: int, name: str = "train"):
         self._dataset, self._collate, self._seed, self._name = dataset, collate, seed, name
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a reader process. Classes of a script reach it by value, as they reach Ray's workers."""
+        user_parts = pickle_by_value((self._dataset, self._collate))
+        return {"seed": self._seed, "name": self._name, "user_parts": user_parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the reader."""
+        self._dataset, self._collate = pickle.loads(state["user_parts"])
+        self._seed, self._name = state["seed"], state["name"]
 
     def __len__(self) -> int:
         """Return the number of samples."""
