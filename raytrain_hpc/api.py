@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ def train(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
+    plan: Mapping[str, str] | None = None,
     dataset: Any = None,
     val_dataset: Any = None,
     collate_fn: CollateFunction | None = None,
@@ -44,6 +45,9 @@ def train(
         loss: `loss(output, targets)` returns a scalar: the *sum* of the losses over the valid targets [b, t].
             Required with `model`. With `dataset`: `loss(model, batch)` returns the sum of the losses over the samples
             of a batch, or (sum, count); the count is the number of samples otherwise.
+        plan: How to shard the model: module path, with `*` as a wildcard, to style. block: a unit of ZeRO, activation
+            checkpointing and compilation (default: the members of the largest list of modules). colwise, rowwise,
+            sequence, replicate and the other styles of transformers' `base_model_tp_plan`: tensor parallelism.
         dataset: Training data with `__len__` and `__getitem__`, such as a torch Dataset, a Hugging Face dataset or an
             array, instead of the token shards of `data.path`. Every sample is read once per epoch, in an order that no
             number of workers changes.
@@ -57,7 +61,7 @@ def train(
     Raises a subclass of RaytrainError with a one-line message.
     """
     stop = threading.Event()
-    custom = _build_custom_model(config, model, loss, dataset, val_dataset, collate_fn, lengths)
+    custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
     with _stop_on_signals(stop):
         return supervisor.run()
@@ -87,6 +91,7 @@ def start(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
+    plan: Mapping[str, str] | None = None,
     dataset: Any = None,
     val_dataset: Any = None,
     collate_fn: CollateFunction | None = None,
@@ -96,7 +101,7 @@ def start(
 ) -> Run:
     """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
     stop = threading.Event()
-    custom = _build_custom_model(config, model, loss, dataset, val_dataset, collate_fn, lengths)
+    custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
@@ -249,6 +254,7 @@ def _build_custom_model(
     config: Config,
     model: ModelFactory | None,
     loss: LossFunction | None,
+    plan: Mapping[str, str] | None,
     dataset: Any,
     val_dataset: Any,
     collate_fn: CollateFunction | None,
@@ -256,7 +262,10 @@ def _build_custom_model(
 ) -> CustomModel | None:
     """Return the user's parts, or None for the built-in decoder on tokens. Raises ModelError if one is missing."""
     from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
+    from raytrain_hpc.planner.module_plan_styles import check_plan
     from raytrain_hpc.runtime.worker_spec import CustomModel
+
+    check_plan(plan or {})
 
     if (model is None) != (loss is None):
         raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
@@ -267,10 +276,10 @@ def _build_custom_model(
     if dataset is None:
         if any(part is not None for part in (val_dataset, collate_fn, lengths)):
             raise ModelError("val_dataset, collate_fn and lengths belong to a dataset; pass dataset too")
-        return CustomModel(model, loss)
+        return CustomModel(model, loss, plan)
     if not config.origin("train.seq_len"):
         config.train.seq_len = 1  # throughput counts samples
-    return CustomModel(model, loss, make_sample_dataset(dataset, val_dataset, collate_fn, lengths))
+    return CustomModel(model, loss, plan, dataset=make_sample_dataset(dataset, val_dataset, collate_fn, lengths))
 
 
 def _build_supervisor(

@@ -136,7 +136,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     if custom is None:
         check_model_divisible(config, model_spec)
     else:
-        _check_data_parallel(config)
+        _check_data_parallel(config, custom)
         if isinstance(custom, Script):
             _check_replicated(config)
     stream = _open_stream(config, dataset)
@@ -244,18 +244,28 @@ def _check_replicated(config: Config) -> None:
         )
 
 
-def _check_data_parallel(config: Config) -> None:
-    """Raise ConfigError or LayoutError if the settings need more of a user-supplied model than data parallelism."""
+def _get_refused_axes(custom: CustomModel | Script) -> dict[str, str]:
+    """Return the axes that a user-supplied model cannot have, with the reason."""
+    reasons = {
+        "cp": "only the built-in decoder's attention can be split over the positions of a sequence",
+        "pp": "only the built-in decoder can be split into stages: the order of other layers is in their model's code",
+        "ep": "only the built-in decoder's experts can be placed on different ranks",
+    }
+    if isinstance(custom, Script) or custom.plan is None:
+        reasons["tp"] = "a user-supplied model needs a plan for tensor parallelism: pass rt.train(plan={path: style})"
+    return reasons
+
+
+def _check_data_parallel(config: Config, custom: CustomModel | Script) -> None:
+    """Raise ConfigError or LayoutError if the settings need more of a user-supplied model than it has."""
     if config.data.packing == "documents":
         key = "data.packing"
         remedy = "a user-supplied model receives tokens only; use stream or padded"
         raise ConfigError(key, config.data.packing, config.origin(key), remedy)
-    for axis in ("tp", "cp", "pp", "ep"):
+    for axis, reason in _get_refused_axes(custom).items():
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:
-            raise LayoutError(
-                key, size, config.origin(key), "a user-supplied model trains data-parallel only; set it to 1"
-            )
+            raise LayoutError(key, size, config.origin(key), f"{reason}; set it to 1")
     if rank := config.lora.rank:
         key = "lora.rank"
         raise LayoutError(

@@ -4,7 +4,7 @@ The caller has split the model into pipeline stages (training/model_builder.py).
 this order, 1 to 5 for Decoders only:
 
 1. expert parallelism, and tensor parallelism of the channels of experts
-2. tensor parallelism
+2. tensor parallelism (of other modules: by a plan, module_plan.py)
 3. context parallelism
 4. LoRA
 5. tiling
@@ -37,6 +37,7 @@ from raytrain_hpc.parallel.deterministic_reduce import ReductionOrder
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
 from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
+from raytrain_hpc.parallel.module_plan import apply_module_plan, find_planned_blocks
 from raytrain_hpc.parallel.precision import get_compute_itemsize
 from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads, name_head_weight
 from raytrain_hpc.parallel.tied_gradients import all_reduce_gradients, sum_tied_gradients
@@ -106,19 +107,21 @@ def parallelize(
     device: torch.device,
     reduction_order: ReductionOrder | None,
     keyed_randomness: bool,
+    module_plan: Mapping[str, str] | None = None,
 ) -> ParallelModel:
     """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
     No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 8 do nothing for an
-    axis of size 1 and a feature that is off; data parallelism always allocates the parameters. tp, cp, pp, ep, LoRA and
-    tiling need Decoders; driver/run_setup.py refuses them for other modules. Parameters on the meta device stay
-    uninitialized: each rank fills its own slices afterwards, so that a model larger than a device is never whole in
-    memory.
+    axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA and
+    tiling need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan. Parameters
+    on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger than a
+    device is never whole in memory.
 
     `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
     sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
     `reduction_order`: order of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
-    random bits come from keys, not from generator state.
+    random bits come from keys, not from generator state. `module_plan`: tensor parallelism and blocks of a module that
+    is no Decoder, see module_plan.py.
     """
     train, settings = config.train, config.parallel
     weight_grad_store = WeightGradStore()
@@ -135,7 +138,11 @@ def parallelize(
             shard_specs |= apply_lora(module, _get_lora_spec(config))
             # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
             shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
-        blocks[stage] = find_blocks(module)
+        else:
+            planned = apply_module_plan(module, module_plan or {}, axes)
+            shard_specs |= planned.shard_specs
+            partial_grads += planned.partial_grads
+        blocks[stage] = find_planned_blocks(module, module_plan or {}) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
         _apply_deferred_wgrad(module, layout, weight_grad_store)

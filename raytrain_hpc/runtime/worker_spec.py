@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +28,7 @@ class CustomModel:
 
     factory: ModelFactory
     loss: LossFunction
+    plan: Mapping[str, str] | None = None  # blocks and tensor parallelism: see parallel/module_plan.py
     dataset: SampleDataset | None = None  # of the user; None: the token shards of the config
 
 

@@ -68,6 +68,7 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
         device=context.device,
         reduction_order=make_reduction_order(layout, spec.batching, context.rank) if is_elastic else None,
         keyed_randomness=train_module.keyed_randomness,
+        module_plan=spec.custom.plan if isinstance(spec.custom, CustomModel) else None,
     )
     if spec.is_fresh_start:
         _init_weights(train_module, model, "" if spec.init_checkpoint is None else LORA_MARKER)

@@ -35,7 +35,7 @@ VALIDATION = {"clean": image_task.Images(11, 1, augment=False), "noisy": image_t
 
 
 def make_images(loss: Any = image_task.loss) -> CustomModel:
-    return CustomModel(image_task.build, loss, make_sample_dataset(image_task.Images(), VALIDATION))
+    return CustomModel(image_task.build, loss, dataset=make_sample_dataset(image_task.Images(), VALIDATION))
 
 
 class SentenceModel(nn.Module):
@@ -70,7 +70,7 @@ def make_sentences() -> CustomModel:
     rows = [generator.integers(0, 32, size=generator.integers(2, 20)).tolist() for _ in range(53)]
     table = datasets.Dataset.from_dict({"tokens": rows})
     lengths = [len(row) for row in rows]
-    return CustomModel(build_sentence_model, sentence_loss, make_sample_dataset(table, table, pad, lengths))
+    return CustomModel(build_sentence_model, sentence_loss, dataset=make_sample_dataset(table, table, pad, lengths))
 
 
 CUSTOM = {"images": make_images, "sentences": make_sentences}
@@ -120,7 +120,7 @@ def test_losses_are_those_of_a_plain_loop(pool: WarmPool) -> None:
     images = image_task.Images(augment=False)
     config = make_small_config(None, *words)
     dataset = make_sample_dataset(images, images)
-    custom = CustomModel(build_without_dropout, image_task.weighted_loss, dataset)
+    custom = CustomModel(build_without_dropout, image_task.weighted_loss, dataset=dataset)
     records = pool.train(config, custom=custom)[0]
     torch.manual_seed(derive_seed(config.run.seed, "model"))  # as the factory is called
     model = build_without_dropout(config)
