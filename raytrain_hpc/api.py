@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_hpc.config.loader import complete_config, load_config
 from raytrain_hpc.config.schema import Config
@@ -28,7 +28,7 @@ def train(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, str] | Literal["auto"] | None = None,
     dataset: Any = None,
     val_dataset: Any = None,
     collate_fn: CollateFunction | None = None,
@@ -47,7 +47,8 @@ def train(
             of a batch, or (sum, count); the count is the number of samples otherwise.
         plan: How to shard the model: module path, with `*` as a wildcard, to style. block: a unit of ZeRO, activation
             checkpointing and compilation (default: the members of the largest list of modules). colwise, rowwise,
-            sequence, replicate and the other styles of transformers' `base_model_tp_plan`: tensor parallelism.
+            sequence, replicate and the other styles of transformers' `base_model_tp_plan`: tensor parallelism. "auto":
+            the plan that a transformers model has itself.
         dataset: Training data with `__len__` and `__getitem__`, such as a torch Dataset, a Hugging Face dataset or an
             array, instead of the token shards of `data.path`. Every sample is read once per epoch, in an order that no
             number of workers changes.
@@ -91,7 +92,7 @@ def start(
     *,
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, str] | Literal["auto"] | None = None,
     dataset: Any = None,
     val_dataset: Any = None,
     collate_fn: CollateFunction | None = None,
@@ -254,7 +255,7 @@ def _build_custom_model(
     config: Config,
     model: ModelFactory | None,
     loss: LossFunction | None,
-    plan: Mapping[str, str] | None,
+    plan: Mapping[str, str] | Literal["auto"] | None,
     dataset: Any,
     val_dataset: Any,
     collate_fn: CollateFunction | None,
@@ -262,11 +263,13 @@ def _build_custom_model(
 ) -> CustomModel | None:
     """Return the user's parts, or None for the built-in decoder on tokens. Raises ModelError if one is missing."""
     from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
-    from raytrain_hpc.planner.module_plan_styles import check_plan
+    from raytrain_hpc.planner.module_plan_styles import OWN_PLAN, check_plan
     from raytrain_hpc.runtime.worker_spec import CustomModel
 
-    check_plan(plan or {})
-
+    styles = {OWN_PLAN: OWN_PLAN} if isinstance(plan, str) else plan
+    check_plan(styles or {})
+    if config.model.hf and model is None:
+        return _build_transformers_model(config, styles)
     if (model is None) != (loss is None):
         raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
     if model is None or loss is None:
@@ -276,10 +279,21 @@ def _build_custom_model(
     if dataset is None:
         if any(part is not None for part in (val_dataset, collate_fn, lengths)):
             raise ModelError("val_dataset, collate_fn and lengths belong to a dataset; pass dataset too")
-        return CustomModel(model, loss, plan)
+        return CustomModel(model, loss, styles)
     if not config.origin("train.seq_len"):
         config.train.seq_len = 1  # throughput counts samples
-    return CustomModel(model, loss, plan, dataset=make_sample_dataset(dataset, val_dataset, collate_fn, lengths))
+    return CustomModel(model, loss, styles, dataset=make_sample_dataset(dataset, val_dataset, collate_fn, lengths))
+
+
+def _build_transformers_model(config: Config, plan: Mapping[str, str] | None) -> CustomModel:
+    """Return the model of `model.hf`, sharded by `plan` or its own."""
+    from raytrain_hpc.model.transformers_model import compute_loss_sum, make_factory, read_hf_config, run_causal_lm
+    from raytrain_hpc.planner.module_plan_styles import OWN_PLAN
+    from raytrain_hpc.runtime.worker_spec import CustomModel
+
+    hf_config = read_hf_config(config)
+    plan = plan or {OWN_PLAN: OWN_PLAN}
+    return CustomModel(make_factory(config), compute_loss_sum, plan, run=run_causal_lm, hf_config=hf_config)
 
 
 def _build_supervisor(

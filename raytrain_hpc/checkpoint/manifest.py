@@ -18,6 +18,7 @@ from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "raytrain-hpc-1"
+HF_CONFIG_KEY = "transformers"  # key in `meta` of a transformers model: the content of its config.json
 LORA_META_KEY = "adapters"  # key in `meta` of a model with LoRA adapters: their rank and alpha
 
 

@@ -25,6 +25,8 @@ def sample_text(config: Config, result: Result) -> Iterator[str]:
     run_dir = Path(config.run.dir)
     if result.outcome != "done" or not config.logging.sample_tokens or not (run_dir / "tokenizer.json").exists():
         return
+    if config.model.hf:  # transformers samples from its own models, once they are exported
+        return
     if result.checkpoint is None:
         return
     from raytrain_hpc.text_generation import generate

@@ -13,6 +13,11 @@ class ModelConfig(Section):
     """The decoder. GPT-2 and Llama are two configurations of the same model."""
 
     preset: str = key("", "Known architecture (gpt2_124m, llama3_8b, ...); other model keys override it.")
+    hf: str = key(
+        "",
+        "Directory of any transformers causal language model (config.json, and weights if there are some), trained by "
+        "its own code instead of the built-in decoder; then the other model keys are not used.",
+    )
     hidden_size: int = key(128, "Width of the residual stream.", minimum=1)
     num_layers: int = key(4, "Number of transformer blocks.", minimum=1)
     num_heads: int = key(4, "Attention heads; must divide hidden_size if head_dim is auto.", minimum=1)

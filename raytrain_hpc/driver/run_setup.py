@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease, check_writable
-from raytrain_hpc.checkpoint.manifest import LORA_META_KEY, Checkpoint
+from raytrain_hpc.checkpoint.manifest import HF_CONFIG_KEY, LORA_META_KEY, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.schema import AUTO, Config
@@ -102,6 +102,7 @@ class PreparedRun:
             "model": model_spec,
             "dtype": train.dtype,
             "optimizer": self.config.optimizer.name,
+            **({HF_CONFIG_KEY: self.custom.hf_config} if isinstance(self.custom, CustomModel) else {}),
             **({LORA_META_KEY: {"rank": lora.rank, "alpha": lora.alpha}} if lora.rank else {}),
             "data": {
                 "seed": self.config.run.seed,
@@ -139,6 +140,8 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         _check_data_parallel(config, custom)
         if isinstance(custom, Script):
             _check_replicated(config)
+        elif custom.hf_config is not None:
+            _check_vocabulary(config, custom.hf_config, dataset.vocab_size)
     stream = _open_stream(config, dataset)
     if is_working_dir_copy(directory.path):
         warn(
@@ -235,6 +238,14 @@ def _warn_about_samples(
             )
 
 
+def _check_vocabulary(config: Config, hf_config: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise ConfigError if a transformers model has fewer tokens than the dataset."""
+    known = hf_config.get("vocab_size") or hf_config.get("text_config", {}).get("vocab_size") or vocab_size
+    if known < vocab_size:
+        remedy = f"its vocabulary has {known} tokens, that of the dataset {vocab_size}; use the model's tokenizer"
+        raise ConfigError("model.hf", config.model.hf, config.origin("model.hf"), remedy)
+
+
 def _check_replicated(config: Config) -> None:
     """Raise LayoutError if the settings shard the parameters of a script."""
     if zero := config.parallel.zero:
@@ -258,7 +269,8 @@ def _get_refused_axes(custom: CustomModel | Script) -> dict[str, str]:
 
 def _check_data_parallel(config: Config, custom: CustomModel | Script) -> None:
     """Raise ConfigError or LayoutError if the settings need more of a user-supplied model than it has."""
-    if config.data.packing == "documents":
+    is_transformers = isinstance(custom, CustomModel) and custom.hf_config is not None
+    if config.data.packing == "documents" and not is_transformers:
         key = "data.packing"
         remedy = "a user-supplied model receives tokens only; use stream or padded"
         raise ConfigError(key, config.data.packing, config.origin(key), remedy)

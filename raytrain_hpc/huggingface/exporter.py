@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from raytrain_hpc.checkpoint.averaged_weights import select_averaged_weights
-from raytrain_hpc.checkpoint.manifest import Checkpoint
+from raytrain_hpc.checkpoint.manifest import HF_CONFIG_KEY, Checkpoint
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.safetensors_writer import TensorEntry, write_tensors
 from raytrain_hpc.checkpoint.store import CheckpointStore
@@ -28,7 +28,7 @@ from raytrain_hpc.huggingface.atomic_dir import (
     atomic_directory,
     read_json,
 )
-from raytrain_hpc.huggingface.model_configs import Family, build_hf_config, get_family
+from raytrain_hpc.huggingface.model_configs import build_hf_config, get_family
 from raytrain_hpc.huggingface.weight_mapping import WeightMapping, build_weight_mappings
 from raytrain_hpc.state.shard_index import ITEM_BYTES
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateShard
@@ -42,7 +42,7 @@ class ExportResult:
     """Summary of an exported model directory."""
 
     step: int
-    family: Family
+    family: str  # of the built-in decoder, or model_type of transformers
     weight_files: tuple[str, ...]
     has_tokenizer: bool
 
@@ -72,15 +72,17 @@ def export_model(
     supported family or a weight overflows `dtype`.
     """
     run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
     checkpoint = _find_checkpoint(run_dir, step)
     if weights == "averaged":
         checkpoint = select_averaged_weights(checkpoint)
+    if checkpoint.meta.get(HF_CONFIG_KEY) is not None:
+        return _export_transformers_model(run_dir, out, checkpoint, dtype)
     spec = ModelSpec.from_json(checkpoint.meta["model"])
     mappings = build_weight_mappings(spec)
     stored_dtype = checkpoint.index[f"model.{mappings[0].name}"].dtype
     dtype = stored_dtype if dtype is None else dtype
-    if dtype not in EXPORT_DTYPES:
-        raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
     max_positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
     with atomic_directory(out) as directory:
         special_token_ids = _write_tokenizer(run_dir, directory, max_positions)
@@ -97,11 +99,22 @@ def export_model(
     return ExportResult(checkpoint.step, get_family(spec), weight_files, has_tokenizer)
 
 
+def _export_transformers_model(run_dir: Path, out: Path, checkpoint: Checkpoint, dtype: str | None) -> ExportResult:
+    from raytrain_hpc.huggingface.transformers_exporter import write_transformers_model  # imports transformers
+
+    with atomic_directory(out) as directory:
+        _write_tokenizer(run_dir, directory, int(checkpoint.meta["seq_len"]))
+        model_type = write_transformers_model(checkpoint, directory, dtype)
+        weight_files = tuple(sorted(path.name for path in directory.glob("*.safetensors")))
+        has_tokenizer = (directory / "tokenizer.json").exists()
+    return ExportResult(checkpoint.step, model_type, weight_files, has_tokenizer)
+
+
 def _find_checkpoint(run_dir: Path, step: int | str | None) -> Checkpoint:
     checkpoint = CheckpointStore(run_dir / "checkpoints").find(step)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir}: no valid checkpoint; train first")
-    if checkpoint.meta["model"] is None:
+    if checkpoint.meta["model"] is None and checkpoint.meta.get(HF_CONFIG_KEY) is None:
         raise CheckpointError(f"{checkpoint.path}: holds a custom model; only the built-in decoder can be exported")
     return checkpoint
 

@@ -27,7 +27,7 @@ from raytrain_hpc.parallel.plan_collectives import (
     split_input,
     split_positions,
 )
-from raytrain_hpc.planner.module_plan_styles import ALIASES, BLOCK, IGNORED, check_plan, matches_path
+from raytrain_hpc.planner.module_plan_styles import ALIASES, BLOCK, IGNORED, OWN_PLAN, check_plan, matches_path
 from raytrain_hpc.state.shard_spec import ShardSpec
 
 
@@ -35,8 +35,8 @@ from raytrain_hpc.state.shard_spec import ShardSpec
 class PlannedShards:
     """Result of a plan: shard specs of sharded parameters, and parameters whose gradients are partial on each rank."""
 
+    partial_grads: list[str]
     shard_specs: dict[str, ShardSpec] = field(default_factory=dict)
-    partial_grads: list[str] = field(default_factory=list)
 
 
 def find_planned_blocks(module: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
@@ -50,17 +50,22 @@ def find_planned_blocks(module: nn.Module, plan: Mapping[str, str]) -> list[nn.M
     return list(blocks.values())
 
 
-def apply_module_plan(module: nn.Module, plan: Mapping[str, str], axes: Mapping[str, Axis]) -> PlannedShards:
-    """Shard a module over the "tp" axis, in place. Does nothing without that axis.
+def apply_module_plan(
+    module: nn.Module, plan: Mapping[str, str], axes: Mapping[str, Axis], partial_grads: list[str]
+) -> dict[str, ShardSpec]:
+    """Shard a module over the "tp" axis, in place, and return the shard specs of sharded parameters by name.
 
-    Parameters that the plan does not mention are replicated. A weight that two layers share stays replicated, with both
-    layers. Raises ModelError for a path that matches nothing, or a layer that its style does not fit.
+    Does nothing without that axis. Parameters that the plan does not mention are replicated. A weight that two layers
+    share stays replicated, with both layers. Names of replicated parameters that get only part of their gradient on
+    each rank are appended to `partial_grads`. Raises ModelError for a path that matches nothing, or a layer that its
+    style does not fit.
     """
-    axis, shards = axes.get("tp"), PlannedShards()
+    axis = axes.get("tp")
     if axis is None:
-        return shards
+        return {}
+    plan = _get_own_plan(module) if OWN_PLAN in plan else plan
     check_plan(plan)
-    shared = _find_shared_parameters(module)
+    shards, shared = PlannedShards(partial_grads=partial_grads), _find_shared_parameters(module)
     for path, style in plan.items():
         style = ALIASES.get(style, style)
         names = [name for name, _ in (*module.named_modules(), *module.named_parameters()) if matches_path(name, path)]
@@ -69,7 +74,20 @@ def apply_module_plan(module: nn.Module, plan: Mapping[str, str], axes: Mapping[
         for name in names if style not in IGNORED else ():
             if not any(parameter in shared for _, parameter in _list_parameters(module, name)):
                 _apply_style(module, name, style, axis, shards)
-    return shards
+    return shards.shard_specs
+
+
+def _get_own_plan(module: nn.Module) -> dict[str, str]:
+    """Return the plan that a transformers model has itself, without entries for layers that it lacks or changes."""
+    own_plan: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
+    named = dict([*module.named_modules(), *module.named_parameters()])
+
+    def can_apply(path: str, style: str) -> bool:
+        layers = [layer for name, layer in named.items() if matches_path(name, path)]
+        is_changed = style.startswith("embedding") and any(type(layer) is not nn.Embedding for layer in layers)
+        return bool(layers) and not is_changed
+
+    return {path: style for path, style in own_plan.items() if can_apply(path, style)}
 
 
 def _find_shared_parameters(module: nn.Module) -> set[nn.Parameter]:

@@ -120,29 +120,16 @@ def parallelize(
     `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
     sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
     `reduction_order`: order of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
-    random bits come from keys, not from generator state. `module_plan`: tensor parallelism and blocks of a module that
-    is no Decoder, see module_plan.py.
+    random bits come from keys, not from generator state. `module_plan`: of a module that is no Decoder.
     """
     train, settings = config.train, config.parallel
-    weight_grad_store = WeightGradStore()
+    weight_grad_store, plan = WeightGradStore(), module_plan or {}
     blocks: dict[int, list[nn.Module]] = {}
     shard_specs: dict[str, ShardSpec] = {}
     partial_grads: list[str] = []
     for stage, module in stages.items():
-        if isinstance(module, Decoder):
-            shard_specs |= name_head_weight(module)
-            shard_specs |= apply_expert_parallel(module, axes)
-            shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(train.seq_len, axes)))
-            partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are added or replaced
-            apply_context_parallel(module, axes, train.seq_len)
-            shard_specs |= apply_lora(module, _get_lora_spec(config))
-            # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
-            shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
-        else:
-            planned = apply_module_plan(module, module_plan or {}, axes)
-            shard_specs |= planned.shard_specs
-            partial_grads += planned.partial_grads
-        blocks[stage] = find_planned_blocks(module, module_plan or {}) or find_blocks(module)
+        shard_specs = _shard_stage(module, plan, config, layout, axes, shard_specs, partial_grads)
+        blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
         _apply_deferred_wgrad(module, layout, weight_grad_store)
@@ -160,6 +147,29 @@ def parallelize(
     for line in describe_parallelism(config, layout):
         _log.info(line)
     return ParallelModel(stages, gradient_sync, axes, shard_specs, partial_grads, weight_grad_store)
+
+
+def _shard_stage(
+    module: nn.Module,
+    plan: Mapping[str, str],
+    config: Config,
+    layout: Layout,
+    axes: Mapping[str, Axis],
+    shard_specs: dict[str, ShardSpec],
+    partial_grads: list[str],
+) -> dict[str, ShardSpec]:
+    """Apply steps 1 to 5 to a stage. Return the shard specs so far with its own; append to `partial_grads`."""
+    if not isinstance(module, Decoder):
+        return shard_specs | apply_module_plan(module, plan, axes, partial_grads)
+    seq_len = config.train.seq_len
+    shard_specs |= name_head_weight(module)
+    shard_specs |= apply_expert_parallel(module, axes)
+    shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))
+    partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are added or replaced
+    apply_context_parallel(module, axes, seq_len)
+    shard_specs |= apply_lora(module, _get_lora_spec(config))
+    # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
+    return apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
 
 
 def describe_parallelism(config: Config, layout: Layout) -> list[str]:

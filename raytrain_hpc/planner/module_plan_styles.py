@@ -10,6 +10,7 @@ from raytrain_hpc.errors import ModelError
 BLOCK = "block"  # a unit of sharding, activation checkpointing and compilation
 ALIASES = {"sequence_parallel": "sequence", "colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
 IGNORED = ("replicate", BLOCK)
+OWN_PLAN = "auto"  # as the only path: the plan that a transformers model has itself
 STYLES = (
     "colwise",
     "colwise_gather_output",
@@ -30,7 +31,7 @@ STYLES = (
 def check_plan(plan: Mapping[str, str]) -> None:
     """Raise ModelError for a style that does not exist."""
     for path, style in plan.items():
-        if ALIASES.get(style, style) not in STYLES:
+        if path != OWN_PLAN and ALIASES.get(style, style) not in STYLES:
             raise ModelError(f"plan[{path!r}]={style!r}: known styles are {', '.join(STYLES)}")
 
 

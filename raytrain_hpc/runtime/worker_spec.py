@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ModelFactory: TypeAlias = "Callable[[Config], nn.Module]"
 LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
+ForwardFunction: TypeAlias = "Callable[[nn.Module, Any], Any]"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class CustomModel:
     loss: LossFunction
     plan: Mapping[str, str] | None = None  # blocks and tensor parallelism: see parallel/module_plan.py
     dataset: SampleDataset | None = None  # of the user; None: the token shards of the config
+    run: ForwardFunction | None = None  # (module, batch) -> output; None: the module is called with the tokens
+    hf_config: dict[str, Any] | None = None  # config.json of a transformers model
 
 
 @dataclass(frozen=True)

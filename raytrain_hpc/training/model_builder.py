@@ -32,7 +32,7 @@ def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModul
     """Build the train module: the decoder or a user's module, with the loss that fits this rank's layout."""
     if isinstance(spec.custom, CustomModel):
         kind = CustomTrainModule if spec.custom.dataset is None else SampleTrainModule
-        return kind(spec.custom.factory, spec.custom.loss, spec.config)
+        return kind(spec.custom.factory, spec.custom.loss, spec.config, spec.custom.run)
     model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
     positions = get_local_positions(config.train.seq_len, context.axes)
     stage_layers = split_layers(model_spec, config.train.seq_len, spec.layout.pipeline.num_stages)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder, loss_sum
+from raytrain_hpc.model.document_positions import compute_document_positions
 from raytrain_hpc.model.param_init import init_tensor
-from raytrain_hpc.runtime.worker_spec import LossFunction, ModelFactory
+from raytrain_hpc.runtime.worker_spec import ForwardFunction, LossFunction, ModelFactory
 from raytrain_hpc.state.keyed_rng import derive_position_keys, derive_sample_keys, derive_seed
 
 
@@ -121,13 +121,6 @@ class DecoderTrainModule:
         return self.loss_function(output, targets), batch.num_tokens
 
 
-def compute_document_positions(documents: Tensor) -> Tensor:
-    """Return the offset of each position from the start of its document, int64 [b, t], from document numbers."""
-    positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-    return positions - torch.where(is_start, positions, 0).cummax(dim=1).values
-
-
 @dataclass
 class CustomTrainModule:
     """A user's module and loss. Random bits come from torch's generator, seeded by (seed, step, first sample)."""
@@ -135,6 +128,7 @@ class CustomTrainModule:
     factory: ModelFactory
     loss_function: LossFunction
     config: Config
+    run: ForwardFunction | None = None
     keyed_randomness: bool = False
 
     def build(self, stage: int) -> nn.Module:
@@ -156,7 +150,7 @@ class CustomTrainModule:
     def forward(self, module: nn.Module, x: Any, step: int, batch: AnyBatch) -> Any:
         """Return the output of the user's module."""
         torch.manual_seed(derive_seed(self.config.run.seed, step, int(batch.samples[0])))
-        return module(x)
+        return module(x) if self.run is None else self.run(module, batch)
 
     def loss(self, output: Any, batch: Any) -> LossSum:
         """Return the user's loss of the module's output. Raises ModelError if it is not a scalar tensor."""
