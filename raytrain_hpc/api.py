@@ -46,7 +46,7 @@ def train(
     """
     stop = threading.Event()
     supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
-    with _stop_on_signals(stop):
+    with stop_on_signals(stop):
         return supervisor.run()
 
 
@@ -65,7 +65,7 @@ def run_script(config: Config, script: str | Path, arguments: Sequence[str] = ()
         raise ConfigError("SCRIPT", str(script), "run", "no such file; give the path of a Python script")
     stop = threading.Event()
     supervisor = Supervisor(config, Script(str(path), tuple(arguments)), Console(quiet=quiet), stop)
-    with _stop_on_signals(stop):
+    with stop_on_signals(stop):
         return supervisor.run()
 
 
@@ -247,7 +247,7 @@ def _build_supervisor(
 
 
 @contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Set `stop` at the first Ctrl-C or SIGTERM; raise KeyboardInterrupt at the second."""
     if threading.current_thread() is not threading.main_thread():
         yield
