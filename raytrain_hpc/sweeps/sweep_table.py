@@ -51,9 +51,9 @@ def describe_trial(trial: Trial) -> str:
 
 
 def _round_number(setting: str) -> str:
-    """Return a setting with at most 4 digits, if a search has chosen more."""
+    """Return a setting with a fraction of at most 4 digits, if a search has chosen more."""
     key, _, value = setting.partition("=")
-    if len(value) <= 8:
+    if len(value) <= 8 or value.isdigit():
         return setting
     try:
         return f"{key}={float(value):.4g}"
