@@ -75,6 +75,8 @@ QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ra
     "snapshot/test_memory_store",
     "state/test_reshard",
     "state/test_shard_index",
+    "sweeps/test_median_rule",
+    "sweeps/test_parameter",
     "training/test_checkpoint_interval",
     "training/test_memory_recovery",
 }

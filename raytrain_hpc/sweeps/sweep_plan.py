@@ -75,10 +75,10 @@ class SweepPlan:
         name = ",".join(settings).replace("/", "_") if self.options.search == "grid" else f"trial-{number:03}"
         return Trial(number, settings, self.directory / name)
 
-    def get_words(self, trial: Trial) -> list[str]:
-        """Return the words of the settings of a trial."""
+    def get_words(self, trial: Trial, common: Sequence[str] = ()) -> list[str]:
+        """Return the words of the settings of a trial. Those in `common` replace common settings."""
         # The name tells the trials apart in reports and trackers.
-        return [*self.overrides, f"run.name={trial.name}", *trial.settings, f"run.dir={trial.run_dir}"]
+        return [*self.overrides, *common, f"run.name={trial.name}", *trial.settings, f"run.dir={trial.run_dir}"]
 
     def load_trial_config(self, trial: Trial) -> Config:
         """Return the config of a trial. Raises ConfigError if it is invalid."""

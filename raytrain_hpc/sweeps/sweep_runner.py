@@ -141,7 +141,7 @@ class _SweepRunner:
             self._start(trial)
 
     def _take_next(self) -> Trial | None:
-        """Return the next trial with valid settings, None if there are no more."""
+        """Return the next trial with valid settings, None after the last."""
         for trial in self._candidates:
             try:
                 self._plan.load_trial_config(trial)
@@ -160,9 +160,8 @@ class _SweepRunner:
 
     def _start(self, trial: Trial) -> None:
         trial = replace(trial, state="running")
-        words = self._plan.get_words(trial)
         source = [] if self._plan.source is None else [self._plan.source]
-        command = [*self._command, *source, *self._slots.words, *words]
+        command = [*self._command, *source, *self._plan.get_words(trial, self._slots.words)]
         self._record(trial)
         self._running.append(TrialProcess(trial, command, self._slots.environment, self._options.metric))
         self._log(f"{_describe(trial)}: started, {len(self._running)} running")
