@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config.field import suggest_name
+from raytrain_hpc.config.fixed_settings import get_rule
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.observability.metrics import METRIC_KEYS
+from raytrain_hpc.run_report.comparison import flatten_config
 from raytrain_hpc.sweeps.parameter import Parameter, parse_parameters
 from raytrain_hpc.sweeps.search_algorithm import GridSearch, OptunaSearch, SearchAlgorithm, SearchName
 from raytrain_hpc.sweeps.sweep_record import SweepRecord
@@ -20,6 +22,7 @@ from raytrain_hpc.sweeps.trial import Mode, Trial
 
 DEFAULT_TRIALS = 20
 _MAX_CHECKED_COMBINATIONS = 256
+_ALSO_CHANGE_RESULTS = ("train.steps", "train.callbacks", "eval.")  # although a run can be resumed with other values
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class SweepPlan:
         searched: dict[str, Any] = {"search": options.search}
         if options.search != "grid":  # otherwise, a grid may be extended
             searched |= {name: getattr(options, name) for name in ("over", "seed", "metric", "mode")}
-        self.record = SweepRecord(self.directory, searched, to_dict(self.config))
+        self.record = SweepRecord(self.directory, searched, self._get_result_settings())
         self.record.load()
 
     @property
@@ -83,6 +86,14 @@ class SweepPlan:
     def load_trial_config(self, trial: Trial) -> Config:
         """Return the config of a trial. Raises ConfigError if it is invalid."""
         return load_config(self.source, self.get_words(trial))
+
+    def _get_result_settings(self) -> dict[str, Any]:
+        """Return the common settings that results depend on, by key: not the cluster, the deadline or the logging."""
+        return {
+            key: value
+            for key, value in flatten_config(to_dict(self.config)).items()
+            if get_rule(key) != "changeable" or key.startswith(_ALSO_CHANGE_RESULTS)
+        }
 
     def _make_search(self) -> tuple[SearchAlgorithm, int]:
         """Return the search, and the number of its trials, after all values have been checked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ FILE_NAME = "sweep.json"
 
 
 class SweepRecord:
-    """The file sweep.json. `search`: options that the settings of the trials depend on; `config`: common settings."""
+    """The file sweep.json.
+
+    `search`: options that the settings of the trials depend on. `config`: common settings that results depend on.
+    """
 
     def __init__(self, directory: Path, search: dict[str, Any], config: dict[str, Any]):
         self._path = directory / FILE_NAME
@@ -35,7 +39,7 @@ class SweepRecord:
         try:
             content = json.loads(self._path.read_text())
             recorded_search, recorded_config = content["search"], content["config"]
-            trials = [Trial.from_json(trial) for trial in content["trials"]]
+            trials = [self._read_trial(trial) for trial in content["trials"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -48,6 +52,11 @@ class SweepRecord:
         if recorded_config == self._config:
             return trials
         return [Trial(t.number, t.settings, t.run_dir, "interrupted") for t in trials]
+
+    def _read_trial(self, content: dict[str, Any]) -> Trial:
+        """Return a recorded trial. Its run directory is below that of the sweep, wherever that is now."""
+        trial = Trial.from_json(content)
+        return replace(trial, run_dir=self._path.parent / trial.run_dir.name)
 
     def save(self, trials: Sequence[Trial]) -> None:
         """Write the file in one step. Raises RunDirectoryError if that fails."""

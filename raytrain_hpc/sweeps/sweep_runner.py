@@ -89,22 +89,25 @@ class _SweepRunner:
 
     def run(self, poll_s: float) -> SweepResult:
         """Run trials until all have ended, or until stopped."""
-        room = f"at most {self._max_running} at a time"
-        room += "" if self._options.at_once else f", in {self._slots.free} free slots"
-        self._log(f"{self._plan.num_trials} trials in {self._plan.directory}, {room}")
+        at_once, free = self._max_running, self._slots.free
+        room = ""
+        if not self._options.at_once:
+            at_once = min(at_once, max(1, free // self._slots.count(self._plan.config)))
+            room = f" in {free} free slots"
+        self._log(f"{self._plan.num_trials} trials in {self._plan.directory}, {at_once} at a time{room}")
         try:
             self._start_trials()
             while self._running:
                 time.sleep(poll_s)
-                self._collect_ended()
+                has_ended = self._collect_ended()
                 if self._stop.is_set():
                     self._stop_all()
-                else:
-                    self._stop_bad()
+                    continue
+                self._stop_bad()
+                if has_ended:
                     self._start_trials()
         except BaseException:
-            for process in self._running:
-                process.kill()
+            TrialProcess.kill_all(self._running)
             raise
         return self._make_result()
 
@@ -166,9 +169,10 @@ class _SweepRunner:
         self._running.append(TrialProcess(trial, command, self._slots.environment, self._options.metric))
         self._log(f"{_describe(trial)}: started, {len(self._running)} running")
 
-    def _collect_ended(self) -> None:
-        """Record the trials whose processes have ended."""
-        for process in [process for process in self._running if process.exit_code is not None]:
+    def _collect_ended(self) -> bool:
+        """Record the trials whose processes have ended. Return whether there were any."""
+        ended = [process for process in self._running if process.exit_code is not None]
+        for process in ended:
             self._running.remove(process)
             code = process.exit_code or 0
             state: State = "done" if code == 0 else "failed"
@@ -181,6 +185,7 @@ class _SweepRunner:
                     self._stop.set()
             points = process.trial.read_points(self._options.metric)
             self._finish(process.trial, points, state, code)
+        return bool(ended)
 
     def _finish(self, trial: Trial, points: Mapping[int, float], state: State, exit_code: int) -> None:
         """Record how a trial has ended, and tell the search."""

@@ -28,8 +28,8 @@ def sort_trials(trials: Sequence[Trial], metric: str = _LOSS, mode: Mode = "min"
 
 
 def format_table(trials: Sequence[Trial], metric: str = _LOSS) -> list[str]:
-    """Format the trials as a table, in their order. A metric that is in no column has a column of its own."""
-    extra = () if metric in (_LOSS, "train/loss") else (metric,)
+    """Format the trials as a table, in their order. A metric other than val/loss has a column of its own."""
+    extra = () if metric == _LOSS else (metric,)
     cells = [["run", *extra, *COLUMNS]]
     for trial in trials:
         columns = trial.read_columns()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -78,11 +79,19 @@ class TrialProcess:
             self._is_stopping = True
             self._process.terminate()
 
-    def kill(self) -> None:
-        """End the process within seconds, without waiting for its state to be saved."""
-        self._process.terminate()  # at the second request, a run cleans up and exits
+    def _end(self, timeout_s: float) -> None:
+        """Wait for the process to end, and kill it if it does not."""
         try:
-            self._process.wait(_KILL_AFTER_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    @staticmethod
+    def kill_all(processes: Sequence[TrialProcess]) -> None:
+        """End processes within seconds, without waiting for their state to be saved."""
+        for process in processes:
+            process._process.terminate()  # at the second request, a run cleans up and exits
+        deadline = time.monotonic() + _KILL_AFTER_S
+        for process in processes:
+            process._end(max(0.0, deadline - time.monotonic()))

@@ -58,3 +58,11 @@ def test_a_comparison_needs_enough_steps_and_trials() -> None:
     assert find_worse_than_median({3: 1.5, 4: 8.0}, good, "min", 4) is None  # has been good
     assert find_worse_than_median(bad, good, "max", 4) is None
     assert find_worse_than_median({}, good, "min", 0) is None
+
+
+def test_a_trial_ahead_of_the_others_is_compared_where_they_are() -> None:
+    others = [Curve({2: 1.0, 4: 1.0, 6: 1.0}), Curve({2: 2.0, 4: 2.0}), Curve({2: 3.0, 4: 3.0, 5: 3.0})]
+    worse = find_worse_than_median({2: 9.0, 4: 8.0, 6: 0.1}, others, "min", 2)
+    assert worse is not None and (worse.step, worse.best, worse.median) == (4, 8.0, 2.0)
+    assert find_worse_than_median({2: 9.0, 4: 1.5, 6: 9.0}, others, "min", 2) is None
+    assert find_worse_than_median({1: 9.0, 3: 9.0}, others, "min", 0) is None  # no step in common

@@ -71,6 +71,16 @@ def test_finished_trials_are_not_run_again_and_failed_ones_are(tmp_path: Path) -
     assert [(count_starts(trial), trial.step) for trial in longer.trials] == [(2, 8), (2, 8)]
 
 
+def test_a_sweep_that_was_moved_continues_with_another_deadline_and_other_logging(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"search": "random", "at_once": 1}
+    run(make_plan(tmp_path / "here", "optimizer.lr=1e-5..1e-1", num_trials=2, **options))
+    (tmp_path / "here").rename(tmp_path / "there")
+    words = ("run.deadline=3h", "logging.interval=7")
+    moved = run(make_plan(tmp_path / "there", "optimizer.lr=1e-5..1e-1", words=words, num_trials=3, **options))
+    assert [count_starts(trial) for trial in moved.trials] == [1, 1, 1]
+    assert {trial.run_dir.parent for trial in moved.trials} == {tmp_path / "there"}
+
+
 @pytest.mark.parametrize("search", ["random", "tpe"])
 def test_a_search_in_two_parts_has_the_trials_of_one_in_one_go(tmp_path: Path, search: str) -> None:
     options = {"search": search, "seed": 3, "at_once": 1}
@@ -97,7 +107,7 @@ def test_another_search_in_the_same_directory_is_refused(tmp_path: Path, changed
 
 
 def test_at_most_so_many_trials_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.05")
+    monkeypatch.setenv("FAKE_STEP_S", "0.1")
     result = run(make_plan(tmp_path, "optimizer.lr=1e-1,1e-2,1e-3,1e-4,1e-5", at_once=2))
     assert find_most_at_once(result) == 2
 
@@ -164,6 +174,26 @@ def test_a_signal_stops_all_trials_and_the_same_command_continues(
     assert result.is_complete and [trial.state for trial in result.trials] == ["done"] * 3
     starts = [list(map(int, (trial.run_dir / "starts").read_text().split())) for trial in result.trials]
     assert [len(first_steps) for first_steps in starts] == [2, 2, 1] and starts[0][1] > 1  # continued, not repeated
+
+
+def test_a_second_signal_ends_the_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "5")  # the end of a step, at which a trial would stop, is far away
+    plan = make_plan(tmp_path, "optimizer.lr=1e-3", at_once=1)
+    monkeypatch.setattr("raytrain_hpc.sweeps.trial_process._KILL_AFTER_S", 0.2)
+
+    def signal_twice() -> None:
+        while not list(tmp_path.glob("*/metrics.jsonl")):
+            time.sleep(0.01)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    threading.Thread(target=signal_twice).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(plan)
+    assert time.monotonic() - began < 4
+    assert json.loads((tmp_path / "sweep.json").read_text())["trials"][0]["state"] == "running"
 
 
 def test_a_trial_that_was_running_when_the_sweep_was_killed_is_continued(tmp_path: Path) -> None:
