@@ -9,6 +9,7 @@ from functools import partial
 
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.cpu_limits import count_usable_cpus
+from raytrain_hpc.planner.layout import get_fixed_world_size, get_min_world_size, get_model_parallel_size
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_address import check_address
 
@@ -42,7 +43,6 @@ def open_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
 
     from raytrain_hpc.driver.ray_cluster import connect_ray
     from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS, read_topology
-    from raytrain_hpc.planner.layout import get_fixed_world_size, get_model_parallel_size
 
     if not ray.is_initialized():
         check_address(config)
@@ -81,4 +81,4 @@ def _count_local_slots(config: Config) -> TrialSlots:
 
         if torch.cuda.is_available():
             return TrialSlots(1, lambda trial: 1)
-    return TrialSlots(count_usable_cpus(), lambda trial: trial.cluster.cpu_threads)
+    return TrialSlots(count_usable_cpus(), lambda trial: trial.cluster.cpu_threads * get_min_world_size(trial))

@@ -12,7 +12,7 @@ from raytrain_hpc.api import stop_on_signals
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.trial_slots import TrialSlots, open_trial_slots
-from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.sweeps.median_rule import Curve, find_worse_than_median
 from raytrain_hpc.sweeps.search_algorithm import GridSearch
 from raytrain_hpc.sweeps.sweep_plan import SweepPlan
@@ -45,7 +45,7 @@ def run_sweep(
     `command`: the command that trains, to which settings are appended. Metrics are read every `poll_s` seconds.
 
     Raises:
-        RunDirectoryError: Another sweep runs in the directory, or it cannot be written.
+        RunDirectoryError: Another sweep runs in the directory, or the directory cannot be written.
         ClusterError: Ray cannot be reached or started.
     """
     stop = threading.Event()
@@ -203,7 +203,10 @@ class _SweepRunner:
 
     def _record(self, trial: Trial) -> None:
         self._trials[trial.settings] = trial
-        self._plan.record.save(list(self._trials.values()))
+        try:
+            self._plan.record.save(list(self._trials.values()))
+        except RunDirectoryError as error:  # the next change is written with all others
+            self._log(f"alarm: {error}; the sweep continues")
 
     def _add_curve(self, trial: Trial) -> None:
         if self._options.stop_bad and trial.is_finished:

@@ -271,3 +271,14 @@ def test_metrics_are_followed_line_by_line(tmp_path: Path) -> None:
         file.write('ss": 2.5}\n{"step": 4, "val/loss": NaN}\n{"step": 1, "val/loss": 2.9}\n')
     assert follower.read_new_points() and follower.points == {1: 2.9, 3: 2.5}
     assert not follower.read_new_points()
+
+
+def test_a_record_that_cannot_be_written_is_an_alarm(tmp_path: Path) -> None:
+    lines: list[str] = []
+    plan = make_plan(tmp_path, "optimizer.lr=1e-3", at_once=1)
+    (tmp_path / ".sweep.json.tmp").mkdir()  # in the way of the file
+    assert [trial.state for trial in run(plan, lines.append).trials] == ["done"]
+    assert any(
+        line.startswith("alarm: ") and line.endswith("cannot be written: Is a directory; the sweep continues")
+        for line in lines
+    )
