@@ -64,7 +64,7 @@ def train(
     stop = threading.Event()
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
-    with _stop_on_signals(stop):
+    with stop_on_signals(stop):
         return supervisor.run()
 
 
@@ -83,7 +83,7 @@ def run_script(config: Config, script: str | Path, arguments: Sequence[str] = ()
         raise ConfigError("SCRIPT", str(script), "run", "no such file; give the path of a Python script")
     stop = threading.Event()
     supervisor = Supervisor(config, Script(str(path), tuple(arguments)), Console(quiet=quiet), stop)
-    with _stop_on_signals(stop):
+    with stop_on_signals(stop):
         return supervisor.run()
 
 
@@ -311,7 +311,7 @@ def _build_supervisor(
 
 
 @contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Set `stop` at the first Ctrl-C or SIGTERM; raise KeyboardInterrupt at the second."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -29,6 +29,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "cli/test_autotune",
     "driver/test_ray_placement",
     "driver/test_cluster_probe",
+    "driver/test_trial_slots",
     "driver/test_ray_data",
     "driver/test_ray_faults",
     "driver/test_ray_interruption",
@@ -76,6 +77,8 @@ QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ra
     "snapshot/test_memory_store",
     "state/test_reshard",
     "state/test_shard_index",
+    "sweeps/test_median_rule",
+    "sweeps/test_parameter",
     "training/test_checkpoint_interval",
     "training/test_memory_recovery",
 }

@@ -30,6 +30,16 @@ class StepOrLabel(click.ParamType[int | str]):
         return value
 
 
+class IntOrAuto(click.ParamType[int | str]):
+    """A number of at least 1, or auto."""
+
+    name = "n|auto"
+
+    def convert(self, value: int | str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the number, or "auto". Fails for anything else."""
+        return value if value == "auto" else int(click.IntRange(min=1).convert(value, param, ctx))  # type: ignore[arg-type]
+
+
 WEIGHTS = click.Choice(["averaged", "trained"])
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 

@@ -47,8 +47,8 @@ def _wrap_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     A closure, since torch.compile does not compile a block whose forward is a `functools.partial`.
     """
 
-    def checkpointed_forward(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, **options)
+    def checkpointed_forward(*inputs: Any, **keywords: Any) -> Any:
+        return checkpoint(forward, *inputs, **options, **keywords)
 
     return checkpointed_forward
 

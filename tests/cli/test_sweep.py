@@ -1,4 +1,4 @@
-"""Sweep: every combination once, validated before anything runs, and one table."""
+"""Sweep: real runs, one table, JSON, one report; options that do not fit together."""
 
 from __future__ import annotations
 
@@ -9,67 +9,117 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_hpc.cli.main import main
-from raytrain_hpc.cli.sweep import Trial, build_trials, format_table
-from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.sweeps.sweep_table import describe_trial, format_table, sort_trials
+from raytrain_hpc.sweeps.trial import COLUMNS, State, Trial, summarize_points
 from tests.warm_pool import SMALL_OVERRIDES
 
-
-def test_every_combination_is_one_trial(tmp_path: Path) -> None:
-    over = [
-        "optimizer.lr=1e-3,3e-3",
-        "train.micro_batch_size=auto,4",
-        "fault.inject=[],[{kind: kill, rank: 0, step: 1}]",
-    ]
-    trials = build_trials(None, [f"run.dir={tmp_path}", *SMALL_OVERRIDES], over)
-    assert len(trials) == 8 and len({trial.run_dir for trial in trials}) == 8
-    assert trials[1].overrides == (
-        "optimizer.lr=1e-3",
-        "train.micro_batch_size=auto",
-        "fault.inject=[{kind: kill, rank: 0, step: 1}]",
-    )
-    assert all(trial.run_dir.parent == tmp_path for trial in trials)
-
-
-@pytest.mark.parametrize(
-    "over, reason",
-    [
-        ([], "name a key to vary"),
-        (["optimizer.lr"], "must have the form key=value,value,..."),
-        (["optimizer.lr=1e-3,,1e-2"], "must have the form key=value,value,..."),
-        (["optimizer.lr=1e-3,-1"], "needs more than 0"),
-        (["train.rate=1"], "did you mean"),
-    ],
-)
-def test_invalid_combination_is_rejected_before_anything_runs(tmp_path: Path, over: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        build_trials(None, [f"run.dir={tmp_path / 'base'}"], over)
-    assert not (tmp_path / "base").exists()
+IN_PROCESS = [*SMALL_OVERRIDES, "cluster.workers=0", "cluster.device=cpu"]
 
 
 def test_parallel_runs_of_which_one_fails(tmp_path: Path) -> None:
-    words = [f"run.dir={tmp_path}", *SMALL_OVERRIDES, "train.steps=2", "cluster.workers=0", "cluster.device=cpu"]
+    words = [f"run.dir={tmp_path}", *IN_PROCESS, "train.steps=2"]
     # A missing dataset is only detected by the run itself.
     over = ["--over", f"data.path=synthetic,{tmp_path / 'nowhere'}", "--at-once", "2"]
     done = CliRunner().invoke(main, ["sweep", *words, *over, "--json"])
     assert done.exit_code == 4, done.output
     good, bad = json.loads(done.stdout)
     assert good["exit_code"] == 0 and good["validation"] > 0 and good["seconds"] > 0
-    assert bad["exit_code"] == 2 and bad["loss"] is None
+    assert good["value"] == good["validation"] and good["state"] == "done"
+    assert bad["exit_code"] == 2 and bad["state"] == "failed" and bad["loss"] is None
     assert "nowhere" in (Path(bad["run_dir"]) / "output.log").read_text()
     again = CliRunner().invoke(main, ["sweep", *words, "--over", "data.path=synthetic"])
-    assert again.exit_code == 0 and "done: 2 steps" in (Path(good["run_dir"]) / "output.log").read_text()
+    assert again.exit_code == 0 and (Path(good["run_dir"]) / "output.log").read_text().count("done: 2 steps") == 1
     shown = again.stdout.splitlines()
-    assert shown[0].split() == ["run", "loss", "validation", "tokens/s", "mfu", "GiB", "seconds"]
+    assert shown[0].split() == ["run", *COLUMNS]
     assert shown[1].startswith("data.path=synthetic  ")
+    assert shown[2:] == [f"report: {tmp_path}/report.html", f"next: raytrain-hpc generate {good['run_dir']}"]
 
 
-def test_table_lists_the_best_first_and_failures_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = [Trial((f"run={name}",), tmp_path / name, code) for name, code in (("a", 0), ("b", 0), ("c", 4), ("d", 0))]
-    losses = {"a": (1.0, 3.0), "b": (9.0, 2.0), "c": (0.1, 0.1), "d": (2.5, None)}
-    empty = dict.fromkeys(("loss", "validation", "tokens/s", "mfu", "GiB", "seconds"))
+def test_a_search_over_real_runs_is_compared_in_a_report(tmp_path: Path) -> None:
+    words = [f"run.dir={tmp_path}", *IN_PROCESS, "train.steps=3"]
+    over = ["--over", "optimizer.lr=1e-4..1e-1", "--over", "model.num_layers=1..2"]
+    arguments = ["sweep", *words, *over, "--search", "tpe", "--trials", "3", "--metric", "train/loss", "--at-once", "1"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    trials = json.loads((tmp_path / "sweep.json").read_text())["trials"]
+    losses = [
+        json.loads(line)["train/loss"] for line in (tmp_path / "trial-000/metrics.jsonl").read_text().splitlines()
+    ]
+    assert trials[0]["value"] == losses[-1] and trials[0]["step"] == 3
+    best = min(trials, key=lambda trial: trial["value"])
+    table = done.stdout.splitlines()
+    assert table[1].split()[1] == best["settings"][1]
+    assert table[-1] == f"next: raytrain-hpc generate {best['run_dir']}"
+    page = (tmp_path / "report.html").read_text()
+    for trial in trials:
+        assert Path(trial["run_dir"]).name in page
+    assert "optimizer.lr" in page and "model.num_layers" in page
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--over", "optimizer.lr=1..2"], "add --search random or --search tpe"),
+        (["--over", "optimizer.lr=1,2", "--trials", "3"], "--trials=3 (command line): a grid trains all combinations"),
+        (["--over", "optimizer.lr=1,2", "--min-steps", "3"], "--min-steps=3 (command line): has no effect without"),
+        (["--over", "optimizer.lr=1,-2"], "needs more than 0"),
+        (["--over", "optimizer.lr=1,2", "--at-once", "0"], "'--at-once'"),
+        (["--over", "optimizer.lr=1,2", "--at-once", "many"], "'--at-once'"),
+    ],
+)
+def test_wrong_options_exit_with_code_2(tmp_path: Path, options: list[str], reason: str) -> None:
+    done = CliRunner().invoke(main, ["sweep", f"run.dir={tmp_path / 'new'}", *options])
+    assert done.exit_code == 2 and reason in done.stderr and not (tmp_path / "new").exists()
+
+
+def make_trials(tmp_path: Path, **ends: tuple[State, float | None]) -> list[Trial]:
+    return [
+        Trial(number, (f"run={name}",), tmp_path / name, state, 0 if state == "done" else 4, value, 7)
+        for number, (name, (state, value)) in enumerate(ends.items())
+    ]
+
+
+def test_the_table_lists_the_best_first_and_failures_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: dict[str, tuple[State, float | None]] = {
+        "a": ("failed", None),
+        "b": ("done", 3.0),
+        "c": ("stopped early", 1.0),
+        "d": ("done", 2.0),
+        "e": ("done", None),
+        "f": ("interrupted", 0.5),
+    }
+    trials = make_trials(tmp_path, **ends)
+    assert "".join(trial.run_dir.name for trial in sort_trials(trials)) == "dbecfa"
+    assert "".join(trial.run_dir.name for trial in sort_trials(trials, "throughput/mfu", "max")) == "bdecfa"
+    # Without a validation split, trials are ordered by their training loss.
+    losses = {"x": 2.0, "y": 1.0}
     monkeypatch.setattr(
-        Trial,
-        "read_metrics",
-        lambda self: empty | dict(zip(("loss", "validation"), losses[self.run_dir.name], strict=True)),
+        Trial, "read_columns", lambda self: dict.fromkeys(COLUMNS) | {"loss": losses.get(self.run_dir.name)}
     )
-    assert [line.split()[0] for line in format_table(trials)[1:]] == ["run=b", "run=d", "run=a", "run=c"]
+    without_validation = make_trials(tmp_path, x=("done", None), y=("done", None))
+    assert [trial.run_dir.name for trial in sort_trials(without_validation)] == ["y", "x"]
+    lines = format_table(sort_trials(trials), "throughput/mfu")
+    assert lines[0].split() == ["run", "throughput/mfu", *COLUMNS]
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "run=d",
+        "run=b",
+        "run=e",
+        "run=c (stopped early at step 7)",
+        "run=f (interrupted)",
+        "run=a (exit code 4)",
+    ]
+
+
+def test_numbers_of_a_search_are_rounded_in_the_table(tmp_path: Path) -> None:
+    trial = Trial(
+        0, ("optimizer.lr=0.0012345678", "train.steps=123456789", "data.path=1e-3_and_more"), tmp_path, "done"
+    )
+    assert describe_trial(trial) == "optimizer.lr=0.001235 train.steps=123456789 data.path=1e-3_and_more"
+
+
+def test_the_value_of_a_run_is_its_last_validation_or_a_median_over_its_last_steps() -> None:
+    points = {step: float(step) for step in range(1, 51)}
+    assert summarize_points("val/loss", points) == 50.0
+    assert summarize_points("train/loss", points | {49: 1e9}) == 48.0  # of steps 46 to 50
+    assert summarize_points("train/loss", {1: 2.0, 2: float("nan")}) == 2.0
+    assert summarize_points("train/loss", {}) is None

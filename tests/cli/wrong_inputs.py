@@ -327,6 +327,22 @@ WRONG = [
         "plan train.global_batch_size=4 --workers 5",
         ("train.global_batch_size=4", "5 sequences"),
     ),
+    Wrong(
+        "sweep: range in a grid",
+        "sweep run.dir={dir}/new --over optimizer.lr=1e-4..1e-2",
+        ("--over='optimizer.lr=0.0001..0.01' (command line)", "add --search random or --search tpe"),
+    ),
+    Wrong(
+        "sweep: unknown metric",
+        "sweep run.dir={dir}/new --over optimizer.lr=1e-4,1e-2 --metric validation/loss",
+        ("--metric='validation/loss'", "did you mean val"),
+    ),
+    Wrong(
+        "sweep: optuna not installed",
+        "sweep run.dir={dir}/new --over optimizer.lr=1e-4..1e-2 --search tpe",
+        ("--search tpe", "pip install 'raytrain-hpc[sweep]'"),
+        without="optuna",
+    ),
     Wrong("prepare: missing input", "prepare {dir}/nowhere.txt --out {dir}/o", ("{dir}/nowhere.txt", "no such file")),
     Wrong("prepare: empty file", "prepare {dir}/empty.txt --out {dir}/o", ("{dir}/empty.txt", "empty")),
     Wrong("prepare: empty folder", "prepare {dir}/folder --out {dir}/o", ("{dir}/folder", "no files")),

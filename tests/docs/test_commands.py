@@ -19,7 +19,7 @@ import yaml
 
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.cli.options import split_words
-from raytrain_hpc.cli.sweep import build_trials
+from raytrain_hpc.cli.sweep import make_options
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import AUTO, SECTIONS, Config
@@ -30,6 +30,7 @@ from raytrain_hpc.planner.layout import (
     resolve_batching,
     resolve_layout,
 )
+from raytrain_hpc.sweeps.sweep_plan import SweepPlan
 from tests.docs.documents import PAGES, PROGRAM, ROOT, find_code_spans, list_program_calls, read_blocks
 from tests.docs.workspace import TINY, call, make_workspace
 
@@ -114,7 +115,8 @@ def check_command(command: str) -> None:
             continue
         source, overrides = split_words(parameters["words"])
         if name == "sweep":
-            build_trials(source, overrides, parameters["over"])
+            options = {name: value for name, value in parameters.items() if name not in ("words", "as_json")}
+            SweepPlan(source, overrides, make_options(**options))
             continue
         config = load_config(source, overrides)
         if name in ("train", "run", "drill"):

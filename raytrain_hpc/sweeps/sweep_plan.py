@@ -1,0 +1,134 @@
+"""Plan of a sweep: its options and common settings, checked before anything is written, and its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from raytrain_hpc.config.field import suggest_name
+from raytrain_hpc.config.fixed_settings import get_rule
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.schema import Config, to_dict
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.observability.metrics import METRIC_KEYS
+from raytrain_hpc.run_report.comparison import flatten_config
+from raytrain_hpc.sweeps.parameter import Parameter, parse_parameters
+from raytrain_hpc.sweeps.search_algorithm import GridSearch, OptunaSearch, SearchAlgorithm, SearchName
+from raytrain_hpc.sweeps.sweep_record import SweepRecord
+from raytrain_hpc.sweeps.trial import Mode, Trial
+
+DEFAULT_TRIALS = 20
+_MAX_CHECKED_COMBINATIONS = 256
+_ALSO_CHANGE_RESULTS = ("train.steps", "train.callbacks", "eval.")  # although a run can be resumed with other values
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to search and how; the options of `raytrain-hpc sweep`.
+
+    `at_once`: None for as many trials as fit. `min_steps`: None for a quarter of train.steps.
+    """
+
+    over: tuple[str, ...]
+    search: SearchName = "grid"
+    num_trials: int = DEFAULT_TRIALS
+    seed: int = 0
+    metric: str = "val/loss"
+    mode: Mode = "min"
+    stop_bad: bool = False
+    min_steps: int | None = None
+    at_once: int | None = None
+
+
+class SweepPlan:
+    """A sweep that has been checked: common settings, parameters, search, and the trials recorded so far."""
+
+    def __init__(self, source: str | None, overrides: Sequence[str], options: SweepOptions):
+        """Check a sweep. Nothing is written.
+
+        Raises:
+            ConfigError: An option or a setting is invalid: with a grid, that of any trial; with another search, a value
+                that is valid in no combination with values of other parameters. Or run.dir has another sweep.
+            MissingDependencyError: optuna is needed and not installed.
+            RunDirectoryError: The directory has a sweep that cannot be read.
+        """
+        self.source, self.overrides, self.options = source, tuple(overrides), options
+        self.parameters: list[Parameter] = parse_parameters(options.over)
+        self.config = load_config(source, overrides)
+        self.directory = Path(self.config.run.dir)
+        self._check_metric()
+        self.search, self.num_trials = self._make_search()
+        searched: dict[str, Any] = {"search": options.search}
+        if options.search != "grid":  # otherwise, a grid may be extended
+            searched |= {name: getattr(options, name) for name in ("over", "seed", "metric", "mode")}
+        self.record = SweepRecord(self.directory, searched, self._get_result_settings())
+        self.record.load()
+
+    @property
+    def min_steps(self) -> int:
+        """Number of steps before which no trial is stopped."""
+        given = self.options.min_steps
+        return self.config.train.steps // 4 if given is None else given
+
+    def make_trial(self, number: int, settings: tuple[str, ...]) -> Trial:
+        """Return a new trial. Those of a grid have a directory with the name of their settings."""
+        name = ",".join(settings).replace("/", "_") if self.options.search == "grid" else f"trial-{number:03}"
+        return Trial(number, settings, self.directory / name)
+
+    def get_words(self, trial: Trial, common: Sequence[str] = ()) -> list[str]:
+        """Return the words of the settings of a trial. Those in `common` replace common settings."""
+        # The name tells the trials apart in reports and trackers.
+        return [*self.overrides, *common, f"run.name={trial.name}", *trial.settings, f"run.dir={trial.run_dir}"]
+
+    def load_trial_config(self, trial: Trial) -> Config:
+        """Return the config of a trial. Raises ConfigError if it is invalid."""
+        return load_config(self.source, self.get_words(trial))
+
+    def _get_result_settings(self) -> dict[str, Any]:
+        """Return the common settings that results depend on, by key: not the cluster, the deadline or the logging."""
+        return {
+            key: value
+            for key, value in flatten_config(to_dict(self.config)).items()
+            if get_rule(key) != "changeable" or key.startswith(_ALSO_CHANGE_RESULTS)
+        }
+
+    def _make_search(self) -> tuple[SearchAlgorithm, int]:
+        """Return the search, and the number of its trials, after all values have been checked."""
+        options = self.options
+        if options.search == "grid":
+            grid = GridSearch(self.parameters)
+            for number, settings in enumerate(grid.combinations):
+                self.load_trial_config(self.make_trial(number, settings))
+            return grid, len(grid.combinations)
+        search = OptunaSearch(self.parameters, options.search, options.mode, options.seed)
+        self._check_values()
+        return search, options.num_trials
+
+    def _check_values(self) -> None:
+        """Raise the ConfigError of a value, or of the end of a range, that is valid in no combination."""
+        words = [[f"{parameter.key}={value}" for value in parameter.ends] for parameter in self.parameters]
+        errors: dict[str, ConfigError] = {}
+        valid: set[str] = set()
+        for combination in islice(product(*words), _MAX_CHECKED_COMBINATIONS):
+            try:
+                load_config(self.source, [*self.overrides, *combination])
+            except ConfigError as invalid:
+                for word in combination:
+                    errors.setdefault(word, invalid)
+            else:
+                valid.update(combination)
+        for word, error in errors.items():
+            if word not in valid:
+                raise error
+
+    def _check_metric(self) -> None:
+        metric = self.options.metric
+        if metric not in METRIC_KEYS and not self.config.train.callbacks:  # these may write others
+            known = [key for key in METRIC_KEYS if not key.startswith("ranks/")]
+            raise ConfigError("--metric", metric, "command line", suggest_name(metric, known))
+        if self.options.stop_bad and metric.startswith("val/") and not self.config.eval.interval:
+            remedy = "is computed at the end only, too late to stop a trial; set eval.interval or --metric train/loss"
+            raise ConfigError("--metric", metric, "with --stop-bad", remedy)

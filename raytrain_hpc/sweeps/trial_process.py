@@ -1,0 +1,97 @@
+"""The process of a running trial: started, followed through its metrics.jsonl, and stopped with its state saved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+
+from raytrain_hpc.sweeps.trial import Trial
+
+_KILL_AFTER_S = 10.0
+
+
+class MetricFollower:
+    """Values of a metric in a metrics.jsonl that is being written, read from where the last call ended."""
+
+    def __init__(self, path: Path, metric: str):
+        self.points: dict[int, float] = {}
+        self._path, self._metric, self._offset = path, metric, 0
+
+    def read_new_points(self) -> bool:
+        """Read the complete lines that were added. Return whether one of them has a finite value of the metric."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:  # not written yet
+            return False
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        has_new = False
+        for line in complete.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill left incomplete
+                record = json.loads(line)
+                step, value = int(record["step"]), float(record[self._metric])
+                if isfinite(value):
+                    self.points[step] = value  # a recomputed step is written again
+                    has_new = True
+        return has_new
+
+
+class TrialProcess:
+    """A trial and the process that trains it, with its output in output.log of the run directory.
+
+    The process has a process group of its own: Ctrl-C in a terminal reaches the sweep alone, which then stops each
+    trial once. A second signal would end a trial before it has saved.
+    """
+
+    def __init__(self, trial: Trial, command: Sequence[str], environment: Mapping[str, str], metric: str):
+        """Start the process."""
+        self.trial = trial
+        self.follower = MetricFollower(trial.run_dir / "metrics.jsonl", metric)
+        self.is_stopped_early = False  # set together with the request to stop
+        self._is_stopping = False
+        trial.run_dir.mkdir(parents=True, exist_ok=True)
+        with (trial.run_dir / "output.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                process_group=0,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the process, None while it is running."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Request to save and stop after the current step, unless that was requested before. Does not block."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._process.terminate()
+
+    def _end(self, timeout_s: float) -> None:
+        """Wait for the process to end, and kill it if it does not."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @staticmethod
+    def kill_all(processes: Sequence[TrialProcess]) -> None:
+        """End processes within seconds, without waiting for their state to be saved."""
+        for process in processes:
+            process._process.terminate()  # at the second request, a run cleans up and exits
+        deadline = time.monotonic() + _KILL_AFTER_S
+        for process in processes:
+            process._end(max(0.0, deadline - time.monotonic()))
