@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
+from raytrain_hpc.script_loader import ScriptLoader
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class ScriptRun:
     """Handle of a training script to its run, returned by `attach`. Without a run, it represents a single process."""
 
     def __init__(self, rank: ScriptRank | None):
-        self._rank = rank
+        self._rank, self._num_loaders = rank, 0
 
     @property
     def device(self) -> torch.device:
@@ -45,12 +46,18 @@ class ScriptRun:
         """Whether this is rank 0, the one that should print and write files."""
         return self._rank is None or self._rank.is_main_process
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; 1 without a run."""
+        return 1 if self._rank is None else self._rank.world_size
+
     def steps(self, count: int | None = None) -> Iterator[int]:
         """Yield the numbers of the remaining steps, starting at 0 in a new run. `count` must equal train.steps.
 
-        A step is committed when the next one is requested: recovery restores model, optimizer and scheduler as of that
-        moment. A rank may take minutes between two calls of `backward`, in which the others wait for it. In a run,
-        torch's random generator is reseeded at every step, identically on all ranks.
+        A step is committed when the next one is requested: recovery restores models, optimizers, other objects and the
+        generators of torch, NumPy and `random` as of that moment. A rank may take minutes between two calls of
+        `backward`, in which the others wait for it. All ranks continue with the generators of rank 0, so that they draw
+        the same batches; forward passes of the models draw from a stream of their own on each rank.
         """
         if self._rank is not None:
             yield from self._rank.steps(count)
@@ -59,8 +66,20 @@ class ScriptRun:
             raise ModelError("steps: count is missing; without a run there is no train.steps to take it from")
         yield from range(count)
 
+    def loader(self, dataloader: Any) -> ScriptLoader:
+        """Return an endless iterator over the batches of a torch DataLoader, epoch after epoch.
+
+        Each rank reads only its rows of a batch, on its device. A recovered run continues with the next batch. The
+        batches are those of the DataLoader's sampler in a single process.
+        """
+        loader = ScriptLoader(dataloader, self._rank)
+        if self._rank is not None:
+            self._rank.add_object(f"loader {self._num_loaders}", loader)
+        self._num_loaders += 1
+        return loader
+
     def local_batch(self, batch: Batch) -> Batch:
-        """Return this rank's rows of a global batch, on its device. Call once per step, before `backward`.
+        """Return this rank's rows of a global batch, on its device. Call before the forward pass of these rows.
 
         All ranks must pass the same batch: a tensor with one sample per row, or a tuple, list or mapping of such
         tensors. A mapping is returned as a dict.
@@ -72,25 +91,56 @@ class ScriptRun:
         return local_batch
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Compute gradients and return the mean loss over the global batch. Call once per step, for `loss.backward()`.
+        """Compute gradients and return the mean loss over the global batch. Call in place of `loss.backward()`.
 
-        `loss` is the mean over this rank's rows. The gradients are those of the mean over all rows, on every rank.
-        Gradients accumulated over several steps are not part of the saved state: recovery starts without them.
+        `loss` is the mean over this rank's rows, or a term of it. The gradients are those of the mean over all rows,
+        and are added to earlier ones. It may be called several times per step, for gradient accumulation or several
+        losses; the step's train/loss is the sum. Gradients accumulated over several steps are not part of the saved
+        state: recovery starts without them.
         """
         if self._rank is not None:
             return self._rank.backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to this step's line in metrics.jsonl. Call on all ranks or on the main process."""
+        if self._rank is not None:
+            self._rank.log(metrics)
 
-def attach(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> ScriptRun:
-    """Register model, optimizer and learning-rate scheduler with the run of this script, if there is one.
+    def save(self) -> None:
+        """Request a checkpoint of this step, in addition to those of checkpoint.interval."""
+        if self._rank is not None:
+            self._rank.save()
 
-    In a resumed or recovered run, their state is restored. The state of `scheduler` must consist of plain numbers.
+
+def attach(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    scheduler: Any = None,
+    *,
+    plan: Mapping[str, str] | None = None,
+    **objects: Any,
+) -> ScriptRun:
+    """Register models, optimizers and other objects with the run of this script, if there is one.
+
+    Models are sharded as parallel.zero says, in place, and optimizers are given the sharded parameters: attach them
+    before their first step. In a resumed or recovered run, their state is restored.
+
+    Args:
+        model: A module, or several by name, such as a generator and a discriminator.
+        optimizer: An optimizer, or several by name.
+        scheduler: A learning-rate scheduler, or another object with `state_dict` and `load_state_dict`.
+        plan: Blocks and tensor parallelism of the models, as of `train`.
+        objects: Further objects whose `state_dict` consists of plain numbers, text, lists and dicts, such as a
+            gradient scaler.
     """
     rank = CURRENT_RANK.get()
     if rank is not None:
-        rank.attach(model, optimizer, scheduler)
+        models = {"": model} if not isinstance(model, Mapping) else model
+        optimizers = {"": optimizer} if not isinstance(optimizer, Mapping) else optimizer
+        named = objects if scheduler is None else {"scheduler": scheduler, **objects}
+        rank.attach(models, optimizers, named, plan)
     return ScriptRun(rank)
 
 

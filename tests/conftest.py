@@ -38,6 +38,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "examples/test_attached_loop",
     "examples/test_custom_module",
     "examples/test_examples",
+    "examples/test_sharded_scripts",
     "examples/test_training_at_scale",
     "jobs/test_job_submit",
     "distributed/test_abort",

@@ -138,9 +138,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         check_model_divisible(config, model_spec)
     else:
         _check_data_parallel(config, custom)
-        if isinstance(custom, Script):
-            _check_replicated(config)
-        elif custom.hf_config is not None:
+        if isinstance(custom, CustomModel) and custom.hf_config is not None:
             _check_vocabulary(config, custom.hf_config, dataset.vocab_size)
     stream = _open_stream(config, dataset)
     if is_working_dir_copy(directory.path):
@@ -244,15 +242,6 @@ def _check_vocabulary(config: Config, hf_config: Mapping[str, Any], vocab_size: 
     if known < vocab_size:
         remedy = f"its vocabulary has {known} tokens, that of the dataset {vocab_size}; use the model's tokenizer"
         raise ConfigError("model.hf", config.model.hf, config.origin("model.hf"), remedy)
-
-
-def _check_replicated(config: Config) -> None:
-    """Raise LayoutError if the settings shard the parameters of a script."""
-    if zero := config.parallel.zero:
-        key = "parallel.zero"
-        raise LayoutError(
-            key, zero, config.origin(key), "a script's own optimizer needs unsharded parameters; set it to 0"
-        )
 
 
 def _get_refused_axes(custom: CustomModel | Script) -> dict[str, str]:

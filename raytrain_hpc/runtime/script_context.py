@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,8 +20,21 @@ class ScriptRank(Protocol):
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        """Take over the state of model, optimizer and scheduler."""
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def attach(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        objects: Mapping[str, Any],
+        plan: Mapping[str, str] | None,
+    ) -> None:
+        """Take over the state of models, optimizers and objects."""
+
+    def add_object(self, name: str, item: Any) -> None:
+        """Take over the state of another object."""
 
     def steps(self, count: int | None) -> Iterator[int]:
         """Yield the numbers of the remaining steps."""
@@ -29,8 +42,17 @@ class ScriptRank(Protocol):
     def get_local_rows(self, num_rows: int) -> range:
         """Return the rows of a batch of `num_rows` that this rank computes."""
 
+    def move_to_device(self, batch: Any) -> Any:
+        """Return a batch of nested tensors on the rank's device."""
+
     def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of the mean loss over all ranks."""
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the record of this step."""
+
+    def save(self) -> None:
+        """Request a checkpoint of this step."""
 
 
 CURRENT_RANK: ContextVar[ScriptRank | None] = ContextVar("script_rank", default=None)

@@ -98,8 +98,8 @@ class CallbackList:
         for call in self._hooks[hook]:
             call(*arguments)
 
-    def agree_requests(self) -> CallbackRequests:
-        """Return and clear the requests of all ranks. Collective if there are callbacks of a user.
+    def agree_requests(self, *, always: bool = False) -> CallbackRequests:
+        """Return and clear the requests of all ranks. Collective if there are callbacks of a user, or `always`.
 
         This project's own callbacks request the same on every rank, so a run without others communicates nothing.
         """
@@ -108,7 +108,7 @@ class CallbackList:
         requests = CallbackRequests(*flags, tuple(sorted(control.labels)))
         control.clear()
         group = self._parallel_context.world_group
-        if not self.user or group is None:
+        if not (self.user or always) or group is None:
             return requests
         counts = torch.tensor(
             [*flags, bool(requests.labels)], dtype=torch.float64, device=self._parallel_context.device

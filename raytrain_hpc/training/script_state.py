@@ -1,9 +1,9 @@
-"""State of a user's model, optimizer and scheduler, as shards that can be snapshotted, saved and restored."""
+"""State of a user's models, optimizers and other objects, as shards that can be snapshotted, saved and restored."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,118 +11,128 @@ from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
+from raytrain_hpc.training.state_loader import GENERATORS
 
 _PLAIN_VALUES_BYTES = 1 << 18  # capacity for non-tensor state: of parameter groups, of parameters, of the scheduler
 _OMITTED = object()
 
 
 class ScriptState:
-    """State of a model, optimizer and scheduler as named tensors, whole on every rank.
+    """State of models, optimizers and other objects as named tensors, sharded where their parameters are.
 
     Non-tensor values are stored as JSON in a byte tensor. An optimizer allocates its tensors in its first step. It
     therefore takes one step whose effects are undone, so that the state has the same tensors from the beginning.
+    `models`, `optimizers`: by name; "" for one without a name. `objects`: anything with `state_dict`.
 
-    Raises ModelError if the optimizer has a parameter that the model does not have, or if such a step fails.
+    Raises ModelError if an optimizer has a parameter that no model has, or if such a step fails.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any):
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        objects: Mapping[str, Any],
+    ):
+        self._models, self._optimizers, self.objects = models, optimizers, dict(objects)
+        self.parameters: dict[str, nn.Parameter] = {
+            f"{_prefix(key)}{name}": parameter
+            for key, model in models.items()
+            for name, parameter in model.named_parameters()
+        }
         names = {parameter: name for name, parameter in self.parameters.items()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for optimizer in optimizers.values():
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 if parameter not in names:
                     raise ModelError("attach: the optimizer has a parameter that the model does not have")
-        # State before any step, on the device of its parameter: the model may have been moved since.
-        self._initial_optimizer_state = {
-            parameter: _copy_state(state, parameter) for parameter, state in optimizer.state.items()
-        }
-        try:
-            self._init_optimizer_state()
-        except Exception as error:  # an optimizer may raise any type
-            kind = type(optimizer).__name__
-            raise ModelError(f"attach: {kind} is not supported: a step with zero gradients fails ({error})") from error
+        self._restored_objects: dict[str, Any] = {}
+        self._optimizer_tensors: list[tuple[str, nn.Parameter, str, str, Tensor]] = []
+        for key, optimizer in optimizers.items():
+            try:
+                self._init_optimizer_state(key, optimizer)
+            except Exception as error:  # an optimizer may raise any type
+                kind = type(optimizer).__name__
+                raise ModelError(
+                    f"attach: {kind} is not supported: a step with zero gradients fails ({error})"
+                ) from error
         self._plain_values = torch.zeros(_PLAIN_VALUES_BYTES, dtype=torch.uint8)
         self._capture_plain_values()
 
-    def _init_optimizer_state(self) -> None:
+    def _init_optimizer_state(self, key: str, optimizer: torch.optim.Optimizer) -> None:
         """Take one step with zero gradients, undo its effects and keep the tensors that it allocated."""
-        self._reset_optimizer()
+        # State before any step, on the device of its parameter: the model may have been moved since.
+        initial_state = {parameter: _copy_state(state, parameter) for parameter, state in optimizer.state.items()}
+        _reset_optimizer(optimizer, initial_state)
         weights = [parameter.detach().clone() for parameter in self.parameters.values()]
-        settings = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
-        ]
+        settings = [{k: value for k, value in group.items() if k != "params"} for group in optimizer.param_groups]
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
         with torch.no_grad():
             for parameter, weight in zip(self.parameters.values(), weights, strict=True):
                 parameter.copy_(weight)
-        for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
+        for group, setting in zip(optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        self._optimizer_tensors = [
-            (parameter, name, key, value.clone())
+        self._optimizer_tensors += [
+            (key, parameter, name, entry, value.clone())
             for name, parameter in self.parameters.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
+            for entry, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         ]
-        self._reset_optimizer()
-
-    def _reset_optimizer(self) -> None:
-        """Restore the optimizer state from before any step."""
-        self._optimizer.state.clear()
-        self._optimizer.state.update(
-            {parameter: _copy_state(state, parameter) for parameter, state in self._initial_optimizer_state.items()}
-        )
+        _reset_optimizer(optimizer, initial_state)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """Learning rate of the first parameter group of the first optimizer."""
+        return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
 
-    def model_tensors(self) -> Iterator[Tensor]:
-        """Yield the parameters and buffers of the model."""
-        yield from (parameter.detach() for parameter in self._model.parameters())
-        yield from self._model.buffers()
+    def list_buffers(self) -> list[Tensor]:
+        """Return all buffers of the models."""
+        return [buffer for model in self._models.values() for buffer in model.buffers()]
 
-    def to_sharded_state(self) -> ShardedState:
-        """Return the whole state."""
+    def to_sharded_state(self, generators: Tensor) -> ShardedState:
+        """Return this rank's part of the state. `generators`: the states of random generators."""
         shards = [StateShard.from_tensor(f"model.{name}", parameter) for name, parameter in self.parameters.items()]
-        buffers = dict(self._model.named_buffers())
+        for key, model in self._models.items():
+            buffers, prefix = dict(model.named_buffers()), _prefix(key)
+            shards += [
+                StateShard.from_tensor(f"model.{prefix}{name}", buffers[name])
+                for name in model.state_dict()
+                if name in buffers
+            ]
         shards += [
-            StateShard.from_tensor(f"model.{name}", buffers[name])
-            for name in self._model.state_dict()
-            if name in buffers
+            StateShard.from_tensor(f"optimizer.{_prefix(key)}{entry}.{name}", value)
+            for key, _, name, entry, value in self._optimizer_tensors
         ]
-        shards += [
-            StateShard.from_tensor(f"optimizer.{key}.{name}", value) for _, name, key, value in self._optimizer_tensors
-        ]
-        return ShardedState([*shards, StateShard.from_tensor("plain", self._plain_values)])
+        plain = StateShard.from_tensor("plain", self._plain_values)
+        return ShardedState([*shards, plain, StateShard.from_tensor(GENERATORS, generators)])
+
+    def add_object(self, name: str, item: Any, *, is_resumed: bool) -> None:
+        """Add an object to the state; restore it if the run was resumed and has its state.
+
+        Raises ModelError if the name is taken.
+        """
+        if name in self.objects:
+            raise ModelError(f"{name}: an object of this name is part of the state already")
+        self.objects[name] = item
+        saved = self._restored_objects.get(name)
+        if is_resumed and saved is not None:
+            item.load_state_dict(_merge(item.state_dict(), saved))
 
     def capture(self) -> None:
         """Update the state. Call after each step: an optimizer may have replaced tensors by new ones."""
-        for parameter, _, key, tensor in self._optimizer_tensors:
-            state = self._optimizer.state.get(parameter, {})
-            if key in state and state[key] is not tensor:
-                state[key] = tensor.copy_(state[key])
+        for key, parameter, _, entry, tensor in self._optimizer_tensors:
+            state = self._optimizers[key].state.get(parameter, {})
+            if entry in state and state[entry] is not tensor:
+                state[entry] = tensor.copy_(state[entry])
         self._capture_plain_values()
 
     def _capture_plain_values(self) -> None:
         """Store the non-tensor values. Raises ModelError if they exceed the capacity."""
-        states = {name: self._optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
         values = {
-            "groups": [
-                _to_plain({key: value for key, value in group.items() if key != "params"})
-                for group in self._optimizer.param_groups
-            ],
-            # The optimizer has no state yet for parameters that were never updated.
-            "states": {
-                name: _to_plain({key: entry for key, entry in state.items() if not isinstance(entry, Tensor)})
-                for name, state in states.items()
-                if state
-            },
-            "scheduler": None if self._scheduler is None else _to_plain(self._scheduler.state_dict()),
+            "optimizers": {key: self._describe_optimizer(optimizer) for key, optimizer in self._optimizers.items()},
+            "objects": {name: _to_plain(item.state_dict()) for name, item in self.objects.items()},
         }
         text = json.dumps(values).encode()
         if len(text) > _PLAIN_VALUES_BYTES:
@@ -130,22 +140,55 @@ class ScriptState:
         self._plain_values.zero_()
         self._plain_values[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
+    def _describe_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        states = {name: optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
+        return {
+            "groups": [
+                _to_plain({key: value for key, value in group.items() if key != "params"})
+                for group in optimizer.param_groups
+            ],
+            # The optimizer has no state yet for parameters that were never updated.
+            "states": {
+                name: _to_plain({key: entry for key, entry in state.items() if not isinstance(entry, Tensor)})
+                for name, state in states.items()
+                if state
+            },
+        }
+
     def restore(self) -> None:
-        """Load the state into optimizer and scheduler. Call after its tensors have been filled."""
+        """Load the state into optimizers and objects. Call after its tensors have been filled."""
         saved = json.loads(bytes(self._plain_values.numpy()).rstrip(b"\0").decode())
-        for group, saved_group in zip(self._optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in saved_group.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
+        if "groups" in saved:  # of a version that had one optimizer and a scheduler
+            saved = {"optimizers": {"": saved}, "objects": {"scheduler": saved["scheduler"]}}
+        for key, optimizer in self._optimizers.items():
+            self._restore_optimizer(key, optimizer, saved["optimizers"][key])
+        self._restored_objects = saved["objects"]
+        for name, item in self.objects.items():
+            if saved["objects"].get(name) is not None:
+                item.load_state_dict(_merge(item.state_dict(), saved["objects"][name]))
+
+    def _restore_optimizer(self, key: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for name, value in saved_group.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(value)
                 else:
-                    group[key] = _merge(group.get(key), value)
+                    group[name] = _merge(group.get(name), value)
         for name, entries in saved["states"].items():
-            self._optimizer.state[self.parameters[name]].update(entries)
-        for parameter, name, key, tensor in self._optimizer_tensors:
-            if name in saved["states"]:
-                self._optimizer.state[parameter][key] = tensor
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(_merge(self._scheduler.state_dict(), saved["scheduler"]))
+            optimizer.state[self.parameters[name]].update(entries)
+        for owner, parameter, name, entry, tensor in self._optimizer_tensors:
+            if owner == key and name in saved["states"]:
+                optimizer.state[parameter][entry] = tensor
+
+
+def _prefix(key: str) -> str:
+    return f"{key}." if key else ""
+
+
+def _reset_optimizer(optimizer: torch.optim.Optimizer, initial_state: Mapping[Any, Any]) -> None:
+    """Restore the optimizer state from before any step."""
+    optimizer.state.clear()
+    optimizer.state.update({parameter: _copy_state(state, parameter) for parameter, state in initial_state.items()})
 
 
 def _copy_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import runpy
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.distributed.abort import CollectiveAbort
-from raytrain_hpc.distributed.handshake import exchange_peer_info
+from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext, init_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
+from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.errors import ModelError, RunFailedError
-from raytrain_hpc.parallel.ddp import DDPSync
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
@@ -34,21 +34,32 @@ from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.sample_loader import move_content
+from raytrain_hpc.training.script_models import ScriptModels
+from raytrain_hpc.training.script_random import ScriptGenerators
 from raytrain_hpc.training.script_state import ScriptState
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
+from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from raytrain_hpc.training.state_loader import restore_state
 from raytrain_hpc.training.step_completion import TrainOutcome
 from raytrain_hpc.training.step_metrics import get_peak_memory_gib
 from raytrain_hpc.training.timers import StepTimer
 
 
-def derive_step_seed(seed: int, step: int) -> int:
-    """Return the seed of torch's generator in a step. It is equal on all ranks, so that they draw the same batch."""
-    return seed * 1_000_003 + step
-
-
 class _ScriptExit(BaseException):
     """Control flow that ends the script early. Not an Exception, so that `except Exception` does not catch it."""
+
+
+class _SaveRequest:
+    """Step whose checkpoint the script has requested; part of the state, so that a recovery to it saves it."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
 
 class _ScriptLoss:
@@ -82,7 +93,9 @@ class ScriptTrainer:
         self._step: int | None = None
         self._totals: list[float] | None = None
         self._error: Exception | None = None
-        self._is_attached = self._has_started = False
+        self._is_attached = self._has_started = self._has_used_rows = False
+        self._metrics: dict[str, float] = {}
+        self._exit_stack = ExitStack()  # of what `attach` opens
         self._step_timer = StepTimer()
         control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
 
@@ -91,9 +104,14 @@ class ScriptTrainer:
         """Whether this is rank 0."""
         return self.context.rank == 0
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.context.layout.world_size
+
     def run(self, start_step: int, end_step: int) -> TrainOutcome:
         """Run the script. Raises its errors, and RunFailedError if it ends without finishing `steps`."""
-        with self._callbacks.close_on_exit():
+        with self._callbacks.close_on_exit(), self._exit_stack:
             return self._run_script()
 
     def _run_script(self) -> TrainOutcome:
@@ -119,32 +137,39 @@ class ScriptTrainer:
         self._checkpointer.finish()
         return self._outcome
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        """Take over the state of model, optimizer and scheduler, and restore it. Raises ModelError on a second call."""
+    def attach(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        objects: Mapping[str, Any],
+        plan: Mapping[str, str] | None,
+    ) -> None:
+        """Take over the state of models, optimizers and objects, and restore it. Raises ModelError on a second call."""
         if self._is_attached:
-            raise ModelError("attach: called twice; a run has one model and one optimizer")
+            raise ModelError("attach: called twice; pass several models and optimizers as dicts to one call")
         self._is_attached = True
         spec, config, context = self._spec, self._config, self.context
-        model.to(self.device)
-        self._script_state = script_state = ScriptState(model, optimizer, scheduler)
-        self._buffers = list(model.buffers())
-        if context.world_group is not None:
-            for tensor in script_state.model_tensors():
-                dist.broadcast(tensor, 0)  # initial weights of a script may differ between ranks
-        state = script_state.to_sharded_state()
+        self._models = ScriptModels(models, optimizers, plan, config, context)
+        self._save_request = _SaveRequest()
+        self._script_state = ScriptState(models, optimizers, {**objects, "save request": self._save_request})
+        self._generators = ScriptGenerators(config.run.seed, context.rank, context.world_group, self.device)
+        for module in models.values():
+            self._generators.isolate_forward(module)
+        self._buffers = self._script_state.list_buffers()
+        state = self._script_state.to_sharded_state(self._generators.state)
         memory_state = ShardedState()
         if self._snapshot_store is not None and spec.memory_step is not None:
             memory_state = self._snapshot_store.get_state(spec.memory_step)
-        peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context)
+        peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device)
+        peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
         store = CheckpointStore(Path(config.run.dir) / "checkpoints")
         restore_state(spec, context, state, memory_state, peer_info, store)
         if spec.start_step:
-            script_state.restore()
+            self._script_state.restore()
         replica_check = ReplicaCheck(state, context)
         replica_check.compare()
-        live_state_suffices = not self._buffers
-        self._snapshots = SnapshotManager(config, self._snapshot_store, state, live_state_suffices, None, lambda: None)
-        self._snapshots.begin_generation(spec.start_step, spec.generation)
+        self._snapshots = self._build_snapshots(state, peers, peer_info)
+        self._exit_stack.enter_context(self._snapshots.close_on_exit())
         self._checkpointer = Checkpointer(
             state,
             peer_info.destination_indexes,
@@ -157,14 +182,26 @@ class ScriptTrainer:
         )
         on_verified = self._snapshots.mark_verified
         add_common_callbacks(self._callbacks, spec, self._script_loss, state, replica_check, on_verified)
-        self._gradient_sync = None
-        if context.replica_group is not None:
-            self._gradient_sync = DDPSync(script_state.parameters, context.replica_group, config.parallel.bucket_mib)
-        optimizer.register_step_pre_hook(lambda *arguments: self._snapshots.before_update())
+        for optimizer in optimizers.values():
+            optimizer.register_step_pre_hook(lambda *arguments: self._snapshots.before_update())
         self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
         self._control.emit({"type": "ready", "rank": context.rank, "model": time.time()})
-        if spec.has_pending_checkpoint:
+        is_requested = spec.memory_step is not None and self._save_request.step == spec.memory_step > 0
+        if spec.has_pending_checkpoint or is_requested:
             self._checkpointer.save(spec.start_step)
+
+    def _build_snapshots(self, state: ShardedState, peers: SnapshotPeers, peer_info: PeerInfo) -> SnapshotManager:
+        spec = self._spec
+        suffices = max(compute_state_partition(spec.layout)) == 0 and not self._buffers
+        replicator = peers.create_replicator(peer_info)
+        snapshots = SnapshotManager(self._config, self._snapshot_store, state, suffices, replicator, lambda: None)
+        attached = peers.attach_snapshots(peer_info, self._control.log)
+        snapshots.begin_generation(spec.start_step, spec.generation, peers.own_snapshots, attached)
+        return snapshots
+
+    def add_object(self, name: str, item: Any) -> None:
+        """Make the state of an object that the script creates after `attach` part of the run's, and restore it."""
+        self._script_state.add_object(name, item, is_resumed=self._spec.start_step > 0)
 
     def steps(self, count: int | None) -> Iterator[int]:
         """Yield the remaining steps; see `script.ScriptRun.steps`."""
@@ -176,10 +213,14 @@ class ScriptTrainer:
         if self._has_started:
             raise ModelError("steps: called twice; a run has one training loop")
         self._has_started, self._step_timer = True, StepTimer()
+        if spec.start_step:
+            self._generators.restore()
+        else:  # a script need not seed them
+            self._generators.capture()
+            self._generators.sync()
         for step in range(spec.start_step, spec.end_step):
-            self._step, self._totals, self._row_counts = step, None, []
+            self._step, self._totals, self._row_counts, self._metrics = step, None, [], {}
             self._control.set_phase("evaluating")  # code outside of `backward` may take minutes
-            torch.manual_seed(derive_step_seed(self._config.run.seed, step))
             yield step
             if self._totals is None:
                 raise ModelError(f"step {step}: backward was not called; call run.backward(loss), not loss.backward()")
@@ -198,8 +239,14 @@ class ScriptTrainer:
         if num_rows < dp_size:
             raise ModelError(f"local_batch: a batch of {num_rows} rows for {dp_size} ranks; every rank needs one")
         rows = range(dp_rank * num_rows // dp_size, (dp_rank + 1) * num_rows // dp_size)
+        if self._has_used_rows:  # the rows of another backward pass
+            self._row_counts, self._has_used_rows = [], False
         self._row_counts.append((len(rows), num_rows))
         return rows
+
+    def move_to_device(self, batch: Any) -> Any:
+        """Return a batch of nested tensors on this rank's device."""
+        return move_content(batch, self.device)
 
     def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of the mean loss over all ranks; see `script.ScriptRun.backward`.
@@ -217,25 +264,27 @@ class ScriptTrainer:
         """Return the weight of this rank's mean loss in that of all rows. Raises ModelError if it is unknown."""
         if self._step is None:
             raise ModelError("backward: called outside of the steps of run.steps()")
-        if self._totals is not None:
-            raise ModelError(f"step {self._step}: backward was called twice; add the losses and call it once")
         if self.context.layout.world_size == 1:
             return 1.0
         if not self._row_counts:
             raise ModelError(
-                f"step {self._step}: every rank has the whole batch; take this rank's rows with run.local_batch(batch)"
+                f"step {self._step}: every rank has the whole batch; take this rank's rows with run.local_batch(batch) "
+                "or run.loader(dataloader)"
             )
         weights = {num_local_rows / num_rows for num_local_rows, num_rows in self._row_counts}
         if len(weights) > 1:
             raise ModelError(
-                f"step {self._step}: local_batch was called with batches of different sizes; use one batch per step"
+                f"step {self._step}: local_batch was called with batches of different sizes before one backward pass"
             )
+        self._row_counts = self._row_counts[-1:]  # further backward passes of these rows have the same weight
+        self._has_used_rows = True
         return weights.pop()
 
     def _backward(self, loss: Tensor, weight: float) -> Tensor:
-        step = self._step or 0
-        self._callbacks.context.step = step
-        self._callbacks.run("pre_step")
+        step, is_first = self._step or 0, self._totals is None
+        if is_first:
+            self._callbacks.context.step = step
+            self._callbacks.run("pre_step")
         weighted_loss = self._script_loss.loss(loss, None)[0] * weight
         self._snapshots.wait_for_copies()
         control, save = self._control, self._checkpointer.is_time_due()
@@ -244,63 +293,56 @@ class ScriptTrainer:
         if self.context.world_group is not None:  # all ranks wait here for the slowest; stalls are timed from here on
             dist.all_reduce(sums, group=self.context.world_group)
         self._control.set_phase("training")
-        stashed = self._stash_gradients()
-        with self._sync_gradients():
+        with self._models.sync_gradients():
             weighted_loss.backward()  # type: ignore[no-untyped-call]
-        self._callbacks.run("post_forward_backward")
+        if is_first:
+            self._callbacks.run("post_forward_backward")
         if self.context.world_group is not None:
             for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
                 dist.broadcast(buffer, 0)
-        self._restore_gradients(stashed)
         self._checkpointer.wait_for_staging()
         if self._control.is_aborted:
             raise GenerationAbortedError("collectives were aborted")
-        self._grad_norm = float(torch.nn.utils.get_total_norm([g for g in self._get_gradients() if g is not None]))
+        self._grad_norm = self._models.compute_grad_norm()
         self._control.set_phase("evaluating")
-        self._totals = sums.tolist()
-        if not isfinite(self._totals[0]):
-            raise RunFailedError(
-                f"step {step + 1}: the loss is {self._totals[0]}; a step of a script cannot be recomputed"
-            )
+        self._add_totals(sums.tolist())
         return sums[0].to(loss.dtype)
 
-    def _get_gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._script_state.parameters.values()]
+    def _add_totals(self, totals: list[float]) -> None:
+        """Add the loss of a backward pass to that of the step, and keep the newest requests."""
+        self._totals = totals if self._totals is None else [self._totals[0] + totals[0], *totals[1:]]
+        if not isfinite(self._totals[0]):
+            raise RunFailedError(
+                f"step {(self._step or 0) + 1}: the loss is {self._totals[0]}; a step of a script cannot be recomputed"
+            )
 
-    def _stash_gradients(self) -> list[Tensor | None]:
-        """Return and clear gradients accumulated in earlier steps, which are already summed over ranks."""
-        stashed = [None if gradient is None else gradient.clone() for gradient in self._get_gradients()]
-        for parameter in self._script_state.parameters.values():
-            parameter.grad = None
-        return stashed
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the record of this step."""
+        self._metrics |= {str(key): float(value) for key, value in metrics.items()}
 
-    def _restore_gradients(self, stashed: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._script_state.parameters.values(), stashed, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    @contextmanager
-    def _sync_gradients(self) -> Iterator[None]:
-        """Sum gradients over all ranks by the end of the context."""
-        if self._gradient_sync is None:
-            yield
-            return
-        with self._gradient_sync.backward_context(0, 0, is_last=True):
-            yield
-        self._gradient_sync.finish_grad_sync()
+    def save(self) -> None:
+        """Request a checkpoint of this step."""
+        self._callbacks.control.save()
 
     def _commit(self, step: int) -> tuple[bool, bool]:
         """Commit a step. Return whether the run stops after it, and whether the generation pauses."""
         loss, stop, pause, save = self._totals or [0.0] * 4
         before_end = step < self._spec.end_step
         stopped, paused = stop > 0 and before_end, pause > 0 and before_end
-        record = self._build_metrics(step, loss, self._step_timer.end_step())
+        record = self._build_metrics(step, loss, self._step_timer.end_step()) | self._metrics
         self._callbacks.context.step = step
         self._callbacks.run("post_step", record)
-        self._script_state.capture()
-        should_save = self._checkpointer.should_save(step) or save > 0 or not before_end or stopped
-        self._snapshots.after_step(step, before_pause=paused)
-        self._control.record_commit(record)
+        self._generators.capture()
+        requested = False
+        try:
+            self._generators.sync()
+            requested = self._callbacks.agree_requests(always=True).save
+        finally:  # also if another rank has failed: this one has finished the step
+            self._save_request.step = step if requested else 0
+            self._script_state.capture()
+            self._snapshots.after_step(step, before_pause=paused)
+            self._control.record_commit(record)
+        should_save = self._checkpointer.should_save(step) or save > 0 or not before_end or stopped or requested
         self._callbacks.run("post_commit", record)
         if should_save:
             self._callbacks.run("pre_checkpoint_saved")

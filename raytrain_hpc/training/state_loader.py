@@ -23,6 +23,7 @@ from raytrain_hpc.state.shard_index import StateIndex, find_difference, merge_in
 from raytrain_hpc.state.sharded_state import ShardedState
 
 RECENT_LOSSES = "losses"  # part of the state only if loss spikes are detected
+GENERATORS = "generators"  # random generators of a script; earlier versions did not save them
 CALLBACK_PREFIX = "callbacks."  # of the tensors that are the state of callbacks, which runs may add and remove
 _EXPERT_BIAS_SUFFIX = ".router.bias"  # present if a bias balances the experts
 _PUBLISH_TIMEOUT_S = 30.0  # for the driver to publish a checkpoint that all ranks have written
@@ -69,7 +70,7 @@ def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[S
 
 
 def _is_optional(name: str) -> bool:
-    return name == RECENT_LOSSES or name.startswith(CALLBACK_PREFIX)
+    return name in (RECENT_LOSSES, GENERATORS) or name.startswith(CALLBACK_PREFIX)
 
 
 def load_model_weights(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:

@@ -21,6 +21,7 @@ PACKAGE_OF_FILE = {
     "ray_address": "config",
     "ray_temp_dir": "config",
     "script": "api",
+    "script_loader": "api",
     "cache_dir": "config",
     "cpu_limits": "config",
     "text_generation": "api",

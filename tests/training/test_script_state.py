@@ -14,6 +14,7 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.state.reshard import reshard_state
 from raytrain_hpc.training.script_state import ScriptState
 
+NO_GENERATORS = torch.zeros(1, dtype=torch.uint8)
 Script = tuple[nn.Module, torch.optim.Optimizer, Any]
 
 
@@ -49,6 +50,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+def make_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> ScriptState:
+    return ScriptState({"": model}, {"": optimizer}, {} if scheduler is None else {"scheduler": scheduler})
+
+
 def make_script(optimizer: str, scheduler: str, seed: int) -> Script:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
@@ -78,12 +83,14 @@ def train(script: Script, first: int, stop: int) -> list[float]:
 def test_capture_changes_no_loss_and_restore_continues_the_curve(optimizer: str, scheduler: str) -> None:
     expected = train(make_script(optimizer, scheduler, 0), 0, 12)
     first = make_script(optimizer, scheduler, 0)
-    state = ScriptState(*first)
+    state = make_state(*first)
     assert train(first, 0, 5) == expected[:5]
     state.capture()
     second = make_script(optimizer, scheduler, 1)  # other weights
-    restored = ScriptState(*second)
-    reshard_state(restored.to_sharded_state(), state.to_sharded_state(), None, torch.device("cpu"))
+    restored = make_state(*second)
+    reshard_state(
+        restored.to_sharded_state(NO_GENERATORS), state.to_sharded_state(NO_GENERATORS), None, torch.device("cpu")
+    )
     restored.restore()
     assert restored.lr == state.lr
     assert train(second, 5, 12) == expected[5:]
@@ -92,7 +99,7 @@ def test_capture_changes_no_loss_and_restore_continues_the_curve(optimizer: str,
 def test_optimizer_of_another_model_is_rejected() -> None:
     model, other_model = nn.Linear(2, 1), nn.Linear(2, 1)
     with pytest.raises(ModelError, match="a parameter that the model does not have"):
-        ScriptState(model, torch.optim.SGD(other_model.parameters(), lr=0.1), None)
+        make_state(model, torch.optim.SGD(other_model.parameters(), lr=0.1), None)
 
 
 def test_parameter_whose_first_gradient_comes_late() -> None:
@@ -117,11 +124,13 @@ def test_parameter_whose_first_gradient_comes_late() -> None:
 
     expected = train_steps(make_parts(0), range(10))
     first, second = make_parts(0), make_parts(1)
-    state = ScriptState(*first, None)
+    state = make_state(*first, None)
     assert train_steps(first, range(5)) == expected[:5]
     state.capture()
-    restored = ScriptState(*second, None)
-    reshard_state(restored.to_sharded_state(), state.to_sharded_state(), None, torch.device("cpu"))
+    restored = make_state(*second, None)
+    reshard_state(
+        restored.to_sharded_state(NO_GENERATORS), state.to_sharded_state(NO_GENERATORS), None, torch.device("cpu")
+    )
     restored.restore()
     assert train_steps(second, range(5, 10)) == expected[5:]
 
@@ -148,12 +157,17 @@ def test_optimizer_with_plain_numbers_and_replaced_tensors() -> None:
 
     expected = train(make_parts(0), 0, 8)
     first, second = make_parts(0), make_parts(1)
-    script_state = ScriptState(*first)
+    script_state = make_state(*first)
     for step in range(4):
         train(first, step, step + 1)
         script_state.capture()
-    restored = ScriptState(*second)
-    reshard_state(restored.to_sharded_state(), script_state.to_sharded_state(), None, torch.device("cpu"))
+    restored = make_state(*second)
+    reshard_state(
+        restored.to_sharded_state(NO_GENERATORS),
+        script_state.to_sharded_state(NO_GENERATORS),
+        None,
+        torch.device("cpu"),
+    )
     restored.restore()
     assert train(second, 4, 8) == expected[4:]
 
@@ -161,12 +175,12 @@ def test_optimizer_with_plain_numbers_and_replaced_tensors() -> None:
 def test_unsupported_optimizer_is_named_in_the_error() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(ModelError, match="attach: LBFGS is not supported"):
-        ScriptState(model, torch.optim.LBFGS(model.parameters()), None)
+        make_state(model, torch.optim.LBFGS(model.parameters()), None)
 
 
 def test_frozen_parameters_have_no_optimizer_state() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    names = {shard.name for shard in ScriptState(model, optimizer, None).to_sharded_state()}
+    names = {shard.name for shard in make_state(model, optimizer, None).to_sharded_state(NO_GENERATORS)}
     assert "model.0.weight" in names and not any(name.startswith("optimizer.exp_avg.0.") for name in names)

@@ -1,0 +1,102 @@
+"""Random generators of a user's script: saved with every step, and kept equal on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raytrain_hpc.state.keyed_rng import derive_seed
+
+_TORCH_BYTES = 5056  # torch's CPU generator
+_PYTHON_WORDS, _NUMPY_WORDS = 625, 624
+_NUM_BYTES = _TORCH_BYTES + 4 * (_PYTHON_WORDS + _NUMPY_WORDS + 4) + 16
+
+
+class ScriptGenerators:
+    """State of the generators of torch (CPU), NumPy and `random` after a step, as one byte tensor.
+
+    All ranks take the state of rank 0, so that they draw the same batches. A module's forward pass draws from a stream
+    of its own on each rank, since ranks have different rows.
+    """
+
+    def __init__(self, seed: int, rank: int, group: dist.ProcessGroup | None, device: torch.device):
+        self._seed, self._rank, self._group, self._device = seed, rank, group, device
+        self.state = torch.zeros(_NUM_BYTES, dtype=torch.uint8)
+        self._depth = 0
+
+    def capture(self) -> None:
+        """Take over the states of this rank's generators."""
+        self.state.copy_(_pack())
+
+    def sync(self) -> None:
+        """Give all ranks the states of rank 0. Collective. Call after `capture`."""
+        if self._group is not None:
+            received = self.state.to(self._device)
+            dist.broadcast(received, group=self._group, group_src=0)
+            self.state.copy_(received)
+            _unpack(self.state)
+
+    def restore(self) -> None:
+        """Set the generators to the saved states. Call before the first step of a resumed run."""
+        if bool(self.state.any()):  # checkpoints of earlier versions have none
+            _unpack(self.state)
+
+    def isolate_forward(self, module: nn.Module) -> None:
+        """Let forward passes of a module draw from this rank's own stream. A single rank has no other."""
+        if self._group is None:
+            return
+        self._local_state = torch.Generator().manual_seed(derive_seed(self._seed, "script", self._rank)).get_state()
+        module.register_forward_pre_hook(lambda module, inputs: self._enter())
+        module.register_forward_hook(lambda module, inputs, output: self._exit(), always_call=True)
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._shared_state = torch.get_rng_state()
+            torch.set_rng_state(self._local_state)
+
+    def _exit(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._local_state = torch.get_rng_state()
+            torch.set_rng_state(self._shared_state)
+
+
+@contextmanager
+def keep_torch_generator() -> Iterator[None]:
+    """Restore torch's generator at the end of the context."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _pack() -> Tensor:
+    _, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    _, numpy_words, position, has_gauss, cached = numpy_state
+    small = np.array([position, has_gauss, gauss is not None, 0], dtype=np.uint32)
+    floats = np.array([cached, 0.0 if gauss is None else gauss], dtype=np.float64)
+    arrays = (np.array(words, dtype=np.uint32), numpy_words.astype(np.uint32), small, floats)
+    parts = [torch.get_rng_state(), *(torch.frombuffer(bytearray(a.tobytes()), dtype=torch.uint8) for a in arrays)]
+    return torch.cat(parts)
+
+
+def _unpack(state: Tensor) -> None:
+    content = state.numpy().tobytes()
+    torch.set_rng_state(state[:_TORCH_BYTES].clone())
+    end = _TORCH_BYTES + 4 * (_PYTHON_WORDS + _NUMPY_WORDS + 4)
+    words = np.frombuffer(content[_TORCH_BYTES:end], dtype=np.uint32)
+    cached, gauss = np.frombuffer(content[end:], dtype=np.float64).tolist()
+    position, has_gauss, has_python_gauss, _ = words[-4:].tolist()
+    random.setstate((3, tuple(words[:_PYTHON_WORDS].tolist()), gauss if has_python_gauss else None))
+    numpy_words = words[_PYTHON_WORDS : _PYTHON_WORDS + _NUMPY_WORDS].copy()
+    np.random.set_state(("MT19937", numpy_words, position, has_gauss, cached))
