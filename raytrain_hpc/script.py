@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
-from raytrain_hpc.script_loader import ScriptLoader
+from raytrain_hpc.script_loader import FunctionLoader, ScriptLoader
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +66,14 @@ class ScriptRun:
             raise ModelError("steps: count is missing; without a run there is no train.steps to take it from")
         yield from range(count)
 
-    def loader(self, dataloader: Any) -> ScriptLoader:
-        """Return an endless iterator over the batches of a torch DataLoader, epoch after epoch.
+    def loader(self, source: Any) -> Iterator[Any]:
+        """Return an endless iterator over the batches of a torch DataLoader, or of a function that draws a batch.
 
-        Each rank reads only its rows of a batch, on its device. A recovered run continues with the next batch. The
-        batches are those of the DataLoader's sampler in a single process.
+        A recovered run continues with the next batch. DataLoader: its batches, epoch after epoch, in the order of a
+        single process; each rank reads only its rows, on its device. Function: whole batches, the same on all ranks;
+        take the rows with `local_batch`. A batch may be drawn before the loop, and each next one a step ahead.
         """
-        loader = ScriptLoader(dataloader, self._rank)
+        loader = FunctionLoader(source, self._rank) if callable(source) else ScriptLoader(source, self._rank)
         if self._rank is not None:
             self._rank.add_object(f"loader {self._num_loaders}", loader)
         self._num_loaders += 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from raytrain_hpc.runtime.script_context import ScriptRank
 
 
@@ -48,17 +50,15 @@ class ScriptLoader:
     def _begin_epoch(self) -> Iterator[Any]:
         import torch
 
-        self._epoch_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        self._epoch_state = _encode(torch.get_rng_state())
         return self._iter_epoch(0)
 
     def _resume_epoch(self) -> Iterator[Any]:
         """Draw the order of the epoch again, and skip the batches that were used."""
-        import numpy as np
         import torch
 
-        state = np.frombuffer(base64.b64decode(self._epoch_state), dtype=np.uint8).copy()
         current = torch.get_rng_state()
-        torch.set_rng_state(torch.from_numpy(state))
+        torch.set_rng_state(_decode(self._epoch_state))
         batches = self._iter_epoch(self._num_batches)
         first = next(batches, None)  # draws the order
         torch.set_rng_state(current)
@@ -87,3 +87,54 @@ class ScriptLoader:
 def _prepend(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
+
+
+class FunctionLoader:
+    """Endless iterator over the batches that a function draws from random generators.
+
+    A script can draw a batch before its loop and each next one a step ahead. In a recovered run, a batch that is drawn
+    before the loop is then the one that was drawn last, again.
+    """
+
+    def __init__(self, function: Callable[[], Any], rank: ScriptRank | None):
+        self._function, self._rank = function, rank
+        self._last_state = self._replayed_state = ""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the iterator, which is this object."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        if self._rank is None:
+            return self._function()
+        from raytrain_hpc.training.script_random import pack_generators, unpack_generators
+
+        if not self._replayed_state or self._rank.has_started:
+            self._last_state = _encode(pack_generators())
+            return self._function()
+        current = pack_generators()
+        unpack_generators(_decode(self._replayed_state))
+        self._last_state, self._replayed_state = self._replayed_state, ""
+        batch = self._function()
+        unpack_generators(current)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the generators before the last batch was drawn."""
+        return {"last_state": self._last_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw the last batch again if the script asks for one before its loop."""
+        self._replayed_state = state["last_state"]
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())

@@ -24,6 +24,10 @@ class ScriptRank(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the first step of the script has begun."""
+
     def attach(
         self,
         models: Mapping[str, nn.Module],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,7 @@ class ScriptGenerators:
 
     def capture(self) -> None:
         """Take over the states of this rank's generators."""
-        self.state.copy_(_pack())
+        self.state.copy_(pack_generators())
 
     def sync(self) -> None:
         """Give all ranks the states of rank 0. Collective. Call after `capture`."""
@@ -41,12 +39,12 @@ class ScriptGenerators:
             received = self.state.to(self._device)
             dist.broadcast(received, group=self._group, group_src=0)
             self.state.copy_(received)
-            _unpack(self.state)
+            unpack_generators(self.state)
 
     def restore(self) -> None:
         """Set the generators to the saved states. Call before the first step of a resumed run."""
         if bool(self.state.any()):  # checkpoints of earlier versions have none
-            _unpack(self.state)
+            unpack_generators(self.state)
 
     def isolate_forward(self, module: nn.Module) -> None:
         """Let forward passes of a module draw from this rank's own stream. A single rank has no other."""
@@ -69,17 +67,8 @@ class ScriptGenerators:
             torch.set_rng_state(self._shared_state)
 
 
-@contextmanager
-def keep_torch_generator() -> Iterator[None]:
-    """Restore torch's generator at the end of the context."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-def _pack() -> Tensor:
+def pack_generators() -> Tensor:
+    """Return the states of the generators of torch (CPU), `random` and NumPy as bytes."""
     _, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     _, numpy_words, position, has_gauss, cached = numpy_state
@@ -90,7 +79,8 @@ def _pack() -> Tensor:
     return torch.cat(parts)
 
 
-def _unpack(state: Tensor) -> None:
+def unpack_generators(state: Tensor) -> None:
+    """Set the generators to states that `pack_generators` returned."""
     content = state.numpy().tobytes()
     torch.set_rng_state(state[:_TORCH_BYTES].clone())
     end = _TORCH_BYTES + 4 * (_PYTHON_WORDS + _NUMPY_WORDS + 4)

@@ -93,7 +93,7 @@ class ScriptTrainer:
         self._step: int | None = None
         self._totals: list[float] | None = None
         self._error: Exception | None = None
-        self._is_attached = self._has_started = self._has_used_rows = False
+        self._is_attached = self.has_started = self._has_used_rows = False
         self._metrics: dict[str, float] = {}
         self._exit_stack = ExitStack()  # of what `attach` opens
         self._step_timer = StepTimer()
@@ -131,6 +131,9 @@ class ScriptTrainer:
         finally:
             sys.argv, sys.path = argv_and_path
             CURRENT_RANK.reset(token)
+        if self._outcome is None and self._step == self._spec.end_step - 1 and self._totals is not None:
+            self._commit(self._step + 1)  # the script has left its loop in the last step
+            self._outcome = "done"
         if self._outcome is None:
             raise RunFailedError(f"{script.path} ended at step {self._step}, before run.steps() was exhausted")
         self._control.set_phase("saving")
@@ -210,9 +213,9 @@ class ScriptTrainer:
             raise ModelError("steps: attach a model and an optimizer first")
         if count is not None and count != spec.config.train.steps:
             raise ModelError(f"steps({count}): the run has train.steps={spec.config.train.steps}; make them the same")
-        if self._has_started:
+        if self.has_started:
             raise ModelError("steps: called twice; a run has one training loop")
-        self._has_started, self._step_timer = True, StepTimer()
+        self.has_started, self._step_timer = True, StepTimer()
         if spec.start_step:
             self._generators.restore()
         else:  # a script need not seed them

@@ -140,3 +140,14 @@ for step in run.steps(10):
     if step == 4:
         run.save()
 """
+
+PREFETCHING_PARTS = {
+    **ATTACHED_PARTS,
+    "attach": "run = rt.attach(model, optimizer, scaler=scaler)\nbatches = run.loader(get_batch)\nbatch = next(batches)",
+    "batch": "run.local_batch(batch)\n        batch = next(batches)",
+}
+PLAIN_PREFETCHING_PARTS = {
+    **PLAIN_PARTS,
+    "attach": "batch = get_batch()",
+    "batch": "batch\n        batch = get_batch()",
+}

@@ -19,6 +19,7 @@ from tests.examples import sharded_scripts as scripts
 BASE = ["data.path=synthetic", "data.engine=local", "model.vocab_size=2", "logging.tensorboard=false"]
 SCRIPTS = {
     "language model": (scripts.LANGUAGE_MODEL, scripts.PLAIN_PARTS, scripts.ATTACHED_PARTS, 12),
+    "prefetching": (scripts.LANGUAGE_MODEL, scripts.PLAIN_PREFETCHING_PARTS, scripts.PREFETCHING_PARTS, 12),
     "fine-tuning": (scripts.FINE_TUNING, scripts.PLAIN_TUNING, scripts.ATTACHED_TUNING, 18),
 }
 LAYOUTS = {
@@ -71,6 +72,7 @@ def test_a_script_is_attached_by_at_most_eight_lines(name: str) -> None:
 
 
 CASES = [*(("language model", layout) for layout in LAYOUTS), ("fine-tuning", "ddp-3"), ("fine-tuning", "zero3-3")]
+CASES += [("prefetching", "zero3-3")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
