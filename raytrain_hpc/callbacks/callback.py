@@ -144,7 +144,8 @@ class Callback:
     def post_eval(self, metrics: dict[str, Any]) -> None:
         """Act after an evaluation. `metrics`: those of its step, without `val/loss` if a stop interrupted it.
 
-        If a fault or restart undoes the effect on the state of this callback, the hook is called again.
+        If a fault or restart undoes the effect on the state of this callback, `pre_eval` and this hook are called again,
+        without an evaluation in between if its losses are known.
         """
 
     def pre_checkpoint_saved(self) -> None:
