@@ -141,7 +141,7 @@ def run_until_evaluation_fails(rank: int, rendezvous: Any, spec: Any) -> int:
 
 
 def test_a_run_that_continues_after_an_evaluation_trains_the_weights(pool: WarmPool, averaged_run: Any) -> None:
-    """The checkpoint of step 4 is older than its evaluation, whose losses are known: only the hooks are called again."""
+    """The checkpoint of step 4 is older than its evaluation, whose losses are known: its hooks are called again."""
     directory, records = averaged_run
     metrics = get_step_metrics(records)
     config = make_small_config(directory, *BASE)
