@@ -144,7 +144,8 @@ class Callback:
     def post_eval(self, metrics: dict[str, Any]) -> None:
         """Act after an evaluation. `metrics`: those of its step, without `val/loss` if a stop interrupted it.
 
-        If a fault or restart undoes the effect on the state of this callback, the hook is called again.
+        If a fault or restart undoes the effect on the state of this callback, `pre_eval` and this hook are called
+        again, without an evaluation in between if its losses are known.
         """
 
     def pre_checkpoint_saved(self) -> None:
@@ -160,7 +161,7 @@ class Callback:
         """Release resources: the generation has ended on this rank, with or without an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same on all ranks: numbers, text, lists, dicts, tensors and `ParameterState`s.
+        """Return the state, the same on all ranks: numbers, text, lists, dicts, tensors, `ParameterState`.
 
         Called after `on_generation_start` and after every step. Tensors are entries of the dict itself and keep their
         shape. State is part of checkpoints and in-memory snapshots, and reaches ranks that join.

@@ -63,10 +63,10 @@ class StepCompletion:
         The metrics then lack `val/loss`, by which the driver finds the evaluation pending. A pause does not interrupt.
         Raises RunFailedError if there is no validation split.
         """
+        self.callbacks.run("pre_eval")
         if "val/loss" not in record:
             if self.evaluator is None:
                 raise RunFailedError("an evaluation is due, but the dataset has no validation split")
-            self.callbacks.run("pre_eval")
             record |= self.evaluator.evaluate() or {}
         self.callbacks.run("post_eval", record)
         return "val/loss" in record

@@ -140,6 +140,17 @@ def run_until_evaluation_fails(rank: int, rendezvous: Any, spec: Any) -> int:
     return int(process_state.memory.steps[-1])
 
 
+def test_a_run_that_continues_after_an_evaluation_trains_the_weights(pool: WarmPool, averaged_run: Any) -> None:
+    """The checkpoint of step 4 is older than its evaluation, whose losses are known: its hooks are called again."""
+    directory, records = averaged_run
+    metrics = get_step_metrics(records)
+    config = make_small_config(directory, *BASE)
+    options = {"resume_step": 4, "start_metrics": next(step for step in metrics if step["step"] == 4)}
+    (resumed,) = pool.train(config, callbacks=[EMA(DECAY)], **options)
+    steps = [(step["step"], step["train/loss"], step.get("val/loss")) for step in get_step_metrics(resumed)]
+    assert steps == [(step["step"], step["train/loss"], step.get("val/loss")) for step in metrics if step["step"] > 4]
+
+
 def test_export_and_sampling_use_the_averages(averaged_run: Any, tmp_path: Path) -> None:
     directory, _ = averaged_run
     for weights, prefix in (("averaged", "callbacks.EMA.averaged_weights."), ("trained", "model.")):
