@@ -25,8 +25,7 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import compute_state_partition
-from raytrain_hpc.optim.offload import make_moment_storage
-from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
+from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.planner.layout import find_first_rank
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
@@ -49,6 +48,7 @@ from raytrain_hpc.training.model_builder import (
     list_running_statistics,
 )
 from raytrain_hpc.training.model_update import ModelUpdate
+from raytrain_hpc.training.optimizer_builder import build_optimizer, connect_optimizer
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from raytrain_hpc.training.state_builder import (
@@ -91,10 +91,12 @@ def build_trainer(
     callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
-    optimizer, recent_losses = _build_optimizer(model, spec, rank), _make_recent_losses(spec.config, device)
+    optimizer, recent_losses = build_optimizer(model, spec.config, rank), _make_recent_losses(spec.config, device)
+    optimizer.set_steps(spec.start_step)
     callback_state = _start_callbacks(callbacks, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
+    connect_optimizer(optimizer, model, peer_info.destination_indexes, context)
     replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
     replica_check.compare()
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
@@ -215,14 +217,6 @@ def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: 
 
 def _has_expert_bias(spec: WorkerSpec) -> bool:
     return spec.custom is None and spec.model_spec.load_balancing == "bias"
-
-
-def _build_optimizer(model: ParallelModel, spec: WorkerSpec, rank: int) -> Optimizer:
-    config, parameters = spec.config, model.trainable_parameters
-    moments = make_moment_storage(config, get_local_slices(parameters), MOMENT_NAMES[config.optimizer.name], rank)
-    optimizer = Optimizer(parameters, config.optimizer, moments, elastic=config.train.deterministic == "elastic")
-    optimizer.set_steps(spec.start_step)
-    return optimizer
 
 
 def _build_model_update(

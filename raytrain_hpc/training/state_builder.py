@@ -36,6 +36,9 @@ def build_state(
             for weight in trained_slices
             for shard in weight.make_shards(f"optimizer.{kind}", moments[weight.name])
         ]
+    for kind, tensors in optimizer.other_state.items():
+        names = {weight.name: weight.shard_spec.name for weight in slices}
+        shards += [StateShard.from_tensor(f"optimizer.{kind}.{names[name]}", tensors[name]) for name in tensors]
     if recent_losses is not None:
         shards.append(StateShard.from_tensor(RECENT_LOSSES, recent_losses))
     return ShardedState([*shards, *callback_shards])
