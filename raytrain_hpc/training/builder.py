@@ -13,6 +13,7 @@ import torch
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.data.dataset.sources import Dataset
 from raytrain_hpc.data.loader.block_stream import BlockSource, BlockStream
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
@@ -26,6 +27,7 @@ from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
+from raytrain_hpc.optim.optimizer_class import check_optimizer_class
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.planner.layout import find_first_rank
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
@@ -186,6 +188,8 @@ def preload_modules(config: Config) -> None:
     if config.parallel.zero:
         import raytrain_hpc.parallel.fsdp
         import raytrain_hpc.state.dtensor  # noqa: F401
+    if config.optimizer.name not in OPTIMIZER_NAMES:
+        check_optimizer_class(config)  # the first object of such a class loads TorchDynamo
 
 
 def configure_torch(config: Config, device: torch.device) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.moe import Experts
+from raytrain_hpc.optim.class_optimizer import ClassOptimizer
 from raytrain_hpc.optim.matrix_exchange import MatrixExchange
 from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.optim.offload import make_moment_storage
@@ -27,7 +29,10 @@ def build_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimize
     """Return the optimizer that the settings name, over the slices of this rank, in its initial state."""
     parameters, name = model.trainable_parameters, config.optimizer.name
     elastic = config.train.deterministic == "elastic"
-    canonical_names = {local_name: model.get_shard_spec(local_name).name for local_name in parameters}
+    shard_specs = {local_name: model.get_shard_spec(local_name) for local_name in parameters}
+    if name not in OPTIMIZER_NAMES:
+        return ClassOptimizer(parameters, config, shard_specs, rank)
+    canonical_names = {local_name: spec.name for local_name, spec in shard_specs.items()}
     if name == "muon":
         matrices = find_hidden_matrices(model)
         return Muon(parameters, config.optimizer, matrices, elastic=elastic, canonical_names=canonical_names)
