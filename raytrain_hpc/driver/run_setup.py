@@ -14,7 +14,9 @@ from raytrain_hpc.checkpoint.lease import Lease, check_writable
 from raytrain_hpc.checkpoint.manifest import LORA_META_KEY, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
+from raytrain_hpc.config.parameter_groups import check_patterns
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.dataset.storage import is_remote
 from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
@@ -96,11 +98,13 @@ class PreparedRun:
     def build_identity(self) -> dict[str, Any]:
         """Return the properties that a checkpoint must share to resume this run."""
         model_spec = None if self.custom else asdict(self.model_spec)
-        train, data, lora = self.config.train, self.config.data, self.config.lora
+        train, data, lora, optimizer = self.config.train, self.config.data, self.config.lora, self.config.optimizer
         return {
             "model": model_spec,
             "dtype": train.dtype,
-            "optimizer": self.config.optimizer.name,
+            "optimizer": optimizer.name,
+            **({"optimizer.args": optimizer.args} if optimizer.args else {}),
+            **({"optimizer.groups": [asdict(group) for group in optimizer.groups]} if optimizer.groups else {}),
             **({LORA_META_KEY: {"rank": lora.rank, "alpha": lora.alpha}} if lora.rank else {}),
             "data": {
                 "seed": self.config.run.seed,
@@ -131,6 +135,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    _check_optimizer(config, custom, model_spec)
     if custom is None:
         check_model_divisible(config, model_spec)
     else:
@@ -211,6 +216,22 @@ def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, w
                 f"data: {num_truncated} of {source.num_documents} documents of {path} are longer than "
                 f"train.seq_len + 1 = {config.train.seq_len + 1} tokens; the remaining tokens are not used"
             )
+
+
+def _check_optimizer(config: Config, custom: CustomModel | Script | None, model_spec: ModelSpec) -> None:
+    """Check an optimizer class, and the patterns of parameter groups for the built-in decoder: both need torch.
+
+    Raises ConfigError. The optimizer of a script is its own.
+    """
+    optimizer = config.optimizer
+    if optimizer.name not in OPTIMIZER_NAMES and not isinstance(custom, Script):
+        from raytrain_hpc.optim.optimizer_class import check_optimizer_class
+
+        check_optimizer_class(config)
+    if optimizer.groups and custom is None:
+        from raytrain_hpc.training.optimizer_builder import list_decoder_parameters
+
+        check_patterns(config, list_decoder_parameters(model_spec, config.lora))
 
 
 def _check_replicated(config: Config) -> None:

@@ -50,7 +50,7 @@ from raytrain_hpc.training.model_builder import (
     list_running_statistics,
 )
 from raytrain_hpc.training.model_update import ModelUpdate
-from raytrain_hpc.training.optimizer_builder import build_optimizer, connect_optimizer
+from raytrain_hpc.training.optimizer_builder import build_optimizer, check_group_patterns, connect_optimizer
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from raytrain_hpc.training.state_builder import (
@@ -98,6 +98,7 @@ def build_trainer(
     callback_state = _start_callbacks(callbacks, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
+    check_group_patterns(spec, peer_info.destination_indexes)
     connect_optimizer(optimizer, model, peer_info.destination_indexes, context)
     replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
     replica_check.compare()

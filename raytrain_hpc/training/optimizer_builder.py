@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.model_spec import ModelSpec
+from raytrain_hpc.config.parameter_groups import check_patterns
+from raytrain_hpc.config.schema import Config, LoraConfig
 from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.model.lora import LoraSpec, apply_lora
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.optim.class_optimizer import ClassOptimizer
 from raytrain_hpc.optim.matrix_exchange import MatrixExchange
@@ -18,6 +23,7 @@ from raytrain_hpc.optim.offload import make_moment_storage
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 from raytrain_hpc.parallel.block_discovery import find_blocks
 from raytrain_hpc.parallel.parallelize import ParallelModel
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.state_builder import ParameterSlice
@@ -38,6 +44,26 @@ def build_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimize
         return Muon(parameters, config.optimizer, matrices, elastic=elastic, canonical_names=canonical_names)
     storage = make_moment_storage(config, get_local_slices(parameters), MOMENT_NAMES[name], rank)
     return Optimizer(parameters, config.optimizer, storage, elastic=elastic, canonical_names=canonical_names)
+
+
+def list_decoder_parameters(model_spec: ModelSpec, lora: LoraConfig) -> list[str]:
+    """Return the names of all parameters of the built-in decoder, without allocating them."""
+    with torch.device("meta"):
+        decoder = Decoder(model_spec)
+    adapters = LoraSpec(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None
+    shard_specs = apply_lora(decoder, adapters)
+    return [shard_specs[name].name if name in shard_specs else name for name, _ in decoder.named_parameters()]
+
+
+def check_group_patterns(spec: WorkerSpec, indexes: list[StateIndex]) -> None:
+    """Raise ConfigError if a pattern of optimizer.groups matches no parameter of a user's module on any rank.
+
+    `indexes`: the state index of every rank. The driver has checked the patterns for the built-in decoder.
+    """
+    if spec.custom is not None and spec.config.optimizer.groups:
+        prefix = "model."
+        names = {name.removeprefix(prefix) for index in indexes for name in index if name.startswith(prefix)}
+        check_patterns(spec.config, names)
 
 
 def find_hidden_matrices(model: ParallelModel) -> dict[str, tuple[int, int]]:
