@@ -28,6 +28,7 @@ def train(
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
     callbacks: Sequence[Callback | DriverCallback] = (),
+    lr_schedule: Callable[[int], float] | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train to completion and return the result. Ctrl-C and SIGTERM save and stop after the current step.
@@ -40,12 +41,14 @@ def train(
             Required with `model`.
         callbacks: Instances of `Callback`, which run on every rank, and of `DriverCallback`; in addition to those of
             `train.callbacks`.
+        lr_schedule: `lr_schedule(step)` returns the factor of `optimizer.lr` for optimizer step `step` (0-based). It
+            replaces `lr_scheduler.name`, must be a pure function of the step, and is sent to every worker.
         quiet: Print nothing.
 
     Raises a subclass of RaytrainError with a one-line message.
     """
     stop = threading.Event()
-    supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
+    supervisor = _build_supervisor(config, model, loss, callbacks, lr_schedule, quiet, stop)
     with _stop_on_signals(stop):
         return supervisor.run()
 
@@ -75,11 +78,12 @@ def start(
     model: ModelFactory | None = None,
     loss: LossFunction | None = None,
     callbacks: Sequence[Callback | DriverCallback] = (),
+    lr_schedule: Callable[[int], float] | None = None,
     quiet: bool = True,
 ) -> Run:
     """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
     stop = threading.Event()
-    supervisor = _build_supervisor(config, model, loss, callbacks, quiet, stop)
+    supervisor = _build_supervisor(config, model, loss, callbacks, lr_schedule, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
 
@@ -232,6 +236,7 @@ def _build_supervisor(
     model: ModelFactory | None,
     loss: LossFunction | None,
     callbacks: Sequence[Callback | DriverCallback],
+    lr_schedule: Callable[[int], float] | None,
     quiet: bool,
     stop: threading.Event,
 ) -> Supervisor:
@@ -243,7 +248,7 @@ def _build_supervisor(
         raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
     complete_config(config)
     custom = None if model is None or loss is None else CustomModel(model, loss)
-    return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks)
+    return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks, lr_schedule)
 
 
 @contextmanager

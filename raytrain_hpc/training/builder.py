@@ -26,6 +26,7 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import compute_state_partition
+from raytrain_hpc.optim.lr_scheduler import LearningRate
 from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
 from raytrain_hpc.optim.optimizer_class import check_optimizer_class
 from raytrain_hpc.parallel.parallelize import ParallelModel
@@ -116,19 +117,21 @@ def build_trainer(
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
+    learning_rate = LearningRate(spec.config, spec.lr_schedule)
     return Trainer(
         spec.config,
         loader,
         model_step,
         LossReducer(context, spec.batching),
         _build_model_update(spec, train_module, model, optimizer, peer_info, context),
+        learning_rate,
         _build_step_guard(spec, recent_losses, rollback, emit),
         snapshots,
         checkpointer,
         callbacks,
         callback_state,
         StepCompletion(callbacks, callback_state, checkpointer, evaluator, optimizer, control),
-        _build_metrics(spec, model, optimizer, context, timers, emit),
+        _build_metrics(spec, model, optimizer, context, learning_rate, timers, emit),
         timers,
         control,
         _get_pending_work(spec),
@@ -168,11 +171,12 @@ def _build_metrics(
     model: ParallelModel,
     optimizer: Optimizer,
     context: ParallelContext,
+    learning_rate: LearningRate,
     timers: PhaseTimer,
     emit: Callable[[Record], None],
 ) -> StepMetrics:
     state_memory = measure_state_memory(model, optimizer)
-    return StepMetrics(spec.config, context, spec.generation, state_memory, timers, emit)
+    return StepMetrics(spec.config, context, learning_rate, spec.generation, state_memory, timers, emit)
 
 
 def _get_pending_work(spec: WorkerSpec) -> PendingWork:

@@ -11,7 +11,7 @@ import torch
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import ParallelContext
-from raytrain_hpc.optim.lr_scheduler import learning_rate
+from raytrain_hpc.optim.lr_scheduler import LearningRate
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.training.loss_reduction import StepRequests
 from raytrain_hpc.training.timers import PhaseTimer
@@ -41,6 +41,7 @@ class StepMetrics:
 
     config: Config
     context: ParallelContext
+    learning_rate: LearningRate
     generation: int
     state_memory: dict[str, float]
     timers: PhaseTimer
@@ -53,7 +54,7 @@ class StepMetrics:
         return {
             "step": step,
             "train/loss": result.loss,
-            "train/lr": learning_rate(self.config, step - 1),
+            "train/lr": self.learning_rate(step - 1),
             "train/grad_norm": result.grad_norm,
             "train/tokens": step * train.global_batch_size * train.seq_len,
             "throughput/tokens_per_sec": tokens_per_s,
