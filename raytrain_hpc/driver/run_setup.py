@@ -103,7 +103,7 @@ class PreparedRun:
             "model": model_spec,
             "dtype": train.dtype,
             "optimizer": optimizer.name,
-            **({"optimizer.args": optimizer.args} if optimizer.args else {}),
+            **({"optimizer.args": optimizer.args} if optimizer.name not in OPTIMIZER_NAMES else {}),
             **({"optimizer.groups": [asdict(group) for group in optimizer.groups]} if optimizer.groups else {}),
             **({LORA_META_KEY: {"rank": lora.rank, "alpha": lora.alpha}} if lora.rank else {}),
             "data": {

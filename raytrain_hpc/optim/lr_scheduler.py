@@ -59,7 +59,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 class LearningRate:
-    """The learning rate of a run, by step: that of `lr_scheduler`, or the peak times the factor of a user's schedule."""
+    """The learning rate of a run by step: that of `lr_scheduler`, or the peak times a factor of the user's."""
 
     def __init__(self, config: Config, schedule: LRSchedule | None = None):
         """`schedule`: a pure function of the step, since a run that resumes calls it again for any step."""

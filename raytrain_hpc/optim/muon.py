@@ -65,7 +65,9 @@ class Muon(Optimizer):
         if self._exchange is None or self._make_shards is None:
             raise RuntimeError("Muon: call connect before the first step")
         updates = {name: self._advance_momentum(name, gradients.get(name)) for name in self._slices}
-        self._exchange.run(self._make_shards(updates), partial(orthogonalize_each, batched=not self._elastic))
+        is_accelerated = any(update.is_cuda for update in updates.values())
+        orthogonalize = partial(orthogonalize_each, batched=is_accelerated and not self._elastic)
+        self._exchange.run(self._make_shards(updates), orthogonalize)
         for group in self._groups:
             for name in updates.keys() & group.names:
                 rate = lr * group.lr_factor

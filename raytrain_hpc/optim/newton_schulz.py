@@ -30,8 +30,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def orthogonalize_each(matrices: Sequence[Tensor], *, batched: bool) -> None:
     """Orthogonalize matrices [rows, columns] in place.
 
-    `batched`: those of equal shape in one call, which is faster on accelerators. The bits of a matrix then depend on
-    the others.
+    `batched`: those of equal shape in one call, which is faster on accelerators, but not on CPUs. The bits of a matrix
+    then depend on the number of others.
     """
     batches: dict[tuple[int, ...], list[Tensor]] = {}
     for number, matrix in enumerate(matrices):

@@ -94,13 +94,10 @@ def build_trainer(
     callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
-    optimizer, recent_losses = build_optimizer(model, spec.config, rank), _make_recent_losses(spec.config, device)
-    optimizer.set_steps(spec.start_step)
+    optimizer, recent_losses = build_optimizer(model, spec, rank), _make_recent_losses(spec.config, device)
     callback_state = _start_callbacks(callbacks, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
-    check_group_patterns(spec, peer_info.destination_indexes)
-    connect_optimizer(optimizer, model, peer_info.destination_indexes, context)
     replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
     replica_check.compare()
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
@@ -117,21 +114,19 @@ def build_trainer(
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
-    learning_rate = LearningRate(spec.config, spec.lr_schedule)
     return Trainer(
         spec.config,
         loader,
         model_step,
         LossReducer(context, spec.batching),
         _build_model_update(spec, train_module, model, optimizer, peer_info, context),
-        learning_rate,
         _build_step_guard(spec, recent_losses, rollback, emit),
         snapshots,
         checkpointer,
         callbacks,
         callback_state,
         StepCompletion(callbacks, callback_state, checkpointer, evaluator, optimizer, control),
-        _build_metrics(spec, model, optimizer, context, learning_rate, timers, emit),
+        _build_metrics(spec, model, optimizer, context, timers, emit),
         timers,
         control,
         _get_pending_work(spec),
@@ -171,12 +166,11 @@ def _build_metrics(
     model: ParallelModel,
     optimizer: Optimizer,
     context: ParallelContext,
-    learning_rate: LearningRate,
     timers: PhaseTimer,
     emit: Callable[[Record], None],
 ) -> StepMetrics:
     state_memory = measure_state_memory(model, optimizer)
-    return StepMetrics(spec.config, context, learning_rate, spec.generation, state_memory, timers, emit)
+    return StepMetrics(spec.config, context, spec.generation, state_memory, timers, emit)
 
 
 def _get_pending_work(spec: WorkerSpec) -> PendingWork:
@@ -236,10 +230,13 @@ def _build_model_update(
     peer_info: PeerInfo,
     context: ParallelContext,
 ) -> ModelUpdate:
-    is_elastic = spec.config.train.deterministic == "elastic"
+    is_elastic, indexes = spec.config.train.deterministic == "elastic", peer_info.destination_indexes
+    check_group_patterns(spec, indexes)
+    connect_optimizer(optimizer, model, indexes, context)
     return ModelUpdate(
         optimizer,
-        build_gradient_norm(model, peer_info.destination_indexes, context, exact=is_elastic),
+        LearningRate(spec.config, spec.lr_schedule),
+        build_gradient_norm(model, indexes, context, exact=is_elastic),
         list_running_statistics(train_module, model),
         spec.config.train.max_grad_norm,
         context.world_group,

@@ -31,8 +31,14 @@ from raytrain_hpc.training.state_builder import ParameterSlice
 _MOMENTUM_KIND = f"optimizer.{MOMENT_NAMES['muon'][0]}"
 
 
-def build_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimizer:
-    """Return the optimizer that the settings name, over the slices of this rank, in its initial state."""
+def build_optimizer(model: ParallelModel, spec: WorkerSpec, rank: int) -> Optimizer:
+    """Return the optimizer that the settings name, over the slices of this rank, before its state is restored."""
+    optimizer = _create_optimizer(model, spec.config, rank)
+    optimizer.set_steps(spec.start_step)
+    return optimizer
+
+
+def _create_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimizer:
     parameters, name = model.trainable_parameters, config.optimizer.name
     elastic = config.train.deterministic == "elastic"
     shard_specs = {local_name: model.get_shard_spec(local_name) for local_name in parameters}
