@@ -135,7 +135,8 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
-    _check_optimizer(config, custom, model_spec)
+    check_optimizer(config, custom)
+    _check_group_patterns(config, custom, model_spec)
     if custom is None:
         check_model_divisible(config, model_spec)
     else:
@@ -218,17 +219,17 @@ def _warn_about_samples(dataset: Dataset, stream: LocalStream, config: Config, w
             )
 
 
-def _check_optimizer(config: Config, custom: CustomModel | Script | None, model_spec: ModelSpec) -> None:
-    """Check an optimizer class, and the patterns of parameter groups for the built-in decoder: both need torch.
-
-    Raises ConfigError. The optimizer of a script is its own.
-    """
-    optimizer = config.optimizer
-    if optimizer.name not in OPTIMIZER_NAMES and not isinstance(custom, Script):
-        from raytrain_hpc.optim.optimizer_class import check_optimizer_class
+def check_optimizer(config: Config, custom: CustomModel | Script | None) -> None:
+    """Raise ConfigError if an optimizer class cannot be used. Does nothing for a script, whose optimizer is its own."""
+    if config.optimizer.name not in OPTIMIZER_NAMES and not isinstance(custom, Script):
+        from raytrain_hpc.optim.optimizer_class import check_optimizer_class  # torch, which the driver needs only here
 
         check_optimizer_class(config)
-    if optimizer.groups and custom is None:
+
+
+def _check_group_patterns(config: Config, custom: CustomModel | Script | None, model_spec: ModelSpec) -> None:
+    """Raise ConfigError for a pattern of optimizer.groups that the built-in decoder has no parameter for."""
+    if config.optimizer.groups and custom is None:
         from raytrain_hpc.training.optimizer_builder import list_decoder_parameters
 
         check_patterns(config, list_decoder_parameters(model_spec, config.lora))

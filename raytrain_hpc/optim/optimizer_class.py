@@ -40,7 +40,7 @@ class OptimizerClass:
         parameters = inspect.signature(self._class).parameters
         if "lr" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise self.build_error("has no argument lr, which the schedule sets; use another class")
-        self._arguments = dict(settings.args)
+        self._arguments: dict[str, Any] = {name: _parse_number(value) for name, value in settings.args.items()}
         if config.train.deterministic == "elastic":
             if self._arguments.get("fused"):
                 remedy = "fused kernels are not bit-exact under train.deterministic=elastic; leave fused out"
@@ -182,6 +182,18 @@ def _measure_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
     changes = max(float((e - i).abs().max()) for e, i in zip(expected, initial, strict=True))
     difference = max(float((a - e).abs().max()) for a, e in zip(actual, expected, strict=True))
     return difference / changes if changes else difference
+
+
+def _parse_number(value: Any) -> Any:
+    """Convert text that is a number, also in lists: YAML reads 1e-6 as text."""
+    if isinstance(value, list):
+        return [_parse_number(item) for item in value]
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def _get_first_line(error: Exception) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from raytrain_hpc import train
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.optim.optimizer_class import check_optimizer_class
+from raytrain_hpc.optim.optimizer_class import OptimizerClass, check_optimizer_class
 from tests.optim import own_optimizers
 from tests.optim.dense_training import (
     BASE,
@@ -132,6 +133,21 @@ def test_state_is_recovered_from_the_memory_of_other_ranks(pool: WarmPool, tmp_p
     (records,) = [records for rank, _, _, records in results if rank == 0]
     losses = [metrics["train/loss"] for metrics in get_step_metrics(records)]
     assert losses == [metrics["train/loss"] for metrics in undisturbed[3:]]
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
+    config = make_small_config(
+        None, "optimizer.name=torch.optim.Adam", "optimizer.args={eps: 1e-6, betas: [8e-1, 0.9]}"
+    )
+    defaults = OptimizerClass(config).create([nn.Parameter(torch.zeros(1))], None).defaults
+    assert (defaults["eps"], list(defaults["betas"])) == (1e-6, [0.8, 0.9])
+
+
+def test_a_run_resumes_with_the_same_optimizer(tmp_path: Path) -> None:
+    words = ["cluster.workers=0", *make_words("torch.optim.SGD", {"momentum": 0.5})]
+    words.append("optimizer.groups=[{pattern: '*norm*', weight_decay: 0}]")
+    train(make_small_config(tmp_path, *words, "train.steps=2"), quiet=True)
+    assert train(make_small_config(tmp_path, *words, "train.steps=4"), quiet=True).steps == 4
 
 
 def test_a_skipped_step_leaves_the_state_unchanged(pool: WarmPool, tmp_path: Path) -> None:
