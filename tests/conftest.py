@@ -38,6 +38,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "examples/test_examples",
     "examples/test_training_at_scale",
     "jobs/test_job_submit",
+    "optim/test_optimizers_on_a_cluster",
     "distributed/test_abort",
     "runtime/test_heartbeat",
 }
