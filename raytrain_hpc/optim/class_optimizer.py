@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.optim.offload import OptimizerChunk, make_moment_storage
+from raytrain_hpc.optim.offload import CHUNK_BYTES, OnDevice, OptimizerChunk, make_moment_storage
 from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices, split_into_groups
 from raytrain_hpc.optim.optimizer_class import OptimizerClass, State, find_state
 from raytrain_hpc.state.shard_spec import ShardSpec
@@ -45,6 +45,7 @@ class ClassOptimizer(Optimizer):
         if not self._kinds.moments and config.parallel.offload != "none":
             raise self._class.build_error("keeps no state to offload; set parallel.offload=none")
         storage = make_moment_storage(config, slices, self._kinds.moments, rank)
+        self._is_split = not isinstance(storage, OnDevice)  # into chunks, which can have parts of one parameter
         elastic = config.train.deterministic == "elastic"
         super().__init__(parameters, config.optimizer, storage, elastic=elastic)
         names = {name: spec.name for name, spec in shard_specs.items()}
@@ -63,34 +64,40 @@ class ClassOptimizer(Optimizer):
                 self.other_state.setdefault(kind, {})[name] = torch.zeros_like(tensor)
 
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        new_states: dict[str, State] = {}
+        counts, new_states = self.other_state[NUM_UPDATES], dict[str, State]()
+        initialized = {name for name in gradients if int(counts[name])}
         for group in self._groups:
             selected = {name: gradient for name, gradient in gradients.items() if name in group.names}
             weight_decay = None if self._class.weight_decay is None else group.weight_decay
-            for chunk in self._storage.iter_chunks(selected):
-                states = [self._get_state(chunk, position) for position in range(len(chunk.names))]
-                states = self._class.step(chunk.weights, chunk.gradients, states, lr * group.lr_factor, weight_decay)
-                for position, (name, state) in enumerate(zip(chunk.names, states, strict=True)):
-                    self._store_moments(chunk, position, state)
-                    new_states[name] = state
+            for part in _split_new(selected, initialized):
+                for chunk in self._storage.iter_chunks(part):
+                    states = [
+                        self._get_state(chunk, position) if name in initialized else {}  # the class then sets it
+                        for position, name in enumerate(chunk.names)
+                    ]
+                    rate = lr * group.lr_factor
+                    states = self._class.step(chunk.weights, chunk.gradients, states, rate, weight_decay)
+                    for position, (name, state) in enumerate(zip(chunk.names, states, strict=True)):
+                        self._store_moments(chunk, position, state)
+                        new_states[name] = state
         for name, state in new_states.items():  # when no chunk needs the old state any more
-            self.other_state[NUM_UPDATES][name] += 1
+            counts[name] += 1
             for kind in self._kinds.others[name]:
                 if state[kind] is not self.other_state[kind][name]:
                     self.other_state[kind][name].copy_(_to_tensor(state[kind]))
 
     def _get_state(self, chunk: OptimizerChunk, position: int) -> State:
-        """Return the state of one part of a parameter, {} before its first update: the class then sets it."""
+        """Return the state of one part of a parameter, as the class gave it after the last update."""
         name = chunk.names[position]
-        if not int(self.other_state[NUM_UPDATES][name]):
-            return {}
         state: State = {kind: moments[position] for kind, moments in chunk.moments.items()}
         for kind, example in self._kinds.others[name].items():
             own = self.other_state[kind][name]
             if not isinstance(example, Tensor):
                 state[kind] = type(example)(own)
-            else:  # a copy of scalars, which the class may change in place: another chunk may have another part
-                state[kind] = own if own.ndim else own.clone().view(example.shape)
+            elif own.ndim or example.shape == own.shape and not self._is_split:
+                state[kind] = own
+            else:  # a copy, since the class may change it in place: another chunk may have another part
+                state[kind] = own.clone().view(example.shape)
         return state
 
     def _store_moments(self, chunk: OptimizerChunk, position: int, state: State) -> None:
@@ -98,6 +105,23 @@ class ClassOptimizer(Optimizer):
         for kind, moments in chunk.moments.items():
             if kind in state and state[kind] is not moments[position]:
                 moments[position].copy_(state[kind])
+
+
+def _split_new(gradients: Mapping[str, Tensor], initialized: Collection[str]) -> Iterator[dict[str, Tensor]]:
+    """Split into the weights that have state, and small parts of those that do not.
+
+    The class allocates state in the first update of a weight. It is then copied into the storage, and freed.
+    """
+    yield {name: gradient for name, gradient in gradients.items() if name in initialized}
+    part, size = dict[str, Tensor](), 0
+    for name, gradient in gradients.items():
+        if name not in initialized:
+            if part and size + gradient.nbytes > CHUNK_BYTES:
+                yield part
+                part, size = {}, 0
+            part[name] = gradient
+            size += gradient.nbytes
+    yield part
 
 
 def _find_kinds(optimizer_class: OptimizerClass, slices: Mapping[str, Tensor]) -> _StateKinds:

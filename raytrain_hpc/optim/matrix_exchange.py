@@ -1,13 +1,14 @@
 """Exchange of matrices between ranks, so that each is whole on one rank while an update of it is computed.
 
 A matrix may be sharded over ranks, by rows, columns or both, and the shards replicated. It is assigned to one of the
-ranks that hold a shard. That rank gathers the shards, preferably from its own replica of the state, computes, and
-sends every rank the regions that it holds. The plan is made once per generation from the indexes of all ranks.
+ranks that hold a shard. That rank gathers the shards from its own replica of the state, computes, and sends every rank
+the regions that it holds. The plan is made once per generation from the indexes of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from raytrain_hpc.optim.newton_schulz import estimate_cost
 from raytrain_hpc.state.reshard import Transfer, exchange_regions
-from raytrain_hpc.state.shard_index import Box, RegionCopy, StateIndex, TensorSlices, plan_copies_from_ranks
+from raytrain_hpc.state.shard_index import Box, RegionCopy, StateIndex, TensorSlices
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name
 
 _ROUND_ELEMENTS = 1 << 26  # of the matrices that a rank holds at once; bounds temporary memory
@@ -37,7 +38,7 @@ class Matrix:
 
 
 @dataclass
-class _Round:
+class ExchangeRound:
     """Matrices that are whole at the same time, and the transfers that this rank takes part in."""
 
     own: list[Matrix] = field(default_factory=list)
@@ -63,8 +64,9 @@ class MatrixExchange:
         self._indexes, self._replicas, self._rank = indexes, replicas, rank
         self._group, self._device = group, device
         self._holders = _find_holders(indexes)
+        self._overlapping: dict[tuple[int, str], list[int]] = {}
         self.owners = assign_owners(self._holders)
-        self._rounds = self._plan_rounds()
+        self.rounds = self._plan_rounds()
 
     def run(self, shards: ShardedState, compute: Callable[[list[Tensor]], None]) -> None:
         """Replace the matrices that all ranks hold as `shards` by the results of `compute`. Collective.
@@ -72,7 +74,7 @@ class MatrixExchange:
         `shards`: the local boxes, as in this rank's index. `compute` changes whole matrices, two-dimensional and
         contiguous, in place.
         """
-        for current in self._rounds:
+        for current in self.rounds:
             wholes = self._allocate(current.own, shards)
             self._transfer(current.gathers, wholes, shards)
             compute([shard.tensor.view(shard.box.sizes[-2:]) for shard in wholes])
@@ -104,7 +106,7 @@ class MatrixExchange:
             ]
             exchange_regions(sized, destination, source, self._rank, self._group, self._device)
 
-    def _plan_rounds(self) -> list[_Round]:
+    def _plan_rounds(self) -> list[ExchangeRound]:
         """Plan rounds in which each rank has at most `_ROUND_ELEMENTS`, or one matrix. All ranks have equally many."""
         owned: dict[int, list[list[Matrix]]] = {}
         for matrix in sorted(self.owners, key=_get_order):
@@ -114,48 +116,101 @@ class MatrixExchange:
             rounds[-1].append(matrix)
         plans = []
         for number in range(max(map(len, owned.values()), default=0)):
-            current = _Round()
+            current = ExchangeRound()
             for owner, rounds in owned.items():
                 if number < len(rounds):
                     self._plan_owner(current, owner, rounds[number])
             plans.append(current)
         return plans
 
-    def _plan_owner(self, current: _Round, owner: int, matrices: Sequence[Matrix]) -> None:
-        """Add the transfers to and from one owner in which this rank takes part."""
-        if owner == self._rank:
+    def _plan_owner(self, current: ExchangeRound, owner: int, matrices: Sequence[Matrix]) -> None:
+        """Add the transfers to and from one owner in which this rank takes part.
+
+        Both sides compute the regions between them from the same indexes, in the same order.
+        """
+        is_own = owner == self._rank
+        if is_own:
             current.own = list(matrices)
-        wholes = _build_index(matrices)
-        holders = sorted({rank for matrix in matrices for rank in self._holders[matrix]})
-        if self._rank != owner and self._rank not in holders:
-            return
-        for source, copy in self._plan_gather(owner, wholes, holders):
-            if self._rank in (source, owner):
-                current.gathers.append(Transfer(source, owner, copy, 0))
-        for rank in holders if self._rank == owner else [self._rank]:
-            destination = self._indexes[rank].select(wholes)
-            copies, _ = plan_copies_from_ranks([wholes], destination)
-            current.scatters += [Transfer(owner, rank, copy, 0) for _, copy in copies]
+        numbers = _number_boxes(matrices)
+        for matrix in matrices:
+            holders = self._holders[matrix]
+            for source in holders if is_own else (self._rank,):
+                if source in holders and self._replicas[source] == self._replicas[owner]:
+                    for number, region in self._list_regions(source, owner, matrix):
+                        box = self._indexes[source][matrix.name].boxes[number]
+                        copy = _make_copy(matrix.name, region, (number, box), (numbers[matrix], matrix.box))
+                        current.gathers.append(Transfer(source, owner, copy, 0))
+            for rank in holders if is_own else (self._rank,):
+                if rank in holders:
+                    for number, box in enumerate(self._indexes[rank][matrix.name].boxes):
+                        if (region := box.intersection(matrix.box)).numel:
+                            copy = _make_copy(matrix.name, region, (numbers[matrix], matrix.box), (number, box))
+                            current.scatters.append(Transfer(owner, rank, copy, 0))
 
-    def _plan_gather(self, owner: int, wholes: StateIndex, holders: Sequence[int]) -> Iterator[tuple[int, RegionCopy]]:
-        """Yield (source rank, copy) that make matrices whole on their owner: from itself, its replica, then others."""
+    def _list_regions(self, source: int, owner: int, matrix: Matrix) -> list[tuple[int, Box]]:
+        """Return (box number, region) of what a rank sends to an owner: what it holds and no rank before it does.
+
+        The order of ranks begins with the owner.
+        """
         world = len(self._indexes)
-        order = sorted(
-            holders, key=lambda rank: (self._replicas[rank] != self._replicas[owner], (rank - owner) % world)
-        )
-        copies, _ = plan_copies_from_ranks([self._indexes[rank] for rank in order], wholes)
-        for position, copy in copies:
-            yield order[position], copy
+        taken = [
+            box
+            for rank in self._find_overlapping(source, matrix.name)
+            if (rank - owner) % world < (source - owner) % world
+            for box in self._indexes[rank][matrix.name].boxes
+        ]
+        regions = []
+        for number, box in enumerate(self._indexes[source][matrix.name].boxes):
+            remaining = [box.intersection(matrix.box)]
+            for other in taken:
+                remaining = [rest for region in remaining for rest in region.difference(other)]
+            regions += [(number, region) for region in remaining if region.numel]
+            taken.append(box)
+        return regions
+
+    def _find_overlapping(self, rank: int, name: str) -> list[int]:
+        """Return the other ranks of a replica that hold some of the same elements, as with replicated rows."""
+        key = rank, name
+        if key not in self._overlapping:
+            boxes = self._indexes[rank][name].boxes
+            self._overlapping[key] = [
+                other
+                for other, index in enumerate(self._indexes)
+                if other != rank
+                and self._replicas[other] == self._replicas[rank]
+                and name in index
+                and any(_overlap(box, other_box) for box in boxes for other_box in index[name].boxes)
+            ]
+        return self._overlapping[key]
 
 
-def list_matrices(index: StateIndex) -> list[Matrix]:
-    """Return the matrices of all tensors of an index: those with three dimensions are stacks."""
-    matrices = []
-    for tensor in index.values():
-        whole = Box.from_shape(tensor.shape)
-        boxes = [whole] if len(tensor.shape) == 2 else _split_stack(tensor.shape)
-        matrices += [Matrix(tensor.name, tensor.shape, box) for box in boxes]
-    return matrices
+def _make_copy(name: str, region: Box, source: tuple[int, Box], destination: tuple[int, Box]) -> RegionCopy:
+    """Return the copy of a region between two boxes, each given with its number."""
+    (source_number, source_box), (destination_number, destination_box) = source, destination
+    return RegionCopy(
+        name,
+        source_number,
+        destination_number,
+        region,
+        region.to_slices(source_box),
+        region.to_slices(destination_box),
+    )
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    """Return whether two boxes have an element in common. Faster than computing it: called for many pairs of ranks."""
+    for start, size, other_start, other_size in zip(
+        first.offsets, first.sizes, second.offsets, second.sizes, strict=True
+    ):
+        if not (start < other_start + other_size and other_start < start + size and size and other_size):
+            return False
+    return True
+
+
+def list_matrices(tensor: TensorSlices) -> list[Matrix]:
+    """Return the matrices of a tensor: with three dimensions it is a stack of them."""
+    boxes = [Box.from_shape(tensor.shape)] if len(tensor.shape) == 2 else _split_stack(tensor.shape)
+    return [Matrix(tensor.name, tensor.shape, box) for box in boxes]
 
 
 def _split_stack(shape: tuple[int, ...]) -> list[Box]:
@@ -164,18 +219,23 @@ def _split_stack(shape: tuple[int, ...]) -> list[Box]:
 
 def _find_holders(indexes: Sequence[StateIndex]) -> dict[Matrix, list[int]]:
     """Return the ranks that hold some element of each matrix."""
-    holders: dict[Matrix, list[int]] = {}
-    matrices_of: dict[int, list[Matrix]] = {}  # replicas have one and the same index object
+    ranks_of_index: dict[int, list[int]] = {}  # replicas have one and the same index object
     for rank, index in enumerate(indexes):
-        if id(index) not in matrices_of:
-            matrices_of[id(index)] = [
-                matrix
-                for matrix in list_matrices(index)
-                if any(box.intersection(matrix.box).numel for box in index[matrix.name].boxes)
-            ]
-        for matrix in matrices_of[id(index)]:
-            holders.setdefault(matrix, []).append(rank)
-    return holders
+        ranks_of_index.setdefault(id(index), []).append(rank)
+    holders: dict[str, list[tuple[Matrix, list[int]]]] = {}  # by name: hashing a matrix is slow
+    for ranks in ranks_of_index.values():
+        for tensor in indexes[ranks[0]].values():
+            if tensor.name not in holders:
+                holders[tensor.name] = [(matrix, []) for matrix in list_matrices(tensor)]
+            for matrix, matrix_holders in holders[tensor.name]:
+                if any(_overlap(box, matrix.box) for box in tensor.boxes):
+                    matrix_holders += ranks
+    return {
+        matrix: sorted(matrix_holders)
+        for entries in holders.values()
+        for matrix, matrix_holders in entries
+        if matrix_holders
+    }
 
 
 def assign_owners(holders: Mapping[Matrix, Sequence[int]]) -> dict[Matrix, int]:
@@ -193,10 +253,11 @@ def _get_order(matrix: Matrix) -> tuple[int, str, Box]:
     return -matrix.cost, matrix.name, matrix.box
 
 
-def _build_index(matrices: Sequence[Matrix]) -> StateIndex:
-    """Return the index of whole matrices: their boxes by tensor, in the order given."""
-    boxes: dict[str, list[Box]] = {}
-    shapes = {matrix.name: matrix.shape for matrix in matrices}
+def _number_boxes(matrices: Sequence[Matrix]) -> dict[Matrix, int]:
+    """Return the position of each matrix among those of its tensor."""
+    counts: Counter[str] = Counter()
+    numbers = {}
     for matrix in matrices:
-        boxes.setdefault(matrix.name, []).append(matrix.box)
-    return StateIndex(TensorSlices(name, shapes[name], "float32", tuple(boxes[name])) for name in boxes)
+        numbers[matrix] = counts[matrix.name]
+        counts[matrix.name] += 1
+    return numbers

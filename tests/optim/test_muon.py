@@ -19,7 +19,7 @@ from raytrain_hpc.optim.matrix_exchange import Matrix, MatrixExchange, assign_ow
 from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.optim.newton_schulz import orthogonalize, orthogonalize_each
 from raytrain_hpc.runtime.worker_spec import CustomModel
-from raytrain_hpc.state.shard_index import Box
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 from tests.optim.dense_training import (
     BASE,
@@ -227,6 +227,57 @@ def test_matrices_are_balanced_over_the_ranks_that_hold_them() -> None:
     owners = assign_owners(holders)
     assert all(owners[matrix] in holders[matrix] for matrix in matrices)
     assert set(owners.values()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("layout", ["rows", "rows and columns", "replicated rows", "stack", "replicas", "more ranks"])
+def test_all_ranks_plan_the_same_transfers_of_every_element_once(layout: str) -> None:
+    indexes, replicas = make_indexes(layout)
+    plans = [MatrixExchange(indexes, replicas, rank, None, torch.device("cpu")) for rank in range(len(indexes))]
+    assert len({len(plan.rounds) for plan in plans}) == 1
+    received = []
+    for number in range(len(plans[0].rounds)):
+        rounds = [plan.rounds[number] for plan in plans]
+        for source, destination in product(range(len(plans)), repeat=2):
+            for kind in ("gathers", "scatters"):
+                sent, expected = (
+                    [
+                        t
+                        for t in getattr(rounds[rank], kind)
+                        if (t.source_rank, t.destination_rank) == (source, destination)
+                    ]
+                    for rank in (source, destination)
+                )
+                assert sent == expected, "in the same order"
+        for rank, current in enumerate(rounds):
+            counts = {matrix: torch.zeros(matrix.shape) for matrix in current.own}
+            for transfer in (t for t in current.gathers if t.destination_rank == rank):
+                copy = transfer.region_copy
+                (matrix,) = [m for m in current.own if m.name == copy.name and copy.region.intersection(m.box).numel]
+                counts[matrix][copy.region.to_slices(Box.from_shape(matrix.shape))] += 1
+                assert replicas[transfer.source_rank] == replicas[rank]
+            for matrix, count in counts.items():
+                inside = matrix.box.to_slices(Box.from_shape(matrix.shape))
+                assert bool((count[inside] == 1).all()) and int(count.sum()) == matrix.box.numel
+            received += [t for t in current.scatters if t.destination_rank == rank]
+    sizes = sum(box.numel for index in indexes for tensor in index.values() for box in tensor.boxes)
+    assert sum(t.region_copy.region.numel for t in received) == sizes, "every rank gets all that it holds"
+
+
+def make_indexes(layout: str) -> tuple[list[StateIndex], list[int]]:
+    """Return the boxes of a matrix of 7 x 5 on each rank, or of a stack of three, and the replica of each rank."""
+    shape = (3, 7, 5) if layout == "stack" else (7, 5)
+    boxes: list[list[Box]] = {
+        "rows": [[Box((0, 0), (3, 5))], [Box((3, 0), (3, 5))], [Box((6, 0), (1, 5))]],
+        "rows and columns": [[Box((r, c), (h, w))] for r, h in ((0, 4), (4, 3)) for c, w in ((0, 2), (2, 3))],
+        # Two heads that both ranks hold whole, as with fewer heads than ranks.
+        "replicated rows": [[Box((0, 0), (2, 5)), Box((4, 0), (3, 5))], [Box((2, 0), (2, 5)), Box((4, 0), (3, 5))]],
+        "stack": [[Box((0, 0, 0), (2, 7, 5))], [Box((2, 0, 0), (1, 7, 5))]],
+        "replicas": [[Box((0, 0), (4, 5))], [Box((4, 0), (3, 5))]] * 2,
+        "more ranks": [[Box((row, 0), (1, 5))] for row in range(7)] + [[Box((7, 0), (0, 5))]],
+    }[layout]
+    replicas = [0, 0, 1, 1] if layout == "replicas" else [0] * len(boxes)
+    names = ("a", "b", "c")
+    return [StateIndex(TensorSlices(n, shape, "float32", tuple(held)) for n in names) for held in boxes], replicas
 
 
 def test_a_model_without_repeated_blocks_is_refused(pool: WarmPool) -> None:
