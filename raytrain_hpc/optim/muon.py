@@ -1,8 +1,8 @@
 """Muon for the matrices of hidden layers, AdamW for all other parameters.
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest orthogonal
-matrix. The scale of updates and the weight decay are those of Liu et al. 2025 (arXiv 2502.16982), with which the
-learning rate of AdamW fits.
+matrix. The scale of updates and the weight decay are those of Liu et al. 2025 (arXiv 2502.16982), who match the size of
+AdamW's updates in long runs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from tests.optim.dense_training import (
     train_dense,
     train_layout,
 )
-from tests.parallel.layout_run import GPT2, LLAMA, ODD
+from tests.parallel.layout_run import GPT2, LLAMA, ODD, load_full_state
 from tests.training.test_elastic_determinism import BASE as ELASTIC_BASE
 from tests.training.test_elastic_determinism import LAYOUTS as ELASTIC_LAYOUTS
 from tests.training.test_elastic_determinism import MODELS as ELASTIC_MODELS
@@ -283,6 +283,49 @@ def make_indexes(layout: str) -> tuple[list[StateIndex], list[int]]:
 def test_a_model_without_repeated_blocks_is_refused(pool: WarmPool) -> None:
     with pytest.raises(RankFailedError, match=r"optimizer.name=muon: the model has no list of repeated blocks"):
         pool.train(make_small_config(None, MUON), custom=CustomModel(build_bigram, custom_module.loss))
+
+
+class Block(nn.Module):
+    """Two matrices with biases, a norm, and an embedding of its own."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 30), nn.Linear(30, 12)
+        self.extra = nn.Embedding(vocab_size, 12)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu()) + self.extra(tokens)
+
+
+class Residual(nn.Module):
+    """An embedding, blocks and a head."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocab_size, 12), nn.Linear(12, vocab_size)
+        self.blocks = nn.ModuleList(Block(vocab_size) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, tokens)
+        return self.head(x)
+
+
+def build_residual(config: Config) -> nn.Module:
+    return Residual(int(config.model.vocab_size))
+
+
+def test_matrices_of_a_custom_model_are_those_of_its_repeated_blocks(pool: WarmPool, tmp_path: Path) -> None:
+    custom, states = CustomModel(build_residual, custom_module.loss), []
+    for layout in (["cluster.workers=1"], ["cluster.workers=3"], ["cluster.workers=3", "parallel.zero=3"]):
+        config = make_small_config(tmp_path / str(len(states)), *BASE, MUON, *layout)
+        pool.train(config, custom=custom)
+        states.append(load_full_state(Path(config.run.dir), config.train.steps))
+    assert all(measure_difference(state, states[0]) < 1e-11 for state in states)
+    momenta = {name for name in states[0] if name.startswith("optimizer.momentum_buffer.")}
+    weights = {f"blocks.{block}.{name}.weight" for block in range(2) for name in ("up", "down")}
+    assert momenta == {f"optimizer.momentum_buffer.{name}" for name in weights}
 
 
 def build_bigram(config: Config) -> nn.Module:
