@@ -90,8 +90,8 @@ class OptimizerConfig(Section):
     muon_momentum: float = key(0.95, "Decay rate of the momentum of name=muon.", minimum=0)
     muon_lr_factor: float = key(
         0.2,
-        "Factor of a matrix's orthogonal update with name=muon, in addition to sqrt(max(rows, columns)). 0.2 matches the "
-        "size of AdamW's updates in long runs (Liu et al. 2025).",
+        "Factor of a matrix's orthogonal update with name=muon, in addition to sqrt(max(rows, columns)). 0.2 matches "
+        "the size of AdamW's updates in long runs (Liu et al. 2025).",
         above=0,
     )
     groups: list[ParameterGroupConfig] = key(

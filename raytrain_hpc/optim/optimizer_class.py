@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ConfigError
 
 State = dict[str, Any]  # of one parameter, by name as the class gives it
@@ -50,6 +50,10 @@ class OptimizerClass:
         default = parameters["weight_decay"].default if "weight_decay" in parameters else None
         self.weight_decay: float | None = self._arguments.get("weight_decay", default)
         """Weight decay of parameters with two or more dimensions; None: the class has none."""
+        decays = [group.weight_decay for group in settings.groups if group.weight_decay != AUTO]
+        if decays and self.weight_decay is None:
+            key, remedy = "optimizer.groups", f"{self.name} has no argument weight_decay; leave it out"
+            raise ConfigError(f"{key}.weight_decay", decays[0], config.origin(key), remedy)
 
     def create(self, parameters: Sequence[nn.Parameter], weight_decay: float | None) -> torch.optim.Optimizer:
         """Return an optimizer without state. Raises ConfigError if the class refuses the parameters or arguments."""

@@ -195,6 +195,10 @@ def test_adafactor_trains_whole_parameters_and_is_refused_for_slices(pool: WarmP
         (["optimizer.name=tests.optim.own_optimizers.CountingInAttribute"], "keeps state in its attributes"),
         (["optimizer.name=tests.optim.own_optimizers.Normalized", "parallel.zero=3"], "zero=3 slices parameters"),
         (
+            ["optimizer.name=torch.optim.Rprop", "optimizer.groups=[{pattern: '*', weight_decay: 0.1}]"],
+            "optimizer.groups.weight_decay=0.1 .*Rprop has no argument weight_decay",
+        ),
+        (
             ["optimizer.name=torch.optim.Adam", "optimizer.args={fused: true}", "train.deterministic=elastic"],
             r"optimizer.args={'fused': True} .*not bit-exact",
         ),
