@@ -34,6 +34,7 @@ def train(
     collate_fn: CollateFunction | None = None,
     lengths: Any = None,
     callbacks: Sequence[Callback | DriverCallback] = (),
+    lr_schedule: Callable[[int], float] | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train to completion and return the result. Ctrl-C and SIGTERM save and stop after the current step.
@@ -57,13 +58,15 @@ def train(
         lengths: Length of each training sample, to put samples of similar length into one microbatch.
         callbacks: Instances of `Callback`, which run on every rank, and of `DriverCallback`; in addition to those of
             `train.callbacks`.
+        lr_schedule: `lr_schedule(step)` returns the factor of `optimizer.lr` for optimizer step `step` (0-based). It
+            replaces `lr_scheduler.name`, must be a pure function of the step, and is sent to every worker.
         quiet: Print nothing.
 
     Raises a subclass of RaytrainError with a one-line message.
     """
     stop = threading.Event()
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
-    supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
+    supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
     with stop_on_signals(stop):
         return supervisor.run()
 
@@ -98,12 +101,13 @@ def start(
     collate_fn: CollateFunction | None = None,
     lengths: Any = None,
     callbacks: Sequence[Callback | DriverCallback] = (),
+    lr_schedule: Callable[[int], float] | None = None,
     quiet: bool = True,
 ) -> Run:
     """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
     stop = threading.Event()
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
-    supervisor = _build_supervisor(config, custom, callbacks, quiet, stop)
+    supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
     return Run(config, supervisor.run, stop, supervisor.resize)
 
 
@@ -229,6 +233,7 @@ def plan(
     from raytrain_hpc.planner.plan import make_plan
 
     complete_config(config)
+    _check_plannable(config)
     plan_cluster = partial(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
     )
@@ -249,6 +254,13 @@ def plan(
         raise ConfigError("workers", workers, "plan", remedy)
     cluster = make_machine(device_name, nodes, gpus_per_node, inside, across, load_links(get_preset_name(device_name)))
     return plan_cluster(cluster, load_calibration(get_preset_name(device_name)))
+
+
+def _check_plannable(config: Config) -> None:
+    """Raise ConfigError for a model that the planner does not know."""
+    if config.model.hf:
+        remedy = "the plan knows the built-in decoder only; leave the key out and give its sizes instead"
+        raise ConfigError("model.hf", config.model.hf, config.origin("model.hf"), remedy)
 
 
 def _build_custom_model(
@@ -300,6 +312,7 @@ def _build_supervisor(
     config: Config,
     custom: CustomModel | None,
     callbacks: Sequence[Callback | DriverCallback],
+    lr_schedule: Callable[[int], float] | None,
     quiet: bool,
     stop: threading.Event,
 ) -> Supervisor:
@@ -307,7 +320,7 @@ def _build_supervisor(
     from raytrain_hpc.observability.console import Console
 
     complete_config(config)
-    return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks)
+    return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks, lr_schedule)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "examples/test_sharded_scripts",
     "examples/test_training_at_scale",
     "jobs/test_job_submit",
+    "optim/test_optimizers_on_a_cluster",
     "distributed/test_abort",
     "runtime/test_heartbeat",
 }

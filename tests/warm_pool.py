@@ -68,11 +68,13 @@ class WarmPool:
         resume_step: int | None = None,
         steps_to: int | None = None,
         start_metrics: dict[str, Any] | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
     ):
         """Train `config` on cluster.workers ranks and publish the checkpoints. Return the records of each rank.
 
         `custom`: a CustomModel or Script. `callbacks`: those of the user. `resume_step`: the checkpoint to start from.
         `steps_to`: the last step; default: train.steps. `start_metrics`: recorded metrics of the start step.
+        `lr_schedule`: instead of lr_scheduler.name.
         """
         world_size = int(config.cluster.workers)
         self._ensure_size(world_size)
@@ -80,7 +82,7 @@ class WarmPool:
         prepared = prepare_run_on_cpu(config, custom)
         prepared.directory.path.mkdir(parents=True, exist_ok=True)  # in a driver, the lease creates it
         spec = _make_worker_spec(prepared, world_size, self._generation, resume_step, steps_to)
-        spec = replace(spec, callbacks=tuple(callbacks), start_metrics=start_metrics)
+        spec = replace(spec, callbacks=tuple(callbacks), start_metrics=start_metrics, lr_schedule=lr_schedule)
         records = self._call_on_ranks(_train, world_size, spec)
         self._publish(prepared, spec.batching, records)
         return records

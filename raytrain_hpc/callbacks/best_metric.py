@@ -23,9 +23,11 @@ class BestMetric:
         self._sign, self._min_delta = (1.0 if mode == "min" else -1.0), min_delta
         self.best: float | None = None
         self.num_worse = 0
+        self.was_seen = False
 
     def update(self, value: float) -> bool:
         """Take a value into account; return whether it is the best so far."""
+        self.was_seen = True
         is_better = not isnan(value) and (
             self.best is None or self._sign * value < self._sign * self.best - self._min_delta
         )

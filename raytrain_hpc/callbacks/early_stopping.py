@@ -34,6 +34,11 @@ class EarlyStopping(Callback):
         if self._metric.startswith("val/"):
             self._update(metrics)
 
+    def close(self) -> None:
+        """Say so if the metric did not occur: its name may be wrong."""
+        if not self._best.was_seen and self.context.is_main_process and self.context.step == self.context.end_step:
+            self.context.log(f"alarm: early stopping: no step or evaluation had {self._metric!r}")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the count of values since then."""
         return self._best.state_dict()

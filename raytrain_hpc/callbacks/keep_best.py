@@ -29,6 +29,11 @@ class KeepBest(Callback):
         if self._metric.startswith("val/"):
             self._update(metrics)
 
+    def close(self) -> None:
+        """Say so if the metric did not occur: its name may be wrong."""
+        if not self._best.was_seen and self.context.is_main_process and self.context.step == self.context.end_step:
+            self.context.log(f"alarm: KeepBest: no step or evaluation had {self._metric!r}")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the best value."""
         return self._best.state_dict()

@@ -64,6 +64,9 @@ def format_summary(config: Config, result: Result, *, is_script: bool = False) -
     if is_script:
         yield f"next: raytrain-hpc report {run_dir}"
         return
+    if config.model.hf:
+        yield f"next: raytrain-hpc export {run_dir} --out {run_dir}/exported"
+        return
     prompt = ' --prompt "def "' if config.data.path == STDLIB and not config.data.sources else ""
     yield f"next: raytrain-hpc generate {run_dir}{prompt}"
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from raytrain_hpc.config.field import AUTO, Auto, Section, key
 
+OPTIMIZER_NAMES = ("adamw", "sgd", "muon")  # all other names are paths of classes
+
 
 @dataclass
 class CallbackConfig(Section):
@@ -55,15 +57,48 @@ class TrainConfig(Section):
 
 
 @dataclass
+class ParameterGroupConfig(Section):
+    """Settings of the parameters whose names match a pattern."""
+
+    pattern: str = key("", "Pattern of names, in which * stands for any text, ? for a character and [ab] for a choice.")
+    lr_factor: float = key(1.0, "Factor of the learning rate.", minimum=0)
+    weight_decay: float | Auto = key(AUTO, "Weight decay; auto: that of the other parameters.", minimum=0)
+    frozen: bool = key(False, "Do not train these parameters: they have no gradients and no optimizer state.")
+
+
+@dataclass
 class OptimizerConfig(Section):
     """The optimizer and its peak learning rate."""
 
-    name: Literal["adamw", "sgd"] = key("adamw", "adamw: AdamW with decoupled weight decay; sgd: plain SGD.")
+    name: Literal["adamw", "sgd", "muon"] | str = key(
+        "adamw",
+        "adamw: AdamW with decoupled weight decay; sgd: plain SGD; muon: Muon for the matrices of hidden layers, AdamW "
+        "for all other parameters; or the path of a torch.optim.Optimizer class, such as torch.optim.RMSprop.",
+    )
+    args: dict[str, Any] = key(
+        {}, "Keyword arguments of the class that optimizer.name gives as a path, such as {momentum: 0.9}."
+    )
     lr: float = key(3e-3, "Peak learning rate.", above=0)
     beta1: float = key(0.9, "Decay rate of AdamW's first moment.", minimum=0)
     beta2: float = key(0.95, "Decay rate of AdamW's second moment.", minimum=0)
     eps: float = key(1e-8, "Epsilon of AdamW.", above=0)
-    weight_decay: float = key(0.1, "Weight decay of parameters with two or more dimensions.", minimum=0)
+    weight_decay: float = key(
+        0.1,
+        "Weight decay of parameters with two or more dimensions. A class path has its own in optimizer.args.",
+        minimum=0,
+    )
+    muon_momentum: float = key(0.95, "Decay rate of the momentum of name=muon.", minimum=0)
+    muon_lr_factor: float = key(
+        0.2,
+        "Factor of a matrix's orthogonal update with name=muon, in addition to sqrt(max(rows, columns)). 0.2 matches "
+        "the size of AdamW's updates in long runs (Liu et al. 2025).",
+        above=0,
+    )
+    groups: list[ParameterGroupConfig] = key(
+        [],
+        'Settings of parameters by name: [{pattern: "*.norm*", lr_factor: 0.5, weight_decay: 0, frozen: false}, ...]. '
+        "The first matching pattern applies.",
+    )
 
 
 @dataclass

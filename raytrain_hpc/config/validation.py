@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from raytrain_hpc.config.deadline_text import parse_deadline
-from raytrain_hpc.config.schema import AUTO, Config, DataConfig, LoraConfig, LrSchedulerConfig, get_fields
+from raytrain_hpc.config.schema import (
+    AUTO,
+    Config,
+    DataConfig,
+    LoraConfig,
+    LrSchedulerConfig,
+    OptimizerConfig,
+    get_fields,
+)
+from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
 
@@ -133,6 +142,38 @@ def _check_optimizer(config: Config) -> None:
         raise _make_error(config, "lr_scheduler.base_batch_size", remedy)
 
 
+def _check_optimizer_name(config: Config) -> None:
+    optimizer, defaults = config.optimizer, OptimizerConfig()
+    if optimizer.muon_momentum >= 1:
+        raise _make_error(config, "optimizer.muon_momentum", "needs a number below 1")
+    if optimizer.name in OPTIMIZER_NAMES:
+        if optimizer.args:
+            remedy = f"optimizer.name={optimizer.name} has keys of its own, such as optimizer.beta1; set it to {{}}"
+            raise _make_error(config, "optimizer.args", remedy)
+        return
+    if not all(part.isidentifier() for part in optimizer.name.split(".")) or "." not in optimizer.name:
+        remedy = f"needs {', '.join(OPTIMIZER_NAMES)} or the path of a class, such as torch.optim.RMSprop"
+        raise _make_error(config, "optimizer.name", remedy)
+    for name in ("beta1", "beta2", "eps", "weight_decay"):  # defaults are accepted: a resolved config.yaml has them
+        if getattr(optimizer, name) != getattr(defaults, name):
+            remedy = f"applies to {', '.join(OPTIMIZER_NAMES)} only; put it in optimizer.args as the class names it"
+            raise _make_error(config, f"optimizer.{name}", remedy)
+    if "lr" in optimizer.args:
+        raise _make_error(config, "optimizer.args", "the schedule sets the learning rate; give lr as optimizer.lr")
+
+
+def _check_parameter_groups(config: Config) -> None:
+    key = "optimizer.groups"
+    for group in config.optimizer.groups:
+        if not group.pattern:
+            raise _make_error(config, key, "every group needs a pattern of parameter names")
+        for name in ("lr_factor", "weight_decay"):
+            value = getattr(group, name)
+            if value != AUTO and not 0 <= value < float("inf"):
+                remedy = f"needs a finite number of at least 0, in the group with pattern {group.pattern}"
+                raise ConfigError(f"{key}.{name}", value, config.origin(key), remedy)
+
+
 def _check_lora(config: Config) -> None:
     lora, p = config.lora, config.parallel
     if not lora.rank:
@@ -155,6 +196,11 @@ def _check_parallel(config: Config) -> None:
         raise _make_error(config, "parallel.zero", "must be one of the stages 0, 1, 2 and 3")
     if p.offload != "none" and config.optimizer.name == "sgd":
         raise _make_error(config, "parallel.offload", "optimizer.name=sgd keeps no state to offload; use none")
+    if p.offload != "none" and config.optimizer.name == "muon":
+        remedy = (
+            "optimizer.name=muon multiplies whole matrices on the device, which offloaded state is not on; use none"
+        )
+        raise _make_error(config, "parallel.offload", remedy)
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
         raise _make_error(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 
@@ -179,6 +225,8 @@ _RULES = (
     _check_data,
     _check_train,
     _check_optimizer,
+    _check_optimizer_name,
+    _check_parameter_groups,
     _check_lora,
     _check_parallel,
     _check_fault,

@@ -18,6 +18,7 @@ from raytrain_hpc.config.schema import (
     StageConfig,
     get_fields,
 )
+from raytrain_hpc.config.training_config import ParameterGroupConfig
 
 _ITEM_EXAMPLES: dict[Any, str] = {
     int: "[0, 1]",
@@ -26,6 +27,7 @@ _ITEM_EXAMPLES: dict[Any, str] = {
     SourceConfig: "[{path: DIR, weight: 1}]",
     InjectConfig: "[{kind: kill, rank: 1, step: 10}]",
     CallbackConfig: "[{name: ema, args: {decay: 0.999}}]",
+    ParameterGroupConfig: '[{pattern: "*.norm*", weight_decay: 0}]',
     StageConfig: "[{from_tokens: 1000000, weights: [1, 3]}]",
 }
 _UNIONS = (Union, types.UnionType)

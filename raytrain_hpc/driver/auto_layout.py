@@ -7,7 +7,8 @@ from copy import copy
 from dataclasses import replace
 from math import gcd
 
-from raytrain_hpc.driver.run_setup import PreparedRun
+from raytrain_hpc.config.validation import validate_config
+from raytrain_hpc.driver.run_setup import PreparedRun, check_optimizer
 from raytrain_hpc.planner.explain import describe_fit, explain_estimate
 from raytrain_hpc.planner.hardware import Machine, make_machine
 from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
@@ -28,7 +29,7 @@ def resolve_auto_layout(
 
     These are `train.dtype` and `train.compile`, settings of the layout that are `auto` or a list and, on accelerators,
     the parallel axes that are not set. The chosen layout and its expected step time are printed. Raises LayoutError if
-    no layout is legal.
+    no layout is legal, and ConfigError if other settings do not fit the chosen one.
     """
     has_accelerator = cluster.device == "cuda"
     config = copy(resolve_dtype(prepared.config, has_bf16=cluster.has_bf16))
@@ -50,7 +51,10 @@ def resolve_auto_layout(
     print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
     for remedy in () if best.fits else suggest_remedies(config, spec, machine, free_settings, is_machine_fixed=True):
         print_line(f"        may run out of memory; remedy: {remedy}")
-    return replace(prepared, config=apply_choice(config, best.choice))
+    config = apply_choice(config, best.choice)
+    validate_config(config)  # what was chosen may not fit settings that were checked without it
+    check_optimizer(config, prepared.custom)
+    return replace(prepared, config=config)
 
 
 def estimate_run(prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine) -> Estimate | None:

@@ -82,6 +82,6 @@ def _find_changed_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) 
         if not isinstance(current, Mapping):
             return ChangedSetting(_SETTING_OF.get(name, name), stored, current)
         stored = stored or {}
-        key = next(key for key in current if stored.get(key) != current[key])
-        return ChangedSetting(_SETTING_OF.get(f"{name}.{key}", f"{name}.{key}"), stored.get(key), current[key])
+        key = next(key for key in (*current, *stored) if stored.get(key) != current.get(key))
+        return ChangedSetting(_SETTING_OF.get(f"{name}.{key}", f"{name}.{key}"), stored.get(key), current.get(key))
     return None

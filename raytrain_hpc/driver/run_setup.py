@@ -14,7 +14,9 @@ from raytrain_hpc.checkpoint.lease import Lease, check_writable
 from raytrain_hpc.checkpoint.manifest import HF_CONFIG_KEY, LORA_META_KEY, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
+from raytrain_hpc.config.parameter_groups import check_patterns
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
 from raytrain_hpc.data.dataset.storage import is_remote
 from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
@@ -97,11 +99,13 @@ class PreparedRun:
     def build_identity(self) -> dict[str, Any]:
         """Return the properties that a checkpoint must share to resume this run."""
         model_spec = None if self.custom else asdict(self.model_spec)
-        train, data, lora = self.config.train, self.config.data, self.config.lora
+        train, data, lora, optimizer = self.config.train, self.config.data, self.config.lora, self.config.optimizer
         return {
             "model": model_spec,
             "dtype": train.dtype,
-            "optimizer": self.config.optimizer.name,
+            "optimizer": optimizer.name,
+            **({"optimizer.args": optimizer.args} if optimizer.name not in OPTIMIZER_NAMES else {}),
+            **({"optimizer.groups": [asdict(group) for group in optimizer.groups]} if optimizer.groups else {}),
             **({HF_CONFIG_KEY: self.custom.hf_config} if isinstance(self.custom, CustomModel) else {}),
             **({LORA_META_KEY: {"rank": lora.rank, "alpha": lora.alpha}} if lora.rank else {}),
             "data": {
@@ -134,6 +138,8 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     samples = custom.dataset if isinstance(custom, CustomModel) else None
     dataset = samples or open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
+    check_optimizer(config, custom)
+    _check_group_patterns(config, custom, model_spec)
     if custom is None:
         check_model_divisible(config, model_spec)
     else:
@@ -234,6 +240,22 @@ def _warn_about_samples(
                 f"data: {num_truncated} of {source.num_documents} documents of {path} are longer than "
                 f"train.seq_len + 1 = {config.train.seq_len + 1} tokens; the remaining tokens are not used"
             )
+
+
+def check_optimizer(config: Config, custom: CustomModel | Script | None) -> None:
+    """Raise ConfigError if an optimizer class cannot be used. Does nothing for a script, whose optimizer is its own."""
+    if config.optimizer.name not in OPTIMIZER_NAMES and not isinstance(custom, Script):
+        from raytrain_hpc.optim.optimizer_class import check_optimizer_class  # torch, which the driver needs only here
+
+        check_optimizer_class(config)
+
+
+def _check_group_patterns(config: Config, custom: CustomModel | Script | None, model_spec: ModelSpec) -> None:
+    """Raise ConfigError for a pattern of optimizer.groups that the built-in decoder has no parameter for."""
+    if config.optimizer.groups and custom is None:
+        from raytrain_hpc.training.optimizer_builder import list_decoder_parameters
+
+        check_patterns(config, list_decoder_parameters(model_spec, config.lora))
 
 
 def _check_vocabulary(config: Config, hf_config: Mapping[str, Any], vocab_size: int) -> None:

@@ -38,6 +38,7 @@ from raytrain_hpc.elastic.state_partition import (
 from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailedError, WorkerFailedError
 from raytrain_hpc.observability.console import Console, format_incident
 from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
+from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
@@ -72,8 +73,16 @@ class Supervisor:
         console: Console,
         stop: threading.Event,
         callbacks: Sequence[Callback | DriverCallback] = (),
+        lr_schedule: LRSchedule | None = None,
     ):
+        """Check callbacks and schedule. Raises CallbackError or ConfigError."""
+        LearningRate(config, lr_schedule)(0)
+        self._lr_schedule = lr_schedule
         self._rank_callbacks, self._driver_callbacks = split_callbacks([*callbacks, *create_callbacks(config)])
+        if isinstance(custom, Script) and self._rank_callbacks:
+            names = [setting.name for setting in config.train.callbacks]
+            remedy = "a script has its own loop, which calls its own code; leave out all but driver callbacks"
+            raise ConfigError("train.callbacks", names, config.origin("train.callbacks"), remedy)
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._deadline: Deadline | None = None
@@ -309,6 +318,7 @@ class Supervisor:
             custom=self._custom,
             generation=run.lease.generation,
             callbacks=self._rank_callbacks,
+            lr_schedule=self._lr_schedule,
             start_metrics=find_step_metrics(prepared, step, recorder.totals.last_metrics)
             if self._rank_callbacks
             else None,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.errors import ConfigError, MissingDependencyError
+from raytrain_hpc.errors import ConfigError, MissingDependencyError, ModelError
 from raytrain_hpc.model.document_positions import compute_document_positions
 
 _WEIGHT_FILES = tuple(
@@ -71,6 +71,27 @@ def run_causal_lm(module: nn.Module, batch: Any) -> Tensor:
     positions = None if batch.documents is None else compute_document_positions(batch.documents)
     logits: Tensor = module(input_ids=batch.inputs, position_ids=positions, use_cache=False).logits
     return logits
+
+
+@torch.no_grad()
+def check_document_isolation(module: nn.Module, device: torch.device, name: str) -> None:
+    """Raise ModelError unless a model keeps documents of one row apart. Call on all ranks, with weights loaded.
+
+    The first document of two is changed, and the outputs of the second must stay the same. Some models of transformers
+    ignore positions, or restrict attention in other ways.
+    """
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=device)
+    positions, is_training = compute_document_positions(documents), module.training
+    tokens = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [4, 3, 2, 1, 1, 2, 3, 4]], device=device) % 2
+    tokens = tokens + torch.arange(2, device=device).view(2, 1) * (documents == 0)
+    module.eval()
+    first, second = (module(input_ids=row[None], position_ids=positions, use_cache=False).logits for row in tokens)
+    module.train(is_training)
+    if not torch.allclose(first[:, 4:], second[:, 4:], rtol=1e-4, atol=1e-5):
+        raise ModelError(
+            f"model.hf={name}: with data.packing=documents, this model lets a document see the one before it; use "
+            "data.packing=padded or stream"
+        )
 
 
 def compute_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

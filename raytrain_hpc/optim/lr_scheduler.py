@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from math import cos, pi, sqrt
+from collections.abc import Callable
+from math import cos, isfinite, pi, sqrt
 
 from raytrain_hpc.config.schema import AUTO, Config, EvalConfig
+from raytrain_hpc.errors import CallbackError
+
+LRSchedule = Callable[[int], float]  # optimizer step (0-based) -> factor of the peak learning rate
 
 
 def compute_peak_lr(config: Config) -> float:
@@ -52,3 +56,27 @@ def learning_rate(config: Config, step: int) -> float:
             return max(min_lr, peak * sqrt(max(1, warmup) / (step + 1)))
     decay, remaining_steps = scheduler.decay_fraction * steps, steps - step  # wsd
     return peak if remaining_steps >= decay else min_lr + (peak - min_lr) * remaining_steps / decay
+
+
+class LearningRate:
+    """The learning rate of a run by step: that of `lr_scheduler`, or the peak times a factor of the user's."""
+
+    def __init__(self, config: Config, schedule: LRSchedule | None = None):
+        """`schedule`: a pure function of the step, since a run that resumes calls it again for any step."""
+        self._config, self._schedule = config, schedule
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step` (0-based).
+
+        Raises CallbackError if the user's schedule fails, or if its factor is negative or not finite.
+        """
+        if self._schedule is None:
+            return learning_rate(self._config, step)
+        try:
+            factor = float(self._schedule(step))
+        except Exception as error:  # of any type: the code is the user's
+            reason = (str(error).splitlines() or [""])[0]
+            raise CallbackError(f"lr_schedule({step}): {type(error).__name__}: {reason}; return a number") from error
+        if not isfinite(factor) or factor < 0:
+            raise CallbackError(f"lr_schedule({step}) = {factor}: return a finite factor of optimizer.lr, at least 0")
+        return compute_peak_lr(self._config) * factor

@@ -14,7 +14,7 @@ the next step changes moments while they are written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,11 +31,15 @@ Slices = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class OptimizerChunk:
-    """Arguments of one call of the optimizer's kernel: lists of equal length, moments by kind."""
+    """Arguments of one call of the optimizer's kernel: lists of equal length, moments by kind.
+
+    `names`: of the parameters that they belong to. One parameter can be in several chunks.
+    """
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]
     moments: Mapping[str, Sequence[Tensor]]
+    names: Sequence[str] = ()
 
 
 class MomentStorage(Protocol):
@@ -70,6 +74,7 @@ class OnDevice:
                 weights,
                 ordered,
                 {kind: [moments[name] for name in gradients] for kind, moments in self.moments.items()},
+                list(gradients),
             )
 
     def release_memory(self) -> None:
@@ -122,8 +127,10 @@ class CpuOffload:
         devices = {weight.device for weight in chunk.weights if weight.is_cuda}
         if not devices:
             return chunk
-        host_chunk = OptimizerChunk(
-            [_copy_to_pinned(w) for w in chunk.weights], [_copy_to_pinned(g) for g in chunk.gradients], chunk.moments
+        host_chunk = replace(
+            chunk,
+            weights=[_copy_to_pinned(weight) for weight in chunk.weights],
+            gradients=[_copy_to_pinned(gradient) for gradient in chunk.gradients],
         )
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
@@ -132,7 +139,9 @@ class CpuOffload:
     def _make_chunk(self, runs: Sequence[tuple[str, slice]], gradients: Slices) -> OptimizerChunk:
         weights = [_flatten(self.slices[name])[run] for name, run in runs]
         moments = {kind: [_flatten(tensors[name])[run] for name, run in runs] for kind, tensors in self.moments.items()}
-        return OptimizerChunk(weights, [gradients[name][run] for name, run in runs], moments)
+        return OptimizerChunk(
+            weights, [gradients[name][run] for name, run in runs], moments, [name for name, _ in runs]
+        )
 
     def _plan_chunks(self, names: Iterable[str]) -> Iterator[list[tuple[str, slice]]]:
         """Yield the runs of elements of each chunk: a part of a large tensor, or several small tensors.

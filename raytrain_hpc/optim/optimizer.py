@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.config.schema import OptimizerConfig
+from raytrain_hpc.config.parameter_groups import find_group
+from raytrain_hpc.config.schema import AUTO, OptimizerConfig
+from raytrain_hpc.config.training_config import ParameterGroupConfig
 from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
 from raytrain_hpc.state.sharded_state import to_local
 from raytrain_hpc.torch_private import adamw, sgd
 
-MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
+MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (), "muon": ("momentum_buffer",)}
 
 
 def get_local_slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return this rank's slice of each parameter as a plain tensor."""
     return {name: to_local(parameter).detach() for name, parameter in parameters.items()}
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are updated with the same factor of the learning rate and the same weight decay."""
+
+    lr_factor: float
+    weight_decay: float
+    names: frozenset[str]
+
+
+def split_into_groups(
+    parameters: Mapping[str, nn.Parameter],
+    canonical_names: Mapping[str, str],
+    groups: Sequence[ParameterGroupConfig],
+    weight_decay: float,
+) -> list[ParameterGroup]:
+    """Split parameters, given by local name, by the settings that apply to them.
+
+    `weight_decay`: that of parameters with two or more dimensions, unless a group has its own; others have none.
+    """
+    names: dict[tuple[float, float], set[str]] = {}
+    for name, parameter in parameters.items():
+        group = find_group(groups, canonical_names.get(name, name)) or ParameterGroupConfig()
+        default = weight_decay if parameter.ndim >= 2 else 0.0
+        decay = default if group.weight_decay == AUTO else float(group.weight_decay)
+        names.setdefault((group.lr_factor, decay), set()).add(name)
+    return [ParameterGroup(*settings, frozenset(members)) for settings, members in names.items()]
 
 
 class Optimizer:
@@ -26,16 +57,25 @@ class Optimizer:
     Element-wise kernels on plain local tensors give the same numbers under any sharding, without DTensor dispatch.
     Moments exist from the start, so that every checkpoint has the same tensors. torch's functional optimizers are used,
     since its optimizer classes import TorchDynamo: 2 s and 74 MiB per worker. `storage` holds the moments; `elastic`
-    chooses kernels whose bits do not depend on the sharding.
+    chooses kernels whose bits do not depend on the sharding. `canonical_names`: by local name, if they differ.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], config: OptimizerConfig, storage: MomentStorage, *, elastic: bool
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: OptimizerConfig,
+        storage: MomentStorage,
+        *,
+        elastic: bool,
+        canonical_names: Mapping[str, str] | None = None,
     ):
         self._parameters, self._config, self._storage = parameters, config, storage
+        self._groups = split_into_groups(parameters, canonical_names or {}, config.groups, config.weight_decay)
         # The fused kernel treats the last elements of a slice differently, so its bits depend on slice boundaries.
         self._fused = not elastic
         self.moments = storage.moments
+        self.other_state: dict[str, dict[str, Tensor]] = {}
+        """State by kind and parameter that is not laid out like the parameter: each rank has all of it."""
         self.set_steps(0)
 
     def set_steps(self, num_steps: int) -> None:
@@ -51,18 +91,12 @@ class Optimizer:
         return {  # a rank may hold no row of a small tensor
             name: to_local(parameter.grad)
             for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._storage.slices[name].numel()
+            if parameter.grad is not None and to_local(parameter).numel()
         }
 
     def step(self, lr: float) -> None:
         """Update every slice with its gradient, then drop the gradients."""
-        gradients = self.get_gradients()
-        for decayed in (True, False):
-            selected = {
-                name: gradient for name, gradient in gradients.items() if (self._parameters[name].ndim >= 2) is decayed
-            }
-            for chunk in self._storage.iter_chunks(selected):
-                self._update(chunk, lr, self._config.weight_decay if decayed else 0.0)
+        self._apply(self.get_gradients(), lr)
         self.skip_step()
 
     def skip_step(self) -> None:
@@ -74,6 +108,13 @@ class Optimizer:
         """Drop the gradients of all parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Update the slices that `gradients` are of, group by group and chunk by chunk."""
+        for group in self._groups:
+            selected = {name: gradient for name, gradient in gradients.items() if name in group.names}
+            for chunk in self._storage.iter_chunks(selected):
+                self._update(chunk, lr * group.lr_factor, group.weight_decay)
 
     @torch.no_grad()
     def _update(self, chunk: OptimizerChunk, lr: float, weight_decay: float) -> None:

@@ -8,9 +8,10 @@ this order, 1 to 5 for Decoders only:
 3. context parallelism
 4. LoRA
 5. tiling
-6. activation checkpointing
-7. deferred weight gradients
-8. compile
+6. frozen parameters (optimizer.groups)
+7. activation checkpointing
+8. deferred weight gradients
+9. compile
 
 Then data parallelism is applied to all stages of the rank together.
 """
@@ -18,14 +19,16 @@ Then data parallelism is applied to all stages of the rank together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from raytrain_hpc.config.parameter_groups import is_frozen
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import ParameterGroupConfig
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.lora import LoraSpec, apply_lora
 from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -111,7 +114,7 @@ def parallelize(
 ) -> ParallelModel:
     """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
-    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 8 do nothing for an
+    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 9 do nothing for an
     axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA and
     tiling need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan. Parameters
     on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger than a
@@ -129,6 +132,7 @@ def parallelize(
     partial_grads: list[str] = []
     for stage, module in stages.items():
         shard_specs = _shard_stage(module, plan, config, layout, axes, shard_specs, partial_grads)
+        _freeze_parameters(module, config.optimizer.groups, shard_specs)
         blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
@@ -197,6 +201,16 @@ def get_local_positions(seq_len: int, axes: Mapping[str, Axis]) -> list[int]:
     ring_size, ring_rank = (1, 0) if ring is None else (ring.size, ring.rank)
     ulysses_size, ulysses_rank = (1, 0) if ulysses is None else (ulysses.size, ulysses.rank)
     return get_rank_positions(seq_len, ring_size, ulysses_size, ring_rank, ulysses_rank)
+
+
+def _freeze_parameters(
+    module: nn.Module, groups: Sequence[ParameterGroupConfig], shard_specs: Mapping[str, ShardSpec]
+) -> None:
+    """Freeze the parameters that optimizer.groups freezes, so that nothing later allocates gradients for them."""
+    for name, parameter in module.named_parameters():
+        spec = shard_specs.get(name)
+        if is_frozen(groups, name if spec is None else spec.name):
+            parameter.requires_grad_(False)
 
 
 def _apply_deferred_wgrad(module: nn.Module, layout: Layout, store: WeightGradStore) -> None:

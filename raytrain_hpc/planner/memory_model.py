@@ -111,7 +111,7 @@ def _estimate_rank(
     *,
     has_head: bool,
 ) -> MemoryFootprint:
-    layout, state_itemsize, moments = choice.layout, workload.state_itemsize, 2 if workload.optimizer == "adamw" else 0
+    layout, state_itemsize, moments = choice.layout, workload.state_itemsize, 0 if workload.optimizer == "sgd" else 2
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
     totals = [0.0] * 4
     for parameters, shards in ((rank_parameters.dense, layout.dp_shard), (rank_parameters.experts, expert_shards)):

@@ -97,9 +97,10 @@ def compute_state_bytes(
     gradients, and ZeRO-3 shards everything (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     Only device memory counts: offloaded moments are excluded, although a CPU device has them in the same memory under
-    offload=cpu. Staging buffers for offloaded chunks are not counted either.
+    offload=cpu. Staging buffers for offloaded chunks are not counted either. Every optimizer but plain SGD counts
+    with two moments, which is an upper bound for Muon: it keeps one per matrix.
     """
-    moments = 2 if optimizer == "adamw" and offload == "none" else 0
+    moments = 0 if optimizer == "sgd" or offload != "none" else 2
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
     dense = _compute_bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, moments)
     return dense + _compute_bytes(

@@ -25,7 +25,7 @@ class Workload:
     seq_len: int
     global_batch_size: int
     dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: str = "adamw"
     compiled: bool = False
     bucket_bytes: int = 25 << 20
 

@@ -57,6 +57,7 @@ class WorkerSpec:
     memory_step: int | None = field(default=None, kw_only=True)  # recover this step from the memory of ranks
     end_step: int  # train until this many steps are committed
     callbacks: tuple[Callback, ...] = ()  # of the user; every rank gets its own copies
+    lr_schedule: Callable[[int], float] | None = None  # of the user, instead of lr_scheduler.name
     start_metrics: dict[str, Any] | None = None  # recorded metrics of the start step, for callbacks; None: unknown
     pending_eval_metrics: dict[str, Any] | None = None  # metrics of the start step, if its evaluation was interrupted
     has_pending_checkpoint: bool = False  # whether a checkpoint of the start step was interrupted

@@ -22,7 +22,7 @@ ROUND_BYTES = 256 << 20  # bytes that all ranks together move per exchange; boun
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class Transfer:
     """One region that moves from a rank to another or stays on its rank."""
 
     source_rank: int
@@ -72,7 +72,7 @@ def reshard_state(
                 transfer.select_in(destination).copy_(transfer.select_from(source))
         remote = [transfer for transfer in round_transfers if transfer.source_rank != transfer.destination_rank]
         if remote and group is not None:
-            received_bytes += _exchange(remote, destination, source, rank, group, device)
+            received_bytes += exchange_regions(remote, destination, source, rank, group, device)
     return received_bytes
 
 
@@ -91,7 +91,7 @@ def _gather_indexes(index: StateIndex, group: dist.ProcessGroup | None) -> list[
     return parse_indexes(gathered)
 
 
-def _plan_transfers(sources: Sequence[StateIndex], destinations: Sequence[StateIndex]) -> list[_Transfer]:
+def _plan_transfers(sources: Sequence[StateIndex], destinations: Sequence[StateIndex]) -> list[Transfer]:
     """Plan the transfers that fill all destinations, in an order that is the same on every rank.
 
     Raises StateLostError if a region of a destination is in no source.
@@ -107,13 +107,13 @@ def _plan_transfers(sources: Sequence[StateIndex], destinations: Sequence[StateI
             )
         for source_rank, copy in copies:
             nbytes = copy.region.numel * ITEM_BYTES[index[copy.name].dtype]
-            transfers.append(_Transfer(source_rank, destination_rank, copy, nbytes))
+            transfers.append(Transfer(source_rank, destination_rank, copy, nbytes))
     return sorted(transfers, key=lambda transfer: transfer.region_copy.name)
 
 
-def _split_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
+def _split_into_rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
     """Split transfers into rounds that move at most ROUND_BYTES between ranks; a larger one gets its own round."""
-    round_transfers: list[_Transfer] = []
+    round_transfers: list[Transfer] = []
     round_bytes = 0
     for transfer in transfers:
         moved_bytes = transfer.nbytes if transfer.source_rank != transfer.destination_rank else 0
@@ -126,21 +126,22 @@ def _split_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfe
         yield round_transfers
 
 
-def _exchange(
-    transfers: Sequence[_Transfer],
+def exchange_regions(
+    transfers: Sequence[Transfer],
     destination: ShardedState,
     source: ShardedState,
     rank: int,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> int:
-    """Exchange the bytes of one round by one all-to-all. Return the bytes received.
+    """Exchange regions between ranks by one all-to-all. Collective. Return the bytes received.
 
-    Sender and receiver order the regions between them as in `transfers`, so no headers are sent.
+    `transfers`: at least those that this rank sends or receives. Sender and receiver order the regions between them as
+    in `transfers`, so no headers are sent.
     """
     world_size = dist.get_world_size(group)
-    outgoing: list[list[_Transfer]] = [[] for _ in range(world_size)]
-    incoming: list[list[_Transfer]] = [[] for _ in range(world_size)]
+    outgoing: list[list[Transfer]] = [[] for _ in range(world_size)]
+    incoming: list[list[Transfer]] = [[] for _ in range(world_size)]
     for transfer in transfers:
         if transfer.source_rank == rank:
             outgoing[transfer.destination_rank].append(transfer)

@@ -13,6 +13,7 @@ import torch
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.data.loader.block_stream import BlockSource
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
@@ -21,8 +22,9 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import compute_state_partition
-from raytrain_hpc.optim.offload import make_moment_storage
-from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
+from raytrain_hpc.optim.lr_scheduler import LearningRate
+from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
+from raytrain_hpc.optim.optimizer_class import check_optimizer_class
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.planner.layout import find_first_rank
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
@@ -44,6 +46,7 @@ from raytrain_hpc.training.model_builder import (
     list_running_statistics,
 )
 from raytrain_hpc.training.model_update import ModelUpdate
+from raytrain_hpc.training.optimizer_builder import build_optimizer, check_group_patterns, connect_optimizer
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from raytrain_hpc.training.state_builder import (
@@ -86,7 +89,7 @@ def build_trainer(
     callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
-    optimizer, recent_losses = _build_optimizer(model, spec, rank), _make_recent_losses(spec.config, device)
+    optimizer, recent_losses = build_optimizer(model, spec, rank), _make_recent_losses(spec.config, device)
     callback_state = _start_callbacks(callbacks, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
@@ -179,6 +182,8 @@ def preload_modules(config: Config) -> None:
     if config.parallel.zero:
         import raytrain_hpc.parallel.fsdp
         import raytrain_hpc.state.dtensor  # noqa: F401
+    if config.optimizer.name not in OPTIMIZER_NAMES:
+        check_optimizer_class(config)  # the first object of such a class loads TorchDynamo
 
 
 def configure_torch(config: Config, device: torch.device) -> None:
@@ -212,14 +217,6 @@ def _has_expert_bias(spec: WorkerSpec) -> bool:
     return spec.custom is None and spec.model_spec.load_balancing == "bias"
 
 
-def _build_optimizer(model: ParallelModel, spec: WorkerSpec, rank: int) -> Optimizer:
-    config, parameters = spec.config, model.trainable_parameters
-    moments = make_moment_storage(config, get_local_slices(parameters), MOMENT_NAMES[config.optimizer.name], rank)
-    optimizer = Optimizer(parameters, config.optimizer, moments, elastic=config.train.deterministic == "elastic")
-    optimizer.set_steps(spec.start_step)
-    return optimizer
-
-
 def _build_model_update(
     spec: WorkerSpec,
     train_module: TrainModule,
@@ -228,10 +225,13 @@ def _build_model_update(
     peer_info: PeerInfo,
     context: ParallelContext,
 ) -> ModelUpdate:
-    is_elastic = spec.config.train.deterministic == "elastic"
+    is_elastic, indexes = spec.config.train.deterministic == "elastic", peer_info.destination_indexes
+    check_group_patterns(spec, indexes)
+    connect_optimizer(optimizer, model, indexes, context)
     return ModelUpdate(
         optimizer,
-        build_gradient_norm(model, peer_info.destination_indexes, context, exact=is_elastic),
+        LearningRate(spec.config, spec.lr_schedule),
+        build_gradient_norm(model, indexes, context, exact=is_elastic),
         list_running_statistics(train_module, model),
         spec.config.train.max_grad_norm,
         context.world_group,

@@ -30,6 +30,7 @@ Hook = Literal[
     "on_error",
     "close",
 ]
+_EXIT_CODE = 4  # of a callback that fails: the run has started
 HOOKS: tuple[Hook, ...] = Hook.__args__  # type: ignore[attr-defined]
 
 
@@ -91,7 +92,10 @@ class CallbackList:
             self._run_after_error("on_error", error)
             self._run_after_error("close")
             raise
-        self.run("close")
+        else:
+            self.run("close")
+        finally:
+            self._release()
 
     def run(self, hook: Hook, *arguments: Any) -> None:
         """Call a hook of all callbacks that override it."""
@@ -121,6 +125,12 @@ class CallbackList:
             requests = replace(requests, labels=tuple(sorted({label for labels in gathered for label in labels})))
         return replace(requests, save=totals[0], evaluate=totals[1], stop=totals[2])
 
+    def _release(self) -> None:
+        """Drop references to the model and its state, which would form cycles and keep their memory alive."""
+        self._hooks = {hook: [] for hook in HOOKS}
+        self.context.modules, self.context.parameters = {}, {}
+        self.context.get_gradients, self.context.exchange_weights = dict, lambda state: None
+
     def _run_after_error(self, hook: Hook, *arguments: Any) -> None:
         """Call a hook while an error is being raised, which no other error may replace."""
         for call in self._hooks[hook]:
@@ -139,6 +149,8 @@ class CallbackList:
                 return
             try:
                 method(*arguments)
+                if hook == "post_step":
+                    _check_metrics(callback, arguments[0])
             except (RaytrainError, GenerationAbortedError):
                 raise
             except Exception as error:  # of any type: the code is the user's
@@ -153,9 +165,19 @@ class CallbackList:
         place = f"callback {get_callback_name(callback)}: {hook} failed on rank {self.context.rank}"
         message = f"{place} at step {self.context.step}: {reason}"
         if not callback.optional:
-            raise CallbackError(message) from error
+            callback_error = CallbackError(message)
+            callback_error.exit_code = _EXIT_CODE
+            raise callback_error from error
         self._dropped.add(callback)
         self.context.log(f"alarm: {message}; it is optional, and not called again")
+
+
+def _check_metrics(callback: Callback, metrics: dict[str, Any]) -> None:
+    """Raise CallbackError if a callback has added an entry that is no number."""
+    for key, value in metrics.items():
+        if not isinstance(value, int | float | None):
+            name = get_callback_name(callback)
+            raise CallbackError(f"callback {name}: metrics[{key!r}] is {type(value).__name__}; add numbers only")
 
 
 def get_callback_name(callback: object) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import LORA_MARKER
+from raytrain_hpc.model.transformers_model import check_document_isolation
 from raytrain_hpc.parallel.deterministic_reduce import make_reduction_order
 from raytrain_hpc.parallel.parallelize import ParallelModel, get_local_positions, parallelize
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
@@ -92,6 +93,9 @@ def build_forward_backward(
     `emit` takes the pipeline timelines of this rank (`logging.pipeline_timeline_interval`).
     """
     dtype = spec.config.train.dtype
+    if spec.config.data.packing == "documents" and not isinstance(train_module, DecoderTrainModule):
+        check_document_isolation(model.modules[0], context.device, spec.config.model.hf)
+        model.gradient_sync.free_gathered_weights()
     if context.stage_groups is None or not isinstance(train_module, DecoderTrainModule):
         return LocalForwardBackward(train_module, model, dtype, context.device, timers)
     pipeline = Pipeline(spec.layout.pipeline, context.coordinates["pp"], context.stage_groups)

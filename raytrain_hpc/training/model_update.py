@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.optim.grad_norm import GradientNorm
+from raytrain_hpc.optim.lr_scheduler import LearningRate
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.torch_private import foreach_mul_
 
@@ -21,6 +22,7 @@ class ModelUpdate:
     """
 
     optimizer: Optimizer
+    learning_rate: LearningRate
     gradient_norm: GradientNorm
     buffers: list[Tensor]
     max_grad_norm: float
@@ -42,6 +44,10 @@ class ModelUpdate:
             slices = list(gradients.values())
             foreach_mul_(slices, scale.to(slices[0].dtype))
         return norm
+
+    def update_weights(self, step: int) -> None:
+        """Run the optimizer with the learning rate of step `step` (0-based), and drop the gradients."""
+        self.optimizer.step(self.learning_rate(step))
 
     def sync_buffers(self) -> None:
         """Broadcast running statistics from rank 0. Call once per step, after the backward passes."""

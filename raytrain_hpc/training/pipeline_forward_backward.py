@@ -150,7 +150,8 @@ class _PipelineStage:
         gradient_sync, is_last = self._forward_backward.model.gradient_sync, self._num_pending_backward == 0
         timed_backward = self._forward_backward.timers.phase("backward")
         with timed_backward, gradient_sync.backward_context(self._stage, microbatch, is_last=is_last, split=split):
-            torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
+            if output.requires_grad:  # not if this is the first stage and all of it is frozen
+                torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         if split:
             self._deferred_wgrads[microbatch] = self._forward_backward.model.weight_grad_store.pop_all()
         return None if x is None else x.grad

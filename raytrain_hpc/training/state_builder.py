@@ -36,6 +36,13 @@ def build_state(
             for weight in trained_slices
             for shard in weight.make_shards(f"optimizer.{kind}", moments[weight.name])
         ]
+    for kind, tensors in optimizer.other_state.items():
+        shards += [
+            shard
+            for weight in slices
+            if weight.name in tensors
+            for shard in weight.make_other_shards(f"optimizer.{kind}", tensors[weight.name])
+        ]
     if recent_losses is not None:
         shards.append(StateShard.from_tensor(RECENT_LOSSES, recent_losses))
     return ShardedState([*shards, *callback_shards])
@@ -66,6 +73,12 @@ class ParameterSlice:
             )
             for mapping in self.mappings
         ]
+
+    def make_other_shards(self, kind: str, tensor: torch.Tensor) -> list[StateShard]:
+        """Return a tensor that belongs to the parameter as shards: laid out like the slice, or else whole."""
+        if tensor.shape == self.tensor.shape:
+            return self.make_shards(kind, tensor)
+        return [StateShard.from_tensor(f"{kind}.{self.shard_spec.name}", tensor)]
 
 
 def list_persistent_buffers(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:

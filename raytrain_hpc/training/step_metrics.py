@@ -11,7 +11,6 @@ import torch
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import ParallelContext
-from raytrain_hpc.optim.lr_scheduler import learning_rate
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.training.loss_reduction import StepRequests
 from raytrain_hpc.training.timers import PhaseTimer
@@ -46,14 +45,14 @@ class StepMetrics:
     timers: PhaseTimer
     emit: Callable[[Record], None]
 
-    def build(self, step: int, result: StepResult, seconds: float, gradient_nbytes: int) -> Record:
+    def build(self, step: int, result: StepResult, lr: float, seconds: float, gradient_nbytes: int) -> Record:
         """Return the metrics of committed step `step` (1-based), which took `seconds`; resets the phase timers."""
         train, world_size = self.config.train, self.context.layout.world_size
         tokens_per_s = train.global_batch_size * train.seq_len / seconds
         return {
             "step": step,
             "train/loss": result.loss,
-            "train/lr": learning_rate(self.config, step - 1),
+            "train/lr": lr,
             "train/grad_norm": result.grad_norm,
             "train/tokens": step * train.global_batch_size * train.seq_len,
             "throughput/tokens_per_sec": tokens_per_s,

@@ -11,7 +11,6 @@ from torch import Tensor
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError
 from raytrain_hpc.elastic.watchdog import Phase
-from raytrain_hpc.optim.lr_scheduler import learning_rate
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
 from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
@@ -114,7 +113,7 @@ class Trainer:
         self.snapshots.before_update()
         self.callbacks.run("pre_optim_step")
         with self.timers.phase("optimizer"):
-            self.model_update.optimizer.step(learning_rate(self.config, step))
+            self.model_update.update_weights(step)
         self.step_guard.accept(step, result.loss)
         self.raise_if_aborted()
         return result
@@ -191,7 +190,10 @@ class Trainer:
         a stop or pause stays pending.
         """
         callbacks = self.callbacks
-        record = self.metrics.build(step, result, timer.end_step(), self.model_update.gradient_nbytes)
+        update = self.model_update
+        record = self.metrics.build(
+            step, result, update.learning_rate(step - 1), timer.end_step(), update.gradient_nbytes
+        )
         callbacks.context.step = step
         callbacks.run("post_step", record)
         requests = self.completion.add_last_evaluation(callbacks.agree_requests())

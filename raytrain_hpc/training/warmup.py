@@ -43,6 +43,7 @@ def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
     tiny.config.parallel = ParallelConfig()
     train = tiny.config.train
     train.global_batch_size, train.seq_len, train.compile = 1, min(train.seq_len, _MAX_SEQ_LEN), False
+    tiny.config.optimizer.groups = []  # of parameters that the tiny model may lack
     tiny.config.fault.inject = []
     tiny.config.profiler.name = "none"
     trainer = build_trainer(tiny, 0, device, None, ControlChannel())

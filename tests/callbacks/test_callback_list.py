@@ -103,7 +103,7 @@ def test_an_exception_ends_the_run_and_names_the_callback(tmp_path: Path) -> Non
     with pytest.raises(CallbackError) as caught:
         train(config, callbacks=[Failing("post_step", 2), HookRecorder()], quiet=True)
     assert str(caught.value) == "callback Failing: post_step failed on rank 0 at step 2: ValueError: no reason"
-    assert caught.value.exit_code == 2 and isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.exit_code == 4 and isinstance(caught.value.__cause__, ValueError)
 
 
 def test_an_optional_callback_is_dropped_with_an_alarm(pool: WarmPool, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ for step in run.steps(10):
 
 PREFETCHING_PARTS = {
     **ATTACHED_PARTS,
-    "attach": "run = rt.attach(model, optimizer, scaler=scaler)\nbatches = run.loader(get_batch)\nbatch = next(batches)",
+    "attach": f"{ATTACHED_PARTS['attach']}\nbatches = run.loader(get_batch)\nbatch = next(batches)",
     "batch": "run.local_batch(batch)\n        batch = next(batches)",
 }
 PLAIN_PREFETCHING_PARTS = {

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, Lla
 from raytrain_hpc import Config, ConfigError, LayoutError, ModelError, export_model, train
 from raytrain_hpc.api import _build_custom_model
 from raytrain_hpc.data.loader.stream import StreamSpec
+from raytrain_hpc.model.transformers_model import check_document_isolation, run_causal_lm
 from raytrain_hpc.runtime.worker_spec import CustomModel
+from raytrain_hpc.training.train_module import Batch
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 20
@@ -159,3 +161,23 @@ def test_mistakes_are_named(directories: dict[str, Path], tmp_path: Path) -> Non
     assert "attention can be split over the positions" in get_error(LayoutError, hf, "parallel.cp=2")
     assert "its vocabulary has 64 tokens, that of the dataset 99" in get_error(ConfigError, hf, "model.vocab_size=99")
     assert "known styles" in get_error(ModelError, hf, plan={"lm_head": "columns"})
+
+
+def test_documents_of_a_row_are_kept_apart_or_refused(tmp_path: Path) -> None:
+    """Llama keeps them apart by their positions, with the outputs of each document alone. BLOOM does not."""
+    from transformers import BloomConfig
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path / "llama")
+    bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    AutoModelForCausalLM.from_config(bloom).save_pretrained(tmp_path / "bloom")
+    documents = [[5, 9, 2, 44, 7, 61, 3], [8, 2, 2, 17], [33, 12, 5, 6, 9]]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    numbers = torch.tensor([[n for n, document in enumerate(documents) for _ in document]])
+    batch = Batch(torch.tensor([sum(documents, [])]), torch.empty(0), torch.empty(0), numbers, 0)
+    packed = run_causal_lm(model, batch)[0]
+    alone = torch.cat([model(input_ids=torch.tensor([document])).logits[0] for document in documents])
+    assert torch.allclose(packed, alone, atol=1e-5)
+    check_document_isolation(model, torch.device("cpu"), "llama")
+    with pytest.raises(ModelError, match="model.hf=bloom: .*lets a document see the one before it"):
+        check_document_isolation(AutoModelForCausalLM.from_pretrained(tmp_path / "bloom"), torch.device("cpu"), "bloom")

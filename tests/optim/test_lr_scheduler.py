@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from raytrain_hpc import start, train
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.optim.lr_scheduler import compute_peak_lr, learning_rate
+from raytrain_hpc.errors import CallbackError
+from raytrain_hpc.optim.lr_scheduler import LearningRate, compute_peak_lr, learning_rate
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 
 def make_config(**scheduler: object) -> Config:
@@ -95,3 +101,65 @@ def test_batch_scaling_multiplies_the_whole_schedule(rule: str, power: float, ba
     for step in (0, 5, 10, 42, 99):
         unscaled = learning_rate(make_config(name="cosine"), step)
         assert math.isclose(learning_rate(scaled, step), factor * unscaled, rel_tol=1e-14)
+
+
+def decay_by_halves(step: int) -> float:
+    """Return a factor with the bits of 1 / 2**step."""
+    return 0.5**step
+
+
+def test_a_schedule_of_the_caller_gives_the_factor_of_the_peak() -> None:
+    config = make_config(batch_scaling="linear", base_batch_size=16)
+    assert [LearningRate(config, decay_by_halves)(step) for step in range(4)] == [1.0, 0.5, 0.25, 0.125]
+    assert LearningRate(config)(42) == learning_rate(config, 42)
+
+
+def test_a_schedule_of_the_caller_trains_as_the_same_built_in_one(pool: WarmPool) -> None:
+    """Also when the run resumes under another layout."""
+    words = ["train.deterministic=elastic", "train.micro_batch_size=2", "optimizer.lr=3e-3", "lr_scheduler.min_lr=0"]
+    words.append("lr_scheduler.warmup_steps=0")
+    built_in = make_small_config(None, *words, "lr_scheduler.name=linear")
+    expected = get_step_metrics(pool.train(built_in)[0])
+    config = make_small_config(None, *words, "lr_scheduler.name=constant", "cluster.workers=3")
+    metrics = get_step_metrics(pool.train(config, lr_schedule=decline, steps_to=3)[0])
+    config.parallel.zero = 3
+    metrics += get_step_metrics(pool.train(config, lr_schedule=decline, resume_step=3)[0])
+    for key in ("train/loss", "train/lr"):
+        assert [step[key] for step in metrics] == [step[key] for step in expected]
+
+
+def decline(step: int) -> float:
+    """Return the factor of a linear decay to zero over five steps."""
+    return 1 - step / 5
+
+
+def test_a_run_takes_a_schedule(tmp_path: Path) -> None:
+    config = make_small_config(tmp_path, "cluster.workers=0", "optimizer.lr=0.5")
+    run = start(config, lr_schedule=decay_by_halves)
+    assert run.result().steps == 5
+    assert [step["train/lr"] for step in run.metrics()] == [0.5, 0.25, 0.125, 0.0625, 0.03125]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda step: -1, r"lr_schedule\(0\) = -1.0: return a finite factor of optimizer.lr, at least 0"),
+        (lambda step: math.nan, r"lr_schedule\(0\) = nan: return a finite factor"),
+        (lambda step: math.inf, r"lr_schedule\(0\) = inf: return a finite factor"),
+        (lambda step: "fast", r"lr_schedule\(0\): ValueError: could not convert string to float: 'fast'"),
+        (0.5, r"lr_schedule\(0\): TypeError: 'float' object is not callable"),
+    ],
+)
+def test_a_schedule_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, schedule: Any, message: str
+) -> None:
+    with pytest.raises(CallbackError, match=message) as refused:
+        train(make_small_config(tmp_path / "run", "cluster.workers=0"), lr_schedule=schedule, quiet=True)
+    assert len(str(refused.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_factor_of_a_later_step_ends_the_run_there(tmp_path: Path) -> None:
+    schedule: Callable[[int], float] = lambda step: 1.0 if step < 3 else -1.0  # noqa: E731
+    with pytest.raises(CallbackError, match=r"lr_schedule\(3\) = -1.0"):
+        train(make_small_config(tmp_path, "cluster.workers=0"), lr_schedule=schedule, quiet=True)

@@ -44,6 +44,8 @@ class SampleDataset:
         """Hash of what identifies the dataset without reading it: its type, length, and columns if it has some."""
         columns = getattr(self.train, "column_names", "")  # of Hugging Face datasets
         identity = f"{type(self.train).__name__} {len(self.train)} {columns}"
+        if self.lengths is not None:  # the order depends on them
+            identity += f" {hashlib.sha256(self.lengths.tobytes()).hexdigest()}"
         return hashlib.sha256(identity.encode()).hexdigest()
 
     def open_order(self, config: Config, micro_batch_size: int) -> SampleOrder:
