@@ -232,8 +232,7 @@ def plan(
     from raytrain_hpc.planner.measured_links import load_calibration, load_links
     from raytrain_hpc.planner.plan import make_plan
 
-    complete_config(config)
-    _check_plannable(config)
+    _complete_plannable(config)
     plan_cluster = partial(
         make_plan, config, tokens=tokens, device_hours=device_hours, restart_s=restart_s, pause_s=pause_s
     )
@@ -256,8 +255,9 @@ def plan(
     return plan_cluster(cluster, load_calibration(get_preset_name(device_name)))
 
 
-def _check_plannable(config: Config) -> None:
-    """Raise ConfigError for a model that the planner does not know."""
+def _complete_plannable(config: Config) -> None:
+    """Complete a config. Raises ConfigError for a model that the planner does not know."""
+    complete_config(config)
     if config.model.hf:
         remedy = "the plan knows the built-in decoder only; leave the key out and give its sizes instead"
         raise ConfigError("model.hf", config.model.hf, config.origin("model.hf"), remedy)

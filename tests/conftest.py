@@ -40,6 +40,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "examples/test_examples",
     "examples/test_sharded_scripts",
     "examples/test_training_at_scale",
+    "huggingface/test_transformers_on_a_cluster",
     "jobs/test_job_submit",
     "optim/test_optimizers_on_a_cluster",
     "distributed/test_abort",
