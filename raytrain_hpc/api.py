@@ -281,12 +281,17 @@ def _build_custom_model(
     styles = {OWN_PLAN: OWN_PLAN} if isinstance(plan, str) else plan
     check_plan(styles or {})
     if config.model.hf and model is None:
+        if any(part is not None for part in (loss, dataset, val_dataset, collate_fn, lengths)):
+            raise ModelError("model.hf trains on token shards with its own loss; pass model=... for parts of your own")
         return _build_transformers_model(config, styles)
     if (model is None) != (loss is None):
         raise ModelError("model and loss must be given together: pass both, or neither to train the built-in decoder")
     if model is None or loss is None:
-        if dataset is not None:
-            raise ModelError("dataset: the built-in decoder trains on token shards; pass model and loss too")
+        if any(part is not None for part in (plan, dataset, val_dataset, collate_fn, lengths)):
+            raise ModelError(
+                "plan, dataset, val_dataset, collate_fn and lengths are for a model of your own: the built-in decoder "
+                "trains on token shards; pass model and loss too"
+            )
         return None
     if dataset is None:
         if any(part is not None for part in (val_dataset, collate_fn, lengths)):

@@ -132,7 +132,7 @@ def attach(
         model: A module, or several by name, such as a generator and a discriminator.
         optimizer: An optimizer, or several by name.
         scheduler: A learning-rate scheduler, or another object with `state_dict` and `load_state_dict`.
-        plan: Blocks and tensor parallelism of the models, as of `train`.
+        plan: Blocks of the models, as of `train`: the units of sharding.
         objects: Further objects whose `state_dict` consists of plain numbers, text, lists and dicts, such as a
             gradient scaler.
     """

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from raytrain_hpc.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,78 +18,94 @@ if TYPE_CHECKING:
 class ScriptLoader:
     """Endless iterator over the batches of a DataLoader, epoch after epoch. A resumed run continues where it stopped.
 
-    The DataLoader's sampler decides which samples a batch has, on all ranks alike. A rank reads only its rows.
+    The DataLoader's sampler decides which samples a batch has, on all ranks alike: the order of an epoch is drawn when
+    it begins. A rank reads only its rows; random augmentation draws from a stream of its own for each sample.
     """
 
     def __init__(self, loader: Any, rank: ScriptRank | None):
+        """Check the loader. Raises ModelError if it has no list of indexes for each batch."""
+        if getattr(loader, "batch_sampler", None) is None or not hasattr(loader.dataset, "__len__"):
+            raise ModelError("run.loader: needs a torch DataLoader of a map-style dataset with a batch_size")
         self._loader, self._rank = loader, rank
-        self._epoch_state, self._num_batches = "", 0  # torch's generator when the epoch began; batches since then
-        self._batches: Iterator[Any] | None = None
+        self._epoch_states: list[str] = []  # of the generators, when the epoch began
+        self._num_batches = 0  # of the epoch, used so far
+        self._epoch: Iterator[list[int]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Return the iterator, which is this object."""
         return self
 
     def __next__(self) -> Any:
-        """Return this rank's rows of the next batch, on its device."""
-        if self._batches is None:
-            self._batches = self._resume_epoch() if self._num_batches else self._begin_epoch()
-        batch = next(self._batches, None)
-        if batch is None:
-            self._num_batches = 0
-            self._batches = self._begin_epoch()
-            batch = next(self._batches)
+        """Return this rank's rows of the next batch, on its device. Raises ModelError for an empty epoch."""
+        if self._epoch is None:
+            self._epoch = self._resume_epoch() if self._num_batches else self._begin_epoch()
+        indexes = next(self._epoch, None)
+        if indexes is None:
+            self._num_batches, self._epoch = 0, self._begin_epoch()
+            indexes = next(self._epoch, None)
+        if indexes is None:
+            raise ModelError("run.loader: the DataLoader has no batch")
         self._num_batches += 1
-        return batch
+        return self._read(indexes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        return {"epoch_state": self._epoch_state, "num_batches": self._num_batches}
+        return {"epoch_states": self._epoch_states, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position. Call before the first batch."""
-        self._epoch_state, self._num_batches = state["epoch_state"], state["num_batches"]
+        self._epoch_states, self._num_batches = list(state["epoch_states"]), state["num_batches"]
 
-    def _begin_epoch(self) -> Iterator[Any]:
-        import torch
+    def _list_generators(self) -> list[Any]:
+        """Return the generators that the DataLoader and its sampler have of their own."""
+        sampler = getattr(self._loader.batch_sampler, "sampler", None)
+        candidates = (self._loader.generator, getattr(sampler, "generator", None))
+        return [generator for generator in candidates if generator is not None]
 
-        self._epoch_state = _encode(torch.get_rng_state())
-        return self._iter_epoch(0)
+    def _begin_epoch(self) -> Iterator[list[int]]:
+        if self._rank is not None:
+            from raytrain_hpc.training.script_random import pack_generators
 
-    def _resume_epoch(self) -> Iterator[Any]:
+            own = [generator.get_state() for generator in self._list_generators()]
+            self._epoch_states = [_encode(state) for state in (pack_generators(), *own)]
+        return self._draw_epoch()
+
+    def _resume_epoch(self) -> Iterator[list[int]]:
         """Draw the order of the epoch again, and skip the batches that were used."""
-        import torch
+        from raytrain_hpc.training.script_random import pack_generators, unpack_generators
 
-        current = torch.get_rng_state()
-        torch.set_rng_state(_decode(self._epoch_state))
-        batches = self._iter_epoch(self._num_batches)
-        first = next(batches, None)  # draws the order
-        torch.set_rng_state(current)
-        if first is None:
-            return iter(())
-        return _prepend(first, batches)
+        current = pack_generators()
+        shared, *own = map(_decode, self._epoch_states)
+        unpack_generators(shared)
+        for generator, state in zip(self._list_generators(), own, strict=True):
+            generator.set_state(state)
+        epoch = self._draw_epoch()
+        unpack_generators(current)
+        return islice(epoch, self._num_batches, None)
 
-    def _iter_epoch(self, num_skipped: int) -> Iterator[Any]:
+    def _draw_epoch(self) -> Iterator[list[int]]:
         import torch
 
         # A DataLoader draws a seed for its workers before its sampler draws the order.
         torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        for number, indexes in enumerate(self._loader.batch_sampler):
-            if number >= num_skipped:
-                yield self._read(list(indexes))
+        return iter([list(indexes) for indexes in self._loader.batch_sampler])
 
     def _read(self, indexes: list[int]) -> Any:
-        rows = range(len(indexes)) if self._rank is None else self._rank.get_local_rows(len(indexes))
-        dataset, local = self._loader.dataset, indexes[rows.start : rows.stop]
-        read_many = getattr(dataset, "__getitems__", None)
-        samples = read_many(local) if read_many else [dataset[index] for index in local]
-        batch = self._loader.collate_fn(samples)
-        return batch if self._rank is None else self._rank.move_to_device(batch)
-
-
-def _prepend(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+        dataset = self._loader.dataset
+        if self._rank is None:
+            return self._loader.collate_fn([dataset[index] for index in indexes])
+        if len(indexes) < self._rank.world_size:
+            raise ModelError(
+                f"run.loader: a batch of {len(indexes)} samples for {self._rank.world_size} ranks; every rank needs "
+                "one: use DataLoader(..., drop_last=True) or larger batches"
+            )
+        rows = self._rank.get_local_rows(len(indexes))
+        with self._rank.seed_rows(rows) as seed_row:
+            samples = []
+            for row in rows:
+                seed_row(row)
+                samples.append(dataset[indexes[row]])
+            return self._rank.move_to_device(self._loader.collate_fn(samples))
 
 
 class FunctionLoader:

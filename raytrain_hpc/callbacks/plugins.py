@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -22,6 +23,21 @@ BUILT_IN = {
     "nvtx_ranges": "raytrain_hpc.callbacks.nvtx_ranges:NvtxRanges",
     "garbage_collection": "raytrain_hpc.callbacks.garbage_collection:GarbageCollection",
 }
+
+
+def prepare_callbacks(
+    config: Config, callbacks: Iterable[object], *, has_own_loop: bool
+) -> tuple[tuple[Callback, ...], tuple[DriverCallback, ...]]:
+    """Return the callbacks of the ranks, copied, and those of the driver: the given ones and those of the config.
+
+    Raises ConfigError if a script, which has its own loop, is given callbacks for the ranks.
+    """
+    on_ranks, in_driver = split_callbacks([*callbacks, *create_callbacks(config)])
+    if has_own_loop and on_ranks:
+        key, names = "train.callbacks", [setting.name for setting in config.train.callbacks]
+        remedy = "a script has its own loop, which calls its own code; leave out all but driver callbacks"
+        raise ConfigError(key, names, config.origin(key), remedy)
+    return copy_callbacks(on_ranks), in_driver  # copied before the driver gives a callback its control
 
 
 def create_callbacks(config: Config) -> list[Any]:
@@ -62,6 +78,19 @@ def split_callbacks(callbacks: Iterable[object]) -> tuple[tuple[Callback, ...], 
             raise CallbackError(f"callbacks: {kind} is no callback; {remedy}")
     on_ranks = tuple(callback for callback in callbacks if isinstance(callback, Callback))
     return on_ranks, tuple(callback for callback in callbacks if isinstance(callback, DriverCallback))
+
+
+def copy_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """Return copies, as ranks get them. Raises CallbackError for a callback that cannot be copied."""
+    copies = []
+    for callback in callbacks:
+        try:
+            copies.append(deepcopy(callback))
+        except Exception as error:  # of any type: the code is the user's
+            name, reason = type(callback).__name__, f"{type(error).__name__}: {error}"
+            remedy = "create such objects in on_generation_start"
+            raise CallbackError(f"callback {name}: cannot be copied to the ranks ({reason}); {remedy}") from error
+    return tuple(copies)
 
 
 def _find(name: str, group: str, built_in: dict[str, str], fail: Callable[[str], ConfigError]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from raytrain_hpc.checkpoint.manifest import LORA_META_KEY, Checkpoint
+from raytrain_hpc.checkpoint.manifest import HF_CONFIG_KEY, LORA_META_KEY, Checkpoint
 from raytrain_hpc.config.fixed_settings import ChangedSetting, find_changed_setting
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
@@ -81,7 +81,12 @@ def _find_changed_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) 
             return ChangedSetting(name, *(_DECODER if spec else _CUSTOM_MODEL for spec in (stored, current)))
         if not isinstance(current, Mapping):
             return ChangedSetting(_SETTING_OF.get(name, name), stored, current)
-        stored = stored or {}
-        key = next(key for key in (*current, *stored) if stored.get(key) != current.get(key))
-        return ChangedSetting(_SETTING_OF.get(f"{name}.{key}", f"{name}.{key}"), stored.get(key), current.get(key))
+        stored, is_transformers = stored or {}, name == HF_CONFIG_KEY
+        # Versions of transformers differ in the keys that they write.
+        keys = [key for key in (*current, *stored) if not is_transformers or (key in stored and key in current)]
+        changed_keys = [key for key in keys if stored.get(key) != current.get(key)]
+        if changed_keys:
+            setting = "model.hf" if is_transformers else f"{name}.{changed_keys[0]}"
+            old, new = (values.get(changed_keys[0]) for values in (stored, current))
+            return ChangedSetting(_SETTING_OF.get(setting, setting), old, new)
     return None

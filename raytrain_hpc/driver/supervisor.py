@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverControl
-from raytrain_hpc.callbacks.plugins import create_callbacks, split_callbacks
+from raytrain_hpc.callbacks.plugins import prepare_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_auto_layout
@@ -78,11 +78,8 @@ class Supervisor:
         """Check callbacks and schedule. Raises CallbackError or ConfigError."""
         LearningRate(config, lr_schedule)(0)
         self._lr_schedule = lr_schedule
-        self._rank_callbacks, self._driver_callbacks = split_callbacks([*callbacks, *create_callbacks(config)])
-        if isinstance(custom, Script) and self._rank_callbacks:
-            names = [setting.name for setting in config.train.callbacks]
-            remedy = "a script has its own loop, which calls its own code; leave out all but driver callbacks"
-            raise ConfigError("train.callbacks", names, config.origin("train.callbacks"), remedy)
+        has_own_loop = isinstance(custom, Script)
+        self._rank_callbacks, self._driver_callbacks = prepare_callbacks(config, callbacks, has_own_loop=has_own_loop)
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._deadline: Deadline | None = None
@@ -188,8 +185,10 @@ class Supervisor:
                 outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
-            recorder.close()
-            callbacks.close(outcome)
+            try:
+                recorder.close()
+            finally:
+                callbacks.close(outcome)
         callbacks.raise_error()
         if outcome == "stopped" and recorder.totals.save_error:
             raise RunFailedError(f"stopped, but the last checkpoint was not saved: {recorder.totals.save_error}")

@@ -38,7 +38,8 @@ def read_hf_config(config: Config) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(AutoConfig.from_pretrained(path).to_json_string(use_diff=False))
     except (OSError, ValueError, KeyError) as error:
         raise _make_error(config, " ".join(str(error).split())[:300]) from error
-    return content
+    # They do not change the model, but with its place and the version of transformers.
+    return {key: value for key, value in content.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def _make_error(config: Config, remedy: str) -> ConfigError:

@@ -120,6 +120,8 @@ def _apply_style(module: nn.Module, name: str, style: str, axis: Axis, shards: P
 
 def _shard(owner: nn.Module, attribute: str, name: str, dim: int, ranges: list[range], shards: PlannedShards) -> None:
     """Replace a parameter by the concatenation of ranges of one dimension, and record its shard spec."""
+    if name in shards.shard_specs:
+        raise ModelError(f"plan: two entries shard {name}; leave one out")
     parameter: nn.Parameter = getattr(owner, attribute)
     parts = [parameter.detach().narrow(dim, span.start, len(span)) for span in ranges]
     local = nn.Parameter(torch.cat(parts, dim).clone(), requires_grad=parameter.requires_grad)
@@ -229,14 +231,19 @@ class _RowParallelEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         is_local = (tokens >= self.rows.start) & (tokens < self.rows.stop)
-        vectors = F.embedding(torch.where(is_local, tokens - self.rows.start, 0), self.weight)
+        local = torch.where(is_local, tokens - self.rows.start, 0)
+        vectors = F.embedding(local, self.weight, self.padding_idx)  # the row of padding has no gradient
         return all_reduce_output(vectors * is_local.unsqueeze(-1).to(vectors.dtype), self.axis)
 
 
 def _apply_embedding_rowwise(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
     embedding = _require(module, nn.Embedding, name, "embedding_rowwise")
     rows = axis.get_local_range(embedding.num_embeddings)
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq:
+        raise ModelError(f"plan[{name!r}]: max_norm and scale_grad_by_freq need the whole table; leave the layer out")
     _replace_class(embedding, _RowParallelEmbedding, name, "embedding_rowwise")
+    padding = embedding.padding_idx
+    embedding.padding_idx = padding - rows.start if padding is not None and padding in rows else None
     embedding.rows, embedding.axis = rows, axis
     _shard(embedding, "weight", f"{name}.weight", 0, [rows], shards)
 

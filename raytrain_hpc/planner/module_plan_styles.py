@@ -38,4 +38,4 @@ def check_plan(plan: Mapping[str, str]) -> None:
 def matches_path(name: str, pattern: str) -> bool:
     """Return whether the name of a module matches a pattern, in which `*` stands for text without a dot."""
     parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    return bool(name) and len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,6 +46,9 @@ class ScriptRank(Protocol):
 
     def get_local_rows(self, num_rows: int) -> range:
         """Return the rows of a batch of `num_rows` that this rank computes."""
+
+    def seed_rows(self, rows: range) -> AbstractContextManager[Callable[[int], None]]:
+        """Return a context in which each row of a batch is read with generators seeded by a function of the row."""
 
     def move_to_device(self, batch: Any) -> Any:
         """Return a batch of nested tensors on the rank's device."""

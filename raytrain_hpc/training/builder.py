@@ -14,7 +14,9 @@ from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
+from raytrain_hpc.data.dataset.sources import Dataset
 from raytrain_hpc.data.loader.block_stream import BlockSource
+from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
 from raytrain_hpc.distributed.process_groups import ParallelContext, init_process_groups
@@ -87,9 +89,29 @@ def build_trainer(
     timestamps["groups"] = time.time()
     dataset = open_data(spec)
     callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
+    with callbacks.close_on_error():
+        return _build_with_callbacks(
+            spec, context, control, dataset, callbacks, timestamps, block_source, snapshot_store
+        )
+
+
+def _build_with_callbacks(
+    spec: WorkerSpec,
+    context: ParallelContext,
+    control: ControlChannel,
+    dataset: Dataset | SampleDataset,
+    callbacks: CallbackList,
+    timestamps: Record,
+    block_source: BlockSource | None,
+    snapshot_store: SnapshotStore | None,
+) -> Trainer:
+    """Build the trainer in the process groups of `context`. Arguments as of `build_trainer`."""
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
-    optimizer, recent_losses = build_optimizer(model, spec, rank), _make_recent_losses(spec.config, device)
+    optimizer, recent_losses = (
+        build_optimizer(model, spec, context.rank),
+        _make_recent_losses(spec.config, context.device),
+    )
     callback_state = _start_callbacks(callbacks, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
@@ -101,7 +123,7 @@ def build_trainer(
     loader = build_loader(spec, dataset, context, block_source, control)
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
-    timers, emit = PhaseTimer(device), control.emit if rank == 0 else _ignore_record
+    timers, emit = PhaseTimer(context.device), control.emit if context.rank == 0 else _ignore_record
     model_step = build_forward_backward(train_module, model, spec, context, timers, control.emit)
     evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
     add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified)
@@ -120,7 +142,7 @@ def build_trainer(
         checkpointer,
         callbacks,
         callback_state,
-        StepCompletion(callbacks, callback_state, checkpointer, evaluator, optimizer, control),
+        StepCompletion(callbacks, callback_state, checkpointer, evaluator, optimizer, control, exchange.undo),
         _build_metrics(spec, model, optimizer, context, timers, emit),
         timers,
         control,
@@ -142,6 +164,7 @@ def _restore_state(
     peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
     store = CheckpointStore(Path(spec.config.run.dir) / "checkpoints")
     restore_state(spec, context, state, memory_state, peer_info, store)
+    callback_state.sync(context.world_group, context.device)
     callback_state.restore()
     return peers, peer_info, store
 
@@ -320,7 +343,7 @@ def _start_callbacks(callbacks: CallbackList, model: ParallelModel, optimizer: O
     context.modules, context.parameters = model.modules, get_local_slices(model.trainable_parameters)
     context.get_gradients = optimizer.get_gradients
     callbacks.run("on_generation_start")
-    return CallbackState(callbacks.user, model)
+    return CallbackState(callbacks.user, callbacks.dropped, model)
 
 
 def _build_trainer_callbacks(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 
 from raytrain_hpc.callbacks.callback import TrainingContext
+from raytrain_hpc.callbacks.plugins import copy_callbacks
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.observability.profiler import StepProfiler
@@ -32,7 +32,7 @@ def build_callback_list(
         log=control.log,
         step=spec.start_step,
     )
-    return CallbackList(deepcopy(spec.callbacks), training_context, context, can_evaluate=can_evaluate)
+    return CallbackList(copy_callbacks(spec.callbacks), training_context, context, can_evaluate=can_evaluate)
 
 
 def add_common_callbacks(

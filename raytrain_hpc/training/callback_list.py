@@ -70,7 +70,7 @@ class CallbackList:
         self._parallel_context = parallel_context
         self.user = tuple(user)
         self._callbacks: list[Callback] = []
-        self._dropped: set[Callback] = set()
+        self.dropped: set[Callback] = set()  # optional ones that have failed on any rank
         self.add(*user)
 
     def add(self, *callbacks: Callback) -> None:
@@ -103,7 +103,9 @@ class CallbackList:
             call(*arguments)
 
     def agree_requests(self, *, always: bool = False) -> CallbackRequests:
-        """Return and clear the requests of all ranks. Collective if there are callbacks of a user, or `always`.
+        """Return and clear the requests of all ranks, and drop callbacks that have failed on any.
+
+        Collective if there are callbacks of a user, or `always`.
 
         This project's own callbacks request the same on every rank, so a run without others communicates nothing.
         """
@@ -114,16 +116,27 @@ class CallbackList:
         group = self._parallel_context.world_group
         if not (self.user or always) or group is None:
             return requests
-        counts = torch.tensor(
-            [*flags, bool(requests.labels)], dtype=torch.float64, device=self._parallel_context.device
-        )
+        values = [*flags, bool(requests.labels), *(callback in self.dropped for callback in self.user)]
+        counts = torch.tensor(values, dtype=torch.float64, device=self._parallel_context.device)
         dist.all_reduce(counts, group=group)
-        *totals, num_labelling = (count > 0 for count in counts.tolist())
-        if num_labelling:
+        save, evaluate, stop, is_labelled, *are_dropped = (count > 0 for count in counts.tolist())
+        self.dropped |= {callback for callback, drop in zip(self.user, are_dropped, strict=True) if drop}
+        if is_labelled:
             gathered: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
             dist.all_gather_object(gathered, requests.labels, group=group)
             requests = replace(requests, labels=tuple(sorted({label for labels in gathered for label in labels})))
-        return replace(requests, save=totals[0], evaluate=totals[1], stop=totals[2])
+        return replace(requests, save=save, evaluate=evaluate, stop=stop)
+
+    @contextmanager
+    def close_on_error(self) -> Iterator[None]:
+        """Call `on_error` and `close` if the context, in which the generation is built, ends with an error."""
+        try:
+            yield
+        except BaseException as error:
+            self._run_after_error("on_error", error)
+            self._run_after_error("close")
+            self._release()
+            raise
 
     def _release(self) -> None:
         """Drop references to the model and its state, which would form cycles and keep their memory alive."""
@@ -145,7 +158,7 @@ class CallbackList:
             return method
 
         def guarded(*arguments: Any) -> None:
-            if callback in self._dropped:
+            if callback in self.dropped:
                 return
             try:
                 method(*arguments)
@@ -164,12 +177,12 @@ class CallbackList:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         place = f"callback {get_callback_name(callback)}: {hook} failed on rank {self.context.rank}"
         message = f"{place} at step {self.context.step}: {reason}"
-        if not callback.optional:
+        if not callback.optional or hook == "on_generation_start":  # without it, its state does not exist
             callback_error = CallbackError(message)
             callback_error.exit_code = _EXIT_CODE
             raise callback_error from error
-        self._dropped.add(callback)
-        self.context.log(f"alarm: {message}; it is optional, and not called again")
+        self.dropped.add(callback)
+        self.context.log(f"alarm: {message}; it is optional, and dropped until the next start")
 
 
 def _check_metrics(callback: Callback, metrics: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.callbacks.callback import Callback, ParameterState
@@ -34,16 +35,20 @@ class PendingRequests:
 class CallbackState:
     """State of the callbacks of a rank. Without callbacks it is empty and costs nothing."""
 
-    def __init__(self, callbacks: Sequence[Callback], model: ParallelModel):
-        """Allocate the state. Call when `on_generation_start` was called. Raises CallbackError for unusable state."""
-        self.pending = PendingRequests()
+    def __init__(self, callbacks: Sequence[Callback], dropped: Collection[Callback], model: ParallelModel):
+        """Allocate the state. Call when `on_generation_start` was called. Raises CallbackError for unusable state.
+
+        `dropped`: the optional callbacks that have failed on any rank, as the list of callbacks keeps them.
+        """
+        self.pending, self._dropped = PendingRequests(), dropped
+        self._plain_values: dict[str, Any] = {}
         self._callbacks = _name_callbacks(callbacks)
         self._slices = {name: ParameterSlice(model, name) for name in model.trainable_parameters if callbacks}
         self._values = torch.zeros(_MAX_VALUES_BYTES if callbacks else 0, dtype=torch.uint8)
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._parameter_states: dict[tuple[str, str], ParameterState] = {}
         for name, callback in self._callbacks.items():
-            for key, value in callback.state_dict().items():
+            for key, value in _get_state(name, callback).items():
                 if isinstance(value, ParameterState):
                     self._parameter_states[name, key] = self._check_parameter_state(name, key, value)
                 elif isinstance(value, Tensor):
@@ -83,10 +88,12 @@ class CallbackState:
         Tensors that a callback has replaced are copied. Raises CallbackError if their shapes have changed.
         """
         self.pending = pending or self.pending
-        values: dict[str, Any] = {}
+        values = self._plain_values
         for name, callback in self._callbacks.items():
+            if callback in self._dropped:  # keeps the state of the step before, on all ranks
+                continue
             values[name] = {}
-            for key, value in callback.state_dict().items():
+            for key, value in _get_state(name, callback).items():
                 if isinstance(value, ParameterState):
                     self._copy_parameter_state(name, key, value)
                 elif isinstance(value, Tensor):
@@ -95,6 +102,17 @@ class CallbackState:
                     values[name][key] = _check_plain(f"{name}.{key}", value)
         if self._callbacks:
             self._write_values({"callbacks": values, "pending": self._pending_to_json()})
+
+    def sync(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Give all ranks the replicated state of rank 0. Collective. Call before `restore`.
+
+        At a fault, one rank can have seen the end of an evaluation and another not.
+        """
+        if self._callbacks and group is not None:
+            for tensor in (self._values, *self._tensors.values()):
+                received = tensor.to(device)
+                dist.broadcast(received, group=group, group_src=0)
+                tensor.copy_(received)
 
     def restore(self) -> None:
         """Load the state into the callbacks. Call after the tensors have been filled.
@@ -108,7 +126,7 @@ class CallbackState:
             if name in saved.get("callbacks", {}):
                 tensors = {key: tensor for (owner, key), tensor in self._tensors.items() if owner == name}
                 states = {key: state for (owner, key), state in self._parameter_states.items() if owner == name}
-                callback.load_state_dict({**saved["callbacks"][name], **tensors, **states})
+                _load_state(name, callback, {**saved["callbacks"][name], **tensors, **states})
         self.capture()
 
     def get_outstanding_requests(self, step: int) -> CallbackRequests:
@@ -173,6 +191,20 @@ def _name_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
         count = sum(other.split("#")[0] == name for other in named)
         named[f"{name}#{count + 1}" if count else name] = callback
     return named
+
+
+def _get_state(name: str, callback: Callback) -> dict[str, Any]:
+    try:
+        return callback.state_dict()
+    except Exception as error:  # of any type: the code is the user's
+        raise CallbackError(f"callback {name}: state_dict failed: {type(error).__name__}: {error}") from error
+
+
+def _load_state(name: str, callback: Callback, state: dict[str, Any]) -> None:
+    try:
+        callback.load_state_dict(state)
+    except Exception as error:  # of any type: the code is the user's
+        raise CallbackError(f"callback {name}: load_state_dict failed: {type(error).__name__}: {error}") from error
 
 
 def _check_plain(label: str, value: Any) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.parallel.parallelize import ParallelModel, parallelize
@@ -35,6 +38,7 @@ class ScriptModels:
             if context.world_group is not None:
                 for tensor in (*module.parameters(), *module.buffers()):
                     dist.broadcast(tensor.detach(), 0)
+        _check_not_shared(models)
         self.parallel_models: list[ParallelModel] = []
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for module in models.values():
@@ -85,9 +89,24 @@ class ScriptModels:
         return taken
 
 
+def _check_not_shared(models: Mapping[str, nn.Module]) -> None:
+    """Raise ModelError if two models have a parameter in common: its gradient would be summed for each."""
+    owners: dict[nn.Parameter, str] = {}
+    for key, module in models.items():
+        for name, parameter in module.named_parameters():
+            if parameter in owners:
+                raise ModelError(
+                    f"attach: {key}.{name} is {owners[parameter]} too; attach a module that has both parts"
+                )
+            owners[parameter] = f"{key}.{name}"
+
+
 def _parallelize(
     module: nn.Module, plan: Mapping[str, str] | None, config: Config, context: ParallelContext
 ) -> ParallelModel:
+    if config.origin("train.dtype") in ("", AUTO):  # a script chooses its own types
+        config = copy(config)
+        config.train = replace(config.train, dtype="fp32")
     return parallelize(
         {0: module},
         config=config,
@@ -111,6 +130,15 @@ def _replace_parameters(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.P
         if any(parameter not in replaced for parameter in group["params"]):
             raise ModelError("attach: the optimizer has a parameter that the model does not have")
         group["params"] = [replaced[parameter] for parameter in group["params"]]
-    for parameter in [old for old, new in replaced.items() if old is not new]:
-        if optimizer.state.pop(parameter, None):
-            raise ModelError("attach: the optimizer has taken steps; attach it before its first step")
+    for old, new in replaced.items():
+        if old is not new and (state := optimizer.state.pop(old, None)):
+            optimizer.state[new] = {key: _replace_state(value, old, new) for key, value in state.items()}
+
+
+def _replace_state(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    """Return initial state for a sharded parameter. Raises ModelError for a tensor of different values."""
+    if not isinstance(value, Tensor) or value.shape != old.shape:
+        return value
+    if value.numel() and not bool((value == value.flatten()[0]).all()):
+        raise ModelError("attach: the optimizer has taken steps; attach it before its first step")
+    return torch.full_like(new.detach(), float(value.flatten()[0]) if value.numel() else 0.0)

@@ -28,6 +28,7 @@ class ScriptGenerators:
         self._seed, self._rank, self._group, self._device = seed, rank, group, device
         self.state = torch.zeros(_NUM_BYTES, dtype=torch.uint8)
         self._depth = 0
+        self.begin_step(0)
 
     def capture(self) -> None:
         """Take over the states of this rank's generators."""
@@ -46,11 +47,17 @@ class ScriptGenerators:
         if bool(self.state.any()):  # checkpoints of earlier versions have none
             unpack_generators(self.state)
 
+    def begin_step(self, step: int) -> None:
+        """Begin the streams of a step: this rank's own one, and that of the GPU."""
+        key = derive_seed(self._seed, "script", step, self._rank)
+        self._local_state = torch.Generator().manual_seed(key).get_state()
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(key)
+
     def isolate_forward(self, module: nn.Module) -> None:
         """Let forward passes of a module draw from this rank's own stream. A single rank has no other."""
         if self._group is None:
             return
-        self._local_state = torch.Generator().manual_seed(derive_seed(self._seed, "script", self._rank)).get_state()
         module.register_forward_pre_hook(lambda module, inputs: self._enter())
         module.register_forward_hook(lambda module, inputs, output: self._exit(), always_call=True)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
@@ -155,8 +156,16 @@ class ScriptState:
             },
         }
 
-    def restore(self) -> None:
-        """Load the state into optimizers and objects. Call after its tensors have been filled."""
+    def restore(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+        """Load the state into optimizers and objects. Call after its tensors have been filled.
+
+        Collective over `group`: all ranks take the non-tensor values of rank 0. At a fault, one rank can have finished
+        a step that another has not.
+        """
+        if group is not None:
+            received = self._plain_values.to(device)
+            dist.broadcast(received, group=group, group_src=0)
+            self._plain_values.copy_(received)
         saved = json.loads(bytes(self._plain_values.numpy()).rstrip(b"\0").decode())
         if "groups" in saved:  # of a version that had one optimizer and a scheduler
             saved = {"optimizers": {"": saved}, "objects": {"scheduler": saved["scheduler"]}}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import runpy
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.data.loader.sampler import derive_key
+from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext, init_process_groups
@@ -27,6 +29,7 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.errors import ModelError, RunFailedError
+from raytrain_hpc.observability.metrics import METRIC_KEYS
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
@@ -95,6 +98,7 @@ class ScriptTrainer:
         self._error: Exception | None = None
         self._is_attached = self.has_started = self._has_used_rows = False
         self._metrics: dict[str, float] = {}
+        self._num_batches_read = 0  # in this step
         self._exit_stack = ExitStack()  # of what `attach` opens
         self._step_timer = StepTimer()
         control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
@@ -168,7 +172,7 @@ class ScriptTrainer:
         store = CheckpointStore(Path(config.run.dir) / "checkpoints")
         restore_state(spec, context, state, memory_state, peer_info, store)
         if spec.start_step:
-            self._script_state.restore()
+            self._script_state.restore(context.world_group, self.device)
         replica_check = ReplicaCheck(state, context)
         replica_check.compare()
         self._snapshots = self._build_snapshots(state, peers, peer_info)
@@ -216,14 +220,14 @@ class ScriptTrainer:
         if self.has_started:
             raise ModelError("steps: called twice; a run has one training loop")
         self.has_started, self._step_timer = True, StepTimer()
-        if spec.start_step:
-            self._generators.restore()
-        else:  # a script need not seed them
-            self._generators.capture()
-            self._generators.sync()
+        self._generators.restore()
+        self._generators.capture()
+        self._generators.sync()  # a script need not seed them
         for step in range(spec.start_step, spec.end_step):
             self._step, self._totals, self._row_counts, self._metrics = step, None, [], {}
             self._control.set_phase("evaluating")  # code outside of `backward` may take minutes
+            self._generators.begin_step(step)
+            self._num_batches_read = 0
             yield step
             if self._totals is None:
                 raise ModelError(f"step {step}: backward was not called; call run.backward(loss), not loss.backward()")
@@ -246,6 +250,20 @@ class ScriptTrainer:
             self._row_counts, self._has_used_rows = [], False
         self._row_counts.append((len(rows), num_rows))
         return rows
+
+    @contextmanager
+    def seed_rows(self, rows: range) -> Iterator[Callable[[int], None]]:
+        """Yield a function that seeds the generators for a row of the next batch; restore them at the end.
+
+        A single rank draws from the shared generators, as the script does without a run.
+        """
+        if self.context.layout.world_size == 1:
+            yield lambda row: None
+            return
+        self._num_batches_read += 1
+        key = (self._config.run.seed, "script rows", self._step or 0, self._num_batches_read)
+        with restore_generators():
+            yield lambda row: seed_generators(derive_key(*key, row))
 
     def move_to_device(self, batch: Any) -> Any:
         """Return a batch of nested tensors on this rank's device."""
@@ -320,7 +338,9 @@ class ScriptTrainer:
             )
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the record of this step."""
+        """Add metrics to the record of this step. Raises ModelError for a key that the run writes itself."""
+        if reserved := [key for key in metrics if key in METRIC_KEYS and not key.startswith("val/")]:
+            raise ModelError(f"log: {reserved[0]} is written by the run itself; choose another key")
         self._metrics |= {str(key): float(value) for key, value in metrics.items()}
 
     def save(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +30,7 @@ class StepCompletion:
     evaluator: Evaluator | None  # None: the dataset has no validation split
     optimizer: Optimizer
     control: ControlChannel
+    undo_weight_exchange: Callable[[], None]  # if a callback has left the weights exchanged
 
     def add_last_evaluation(self, requests: CallbackRequests) -> CallbackRequests:
         """Return the requests, with an evaluation if a callback ends training and there is a validation split."""
@@ -69,6 +71,7 @@ class StepCompletion:
                 raise RunFailedError("an evaluation is due, but the dataset has no validation split")
             record |= self.evaluator.evaluate() or {}
         self.callbacks.run("post_eval", record)
+        self.undo_weight_exchange()
         return "val/loss" in record
 
     def _save(self, labels: tuple[str, ...]) -> float:

@@ -196,13 +196,17 @@ class Trainer:
         )
         callbacks.context.step = step
         callbacks.run("post_step", record)
-        requests = self.completion.add_last_evaluation(callbacks.agree_requests())
-        is_end = step == end_step or requests.stop
-        stop, pause = result.requests.stop and not is_end, result.requests.pause and not is_end
+        requests, is_end, pause = CallbackRequests(), step == end_step, result.requests.pause
+        try:
+            requests = self.completion.add_last_evaluation(callbacks.agree_requests())
+            is_end = is_end or requests.stop
+            pause = pause and not is_end
+        finally:  # also if another rank has failed: this one has finished the step
+            self.callback_state.capture(PendingRequests(step, requests))
+            self.snapshots.after_step(step, before_pause=pause)
+            self.control.record_commit(record)
+        stop = result.requests.stop and not is_end
         save = self.checkpointer.should_save(step) or result.requests.save or requests.save or is_end or stop
-        self.callback_state.capture(PendingRequests(step, requests))
-        self.snapshots.after_step(step, before_pause=pause)
-        self.control.record_commit(record)
         callbacks.run("post_commit", record)
         self._compute_phase = "training"
         if save:

@@ -36,6 +36,8 @@ def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
         memory_step=None,
         init_checkpoint=None,
         end_step=1,
+        callbacks=(),
+        start_metrics=None,
         pending_eval_metrics=None,
         has_pending_checkpoint=False,
         replication_pairs=(),

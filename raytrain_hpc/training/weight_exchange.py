@@ -34,6 +34,12 @@ class WeightExchange:
 
     def __post_init__(self) -> None:
         self._exchanged_kind: str | None = None
+        self._exchanged_tensors: ParameterState | None = None
+
+    def undo(self) -> None:
+        """Exchange back if a callback has left the weights exchanged. Call after an evaluation."""
+        if self._exchanged_tensors is not None:
+            self(self._exchanged_tensors)
 
     @torch.no_grad()
     def __call__(self, tensors: ParameterState) -> None:
@@ -51,6 +57,7 @@ class WeightExchange:
             weight.copy_(tensor)
             tensor.copy_(previous)
         self._exchanged_kind = None if self._exchanged_kind == kind else kind
+        self._exchanged_tensors = None if self._exchanged_kind is None else tensors
         live_state = self.state if self._exchanged_kind is None else _exchange_names(self.state, kind, tensors)
         self.snapshots.replace_live(self.context.step, live_state)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from importlib.metadata import EntryPoint
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 
 from raytrain_hpc import EMA, CallbackError, ConfigError, DriverCallback, KeepBest, start, train
+from raytrain_hpc.api import run_script
 from raytrain_hpc.callbacks import plugins
 from tests.callbacks.recording_callbacks import Counters
 from tests.warm_pool import make_small_config
 
-STEPS = 24
+STEPS = 60
 BASE = [f"train.steps={STEPS}", "train.micro_batch_size=2", "train.deterministic=elastic", "eval.interval=4"]
 
 
@@ -29,7 +32,7 @@ class WritingCounters(Counters):
     def post_step(self, metrics: dict[str, Any]) -> None:
         super().post_step(metrics)
         if (self.context.run_dir / "slow").exists():  # until workers have joined
-            time.sleep(0.4)
+            time.sleep(0.3)
 
     def close(self) -> None:
         state = {"start": self.start, "steps": self.num_steps, "losses": self.losses}
@@ -188,3 +191,35 @@ def test_packages_register_trackers_and_callbacks(monkeypatch: pytest.MonkeyPatc
     assert read_last_states(tmp_path)[0]["steps"] == 5
     with pytest.raises(ConfigError, match="logging.trackers='yours' .*no such name; known: mine"):
         train(make_small_config(tmp_path / "x", "cluster.workers=0", "logging.trackers=[yours]"), quiet=True)
+
+
+class DyingAfterTheUpdate(WritingCounters):
+    """Kill rank 1 in `post_step`: the other ranks have applied the update and wait for it."""
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        super().post_step(metrics)
+        marker = self.context.run_dir / "killed"
+        if (self.context.rank, self.context.step) == (1, 6) and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("words", [["cluster.workers=3"], ["cluster.workers=3", "parallel.zero=3"]])
+def test_a_rank_that_dies_between_the_update_and_the_commit_costs_no_step(
+    undisturbed: Any, tmp_path: Path, words: list[str]
+) -> None:
+    config = make_small_config(tmp_path, *BASE, *words, "checkpoint.interval=0")
+    train(config, callbacks=[DyingAfterTheUpdate(), EMA(0.9), KeepBest()], quiet=True)
+    (incident,) = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["kind"], incident["steps_lost"]) == ("died", 0)
+    expected = read_last_states(undisturbed[0])[0]
+    for state in read_last_states(tmp_path):
+        assert all(state[key] == expected[key] for key in ("steps", "losses", "histogram"))
+    assert read_curve(tmp_path) == read_curve(undisturbed[0])
+
+
+def test_a_script_takes_no_callbacks_for_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    config = make_small_config(tmp_path / "run", "cluster.workers=0", "train.callbacks=[ema]")
+    with pytest.raises(ConfigError, match=r"train.callbacks=\['ema'\].*a script has its own loop"):
+        run_script(config, tmp_path / "script.py", quiet=True)

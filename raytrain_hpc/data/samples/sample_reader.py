@@ -42,7 +42,7 @@ class SampleReader:
 
     def read(self, samples: Ints, indexes: Ints) -> Any:
         """Return the batch of the samples at `indexes`. Generators of this process keep their state."""
-        with _restore_generators():
+        with restore_generators():
             return self._read(samples, indexes)
 
     def __getitems__(self, keys: Sequence[tuple[Ints, Ints]]) -> list[Any]:
@@ -52,7 +52,7 @@ class SampleReader:
     def _read(self, samples: Ints, indexes: Ints) -> Any:
         rows = []
         for sample, index in zip(samples.tolist(), indexes.tolist(), strict=True):
-            _seed_generators(derive_key(self._seed, self._name, sample))
+            seed_generators(derive_key(self._seed, self._name, sample))
             rows.append(self._dataset[index])
         if self._collate is not None:
             return self._collate(rows)
@@ -61,14 +61,15 @@ class SampleReader:
         return default_collate(rows)
 
 
-def _seed_generators(key: int) -> None:
+def seed_generators(key: int) -> None:
+    """Seed the generators of `random`, NumPy and torch (CPU)."""
     random.seed(key)
     np.random.seed(key % 2**32)
     torch.default_generator.manual_seed(key)
 
 
 @contextmanager
-def _restore_generators() -> Iterator[None]:
+def restore_generators() -> Iterator[None]:
     """Restore the generators of this process at the end of the context: the model's dropout draws from them."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:

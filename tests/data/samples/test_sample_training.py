@@ -167,7 +167,7 @@ def test_wrong_loss_is_named(tmp_path: Path, value: Any) -> None:
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     config = make_small_config(tmp_path, "cluster.workers=0")
-    with pytest.raises(ModelError, match="dataset: the built-in decoder trains on token shards"):
+    with pytest.raises(ModelError, match="the built-in decoder trains on token shards"):
         train(config, dataset=[1, 2], quiet=True)
     with pytest.raises(ModelError, match="belong to a dataset"):
         train(config, model=image_task.build, loss=image_task.loss, val_dataset=[1], quiet=True)
