@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def test_trials_in_one_process_have_the_cpus_of_this_machine(monkeypatch: pytest
 
 def test_trials_share_the_running_cluster(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    deadline = time.monotonic() + 30  # Ray releases the CPUs of an earlier test's actors when they have ended
+    while ray.available_resources().get("CPU", 0) < 8 and time.monotonic() < deadline:
+        time.sleep(0.1)
     words = [*SMALL_OVERRIDES, "cluster.workers=4", f"run.dir={tmp_path}"]
     done = CliRunner().invoke(main, ["sweep", *words, "--over", "optimizer.lr=1e-3,1e-2"])
     assert done.exit_code == 0, done.output

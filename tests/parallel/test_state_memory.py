@@ -18,7 +18,7 @@ from raytrain_hpc.planner.activation_memory import compute_layer_bytes_per_token
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
-from raytrain_hpc.training.forward_backward import Batch
+from raytrain_hpc.training.train_module import Batch
 from tests.parallel.layout_run import GPT2, LLAMA
 from tests.warm_pool import WarmPool, make_small_config
 
