@@ -128,7 +128,7 @@ def measure_activations(trainer: Any) -> int:
     with tracker:
         output = train_module.forward(module, batch.inputs, 0, batch)
         num_bytes = wait_for_stable_bytes(tracker)
-    train_module.loss(output, batch.targets).backward()  # so that no rank is left waiting for its peers
+    train_module.loss(output, batch)[0].backward()  # so that no rank is left waiting for its peers
     return num_bytes
 
 
