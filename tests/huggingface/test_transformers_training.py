@@ -16,6 +16,7 @@ from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.model.transformers_model import check_document_isolation, run_causal_lm
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.train_module import Batch
+from tests.callbacks.test_built_in_callbacks import read_tensors
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 20
@@ -117,6 +118,11 @@ def test_every_layout_has_the_losses_of_a_plain_transformers_loop(
     tokens = torch.arange(24).view(2, 12)
     logits = exported(tokens).logits
     assert not torch.allclose(logits, initial(tokens).logits, atol=1e-3)
+    trained = AutoModelForCausalLM.from_config(FAMILIES[family])
+    missing = trained.load_state_dict(read_tensors(tmp_path / "run", STEPS, "model."), strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}  # tied to the embedding
+    trained.tie_weights()
+    assert torch.equal(trained.eval()(tokens).logits, exported.eval()(tokens).logits)
     assert AutoConfig.from_pretrained(tmp_path / "out").to_dict().keys() == initial.config.to_dict().keys()
 
 
