@@ -11,7 +11,7 @@ Started with plain `python`, the same script trains in one process as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_hpc.errors import ModelError
@@ -32,7 +32,7 @@ class ScriptRun:
     """Handle of a training script to its run, returned by `attach`. Without a run, it represents a single process."""
 
     def __init__(self, rank: ScriptRank | None):
-        self._rank, self._num_loaders = rank, 0
+        self._rank, self._num_loaders, self._loss = rank, 0, 0.0
 
     @property
     def device(self) -> torch.device:
@@ -51,6 +51,14 @@ class ScriptRun:
         """Number of ranks; 1 without a run."""
         return 1 if self._rank is None else self._rank.world_size
 
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch in the current step, the `train/loss` of its record.
+
+        Summed over the calls of `backward`, and over loops over `microbatches` that are complete.
+        """
+        return self._loss if self._rank is None else self._rank.loss
+
     def steps(self, count: int | None = None) -> Iterator[int]:
         """Yield the numbers of the remaining steps, starting at 0 in a new run. `count` must equal train.steps.
 
@@ -64,7 +72,9 @@ class ScriptRun:
             return
         if count is None:
             raise ModelError("steps: count is missing; without a run there is no train.steps to take it from")
-        yield from range(count)
+        for step in range(count):
+            self._loss = 0.0
+            yield step
 
     def loader(self, source: Any) -> Iterator[Any]:
         """Return an endless iterator over the batches of a torch DataLoader, or of a function that draws a batch.
@@ -102,7 +112,35 @@ class ScriptRun:
         if self._rank is not None:
             return self._rank.backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
+        self._loss += float(loss.detach())
         return loss.detach()
+
+    def microbatches(self, batch: Batch) -> Iterator[Batch]:
+        """Yield parts of `train.micro_batch_size` rows of this rank's rows. Call `backward` once for each.
+
+        `batch`: what `local_batch` or `loader` has returned. `backward` then takes the mean loss over the rows of the
+        part and returns it; after the loop, the gradients are those of the mean over the global batch. With
+        `train.deterministic=elastic` they are added in a fixed order, and the generators of torch, NumPy and `random`
+        are seeded for each microbatch: any number of ranks computes the same bits. Without a run, yields the batch.
+        """
+        if self._rank is None:
+            yield batch
+            return
+        for rows in self._rank.iter_microbatches(_count_rows(batch)):
+            microbatch: Batch = _slice_rows(batch, rows, self._rank.device)
+            yield microbatch
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the gradients of `parameters` so that their norm is at most `max_norm`. Return the norm before.
+
+        Like `torch.nn.utils.clip_grad_norm_`, but with the same bits on any number of ranks with
+        `train.deterministic=elastic`, under ZeRO too.
+        """
+        if self._rank is not None:
+            return self._rank.clip_grad_norm(parameters, max_norm)
+        import torch
+
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to this step's line in metrics.jsonl. Call on all ranks or on the main process."""

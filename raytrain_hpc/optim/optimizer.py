@@ -23,6 +23,15 @@ def get_local_slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
     return {name: to_local(parameter).detach() for name, parameter in parameters.items()}
 
 
+def get_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return this rank's slice of each gradient. Parameters that the loss did not reach have none."""
+    return {  # a rank may hold no row of a small tensor
+        name: to_local(parameter.grad)
+        for name, parameter in parameters.items()
+        if parameter.grad is not None and to_local(parameter).numel()
+    }
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters that are updated with the same factor of the learning rate and the same weight decay."""
@@ -88,11 +97,7 @@ class Optimizer:
 
     def get_gradients(self) -> dict[str, Tensor]:
         """Return this rank's slice of each gradient. Parameters that the loss did not reach have none."""
-        return {  # a rank may hold no row of a small tensor
-            name: to_local(parameter.grad)
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None and to_local(parameter).numel()
-        }
+        return get_gradients(self._parameters)
 
     def step(self, lr: float) -> None:
         """Update every slice with its gradient, then drop the gradients."""

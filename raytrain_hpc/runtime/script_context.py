@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,6 +55,16 @@ class ScriptRank(Protocol):
 
     def backward(self, loss: Tensor) -> Tensor:
         """Compute gradients of the mean loss over all ranks."""
+
+    def iter_microbatches(self, num_local_rows: int) -> Iterator[slice]:
+        """Yield the rows of the microbatches that this rank's rows are split into."""
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale gradients down to a norm of at most `max_norm`, and return the norm before."""
+
+    @property
+    def loss(self) -> float:
+        """Loss of the step so far."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the record of this step."""

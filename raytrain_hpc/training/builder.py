@@ -44,11 +44,12 @@ from raytrain_hpc.training.loss_reduction import LossReducer
 from raytrain_hpc.training.model_builder import (
     build_forward_backward,
     build_model,
+    build_running_statistics,
     build_train_module,
-    list_running_statistics,
 )
 from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.optimizer_builder import build_optimizer, check_group_patterns, connect_optimizer
+from raytrain_hpc.training.running_statistics import RunningStatistics
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from raytrain_hpc.training.state_builder import (
@@ -63,7 +64,6 @@ from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics
 from raytrain_hpc.training.timers import PhaseTimer
-from raytrain_hpc.training.train_module import TrainModule
 from raytrain_hpc.training.trainer import PendingWork, Trainer
 from raytrain_hpc.training.weight_exchange import WeightExchange
 
@@ -124,7 +124,8 @@ def _build_with_callbacks(
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
     timers, emit = PhaseTimer(context.device), control.emit if context.rank == 0 else _ignore_record
-    model_step = build_forward_backward(train_module, model, spec, context, timers, control.emit)
+    running_statistics = build_running_statistics(train_module, model, spec, context)
+    model_step = build_forward_backward(train_module, model, spec, context, timers, running_statistics, control.emit)
     evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
     add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
@@ -136,7 +137,7 @@ def _build_with_callbacks(
         loader,
         model_step,
         LossReducer(context, spec.batching),
-        _build_model_update(spec, train_module, model, optimizer, peer_info, context),
+        _build_model_update(spec, model, optimizer, peer_info, context, running_statistics),
         _build_step_guard(spec, recent_losses, rollback, emit),
         snapshots,
         checkpointer,
@@ -242,11 +243,11 @@ def _has_expert_bias(spec: WorkerSpec) -> bool:
 
 def _build_model_update(
     spec: WorkerSpec,
-    train_module: TrainModule,
     model: ParallelModel,
     optimizer: Optimizer,
     peer_info: PeerInfo,
     context: ParallelContext,
+    running_statistics: RunningStatistics,
 ) -> ModelUpdate:
     is_elastic, indexes = spec.config.train.deterministic == "elastic", peer_info.destination_indexes
     check_group_patterns(spec, indexes)
@@ -255,9 +256,8 @@ def _build_model_update(
         optimizer,
         LearningRate(spec.config, spec.lr_schedule),
         build_gradient_norm(model, indexes, context, exact=is_elastic),
-        list_running_statistics(train_module, model),
+        running_statistics,
         spec.config.train.max_grad_norm,
-        context.world_group,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.parallel.precision import autocast
+from raytrain_hpc.training.running_statistics import RunningStatistics
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import AnyBatch, TrainModule
 
@@ -40,6 +41,7 @@ class LocalForwardBackward:
     dtype: str
     device: torch.device
     timers: PhaseTimer
+    running_statistics: RunningStatistics
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.train`."""
@@ -47,6 +49,7 @@ class LocalForwardBackward:
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         for number in range(num_microbatches):
             batch = read_batch(number)
+            self.running_statistics.pre_microbatch()
             with self.timers.phase("forward"), autocast(self.dtype, self.device):
                 output = self.train_module.forward(module, batch.inputs, step, batch)
                 loss, count = self.train_module.loss(output, batch)
@@ -55,6 +58,7 @@ class LocalForwardBackward:
                 self.model.gradient_sync.backward_context(0, number, is_last=number == num_microbatches - 1),
             ):
                 (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
+            self.running_statistics.post_microbatch(number)
             record_loss(sums[number], loss, count, batch)
             del output, loss  # free the logits, the largest tensors, before the next microbatch
         with self.timers.phase("communication"):

@@ -24,6 +24,7 @@ from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.training.forward_backward import ForwardBackward, LocalForwardBackward
 from raytrain_hpc.training.pipeline_forward_backward import PipelineForwardBackward, TimelineReporter
+from raytrain_hpc.training.running_statistics import RunningStatistics
 from raytrain_hpc.training.state_builder import ParameterSlice
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainModule, SampleTrainModule, TrainModule
@@ -86,6 +87,7 @@ def build_forward_backward(
     spec: WorkerSpec,
     context: ParallelContext,
     timers: PhaseTimer,
+    running_statistics: RunningStatistics,
     emit: Callable[[Record], None],
 ) -> ForwardBackward:
     """Return the forward and backward passes over a step's microbatches, through a pipeline if there is one.
@@ -97,7 +99,7 @@ def build_forward_backward(
         check_document_isolation(model.modules[0], context.device, spec.config.model.hf)
         model.gradient_sync.free_gathered_weights()
     if context.stage_groups is None or not isinstance(train_module, DecoderTrainModule):
-        return LocalForwardBackward(train_module, model, dtype, context.device, timers)
+        return LocalForwardBackward(train_module, model, dtype, context.device, timers, running_statistics)
     pipeline = Pipeline(spec.layout.pipeline, context.coordinates["pp"], context.stage_groups)
     residual_shape = (len(train_module.shard_positions), spec.model_spec.hidden_size)
     timeline = TimelineReporter(context.rank, spec.config.logging.pipeline_timeline_interval, emit)
@@ -107,10 +109,14 @@ def build_forward_backward(
     )
 
 
-def list_running_statistics(train_module: TrainModule, model: ParallelModel) -> list[torch.Tensor]:
+def build_running_statistics(
+    train_module: TrainModule, model: ParallelModel, spec: WorkerSpec, context: ParallelContext
+) -> RunningStatistics:
     """Return the buffers that depend on the data a rank saw: those of a user's module. A decoder has none."""
     modules = () if isinstance(train_module, DecoderTrainModule) else model.modules.values()
-    return [buffer for module in modules for buffer in module.buffers()]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    is_elastic = spec.config.train.deterministic == "elastic"
+    return RunningStatistics(buffers, context.world_group, is_elastic=is_elastic)
 
 
 def _init_weights(train_module: TrainModule, model: ParallelModel, name_part: str) -> None:

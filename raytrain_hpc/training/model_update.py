@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.optim.grad_norm import GradientNorm
 from raytrain_hpc.optim.lr_scheduler import LearningRate
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.torch_private import foreach_mul_
+from raytrain_hpc.training.running_statistics import RunningStatistics
 
 
 @dataclass
 class ModelUpdate:
     """Update of this rank's part of the model from the gradients of a step.
 
-    `buffers`: running statistics of a user's module, which each rank computes from the data it saw.
-    `max_grad_norm`: limit of the global gradient norm; 0 disables clipping. `world_group`: all ranks; None if single.
+    `max_grad_norm`: limit of the global gradient norm; 0 disables clipping.
     """
 
     optimizer: Optimizer
     learning_rate: LearningRate
     gradient_norm: GradientNorm
-    buffers: list[Tensor]
+    running_statistics: RunningStatistics
     max_grad_norm: float
-    world_group: dist.ProcessGroup | None
     gradient_nbytes: int = field(default=0, init=False)  # of this rank's gradients, at the last clipping
 
     def clip_gradients(self, num_tokens: Tensor) -> Tensor:
@@ -50,7 +48,5 @@ class ModelUpdate:
         self.optimizer.step(self.learning_rate(step))
 
     def sync_buffers(self) -> None:
-        """Broadcast running statistics from rank 0. Call once per step, after the backward passes."""
-        if self.world_group is not None:
-            for buffer in self.buffers:
-                dist.broadcast(buffer, group=self.world_group, group_src=0)
+        """Make running statistics equal on all ranks. Call once per step, after the backward passes."""
+        self.running_statistics.sync()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
 from raytrain_hpc.state.keyed_rng import derive_seed
 
 _TORCH_BYTES = 5056  # torch's CPU generator
@@ -60,6 +63,24 @@ class ScriptGenerators:
             return
         module.register_forward_pre_hook(lambda module, inputs: self._enter())
         module.register_forward_hook(lambda module, inputs, output: self._exit(), always_call=True)
+
+    @contextmanager
+    def isolate_microbatches(self, *, enabled: bool) -> Iterator[Callable[[int, int, int], None]]:
+        """Yield a function that seeds the generators for a microbatch; restore them at the end.
+
+        Its arguments are the step, the number of the loop over microbatches in the step, and that of the microbatch.
+        """
+        if not enabled:
+            yield lambda step, loop, microbatch: None
+            return
+        with restore_generators():
+            yield self._seed_microbatch
+
+    def _seed_microbatch(self, step: int, loop: int, microbatch: int) -> None:
+        key = derive_seed(self._seed, "script microbatch", step, loop, microbatch)
+        seed_generators(key)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(key)
 
     def _enter(self) -> None:
         self._depth += 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
+from raytrain_hpc.training.script_models import name_parameters
 from raytrain_hpc.training.state_loader import GENERATORS
 
 _PLAIN_VALUES_BYTES = 1 << 18  # capacity for non-tensor state: of parameter groups, of parameters, of the scheduler
@@ -35,11 +36,7 @@ class ScriptState:
         objects: Mapping[str, Any],
     ):
         self._models, self._optimizers, self.objects = models, optimizers, dict(objects)
-        self.parameters: dict[str, nn.Parameter] = {
-            f"{_prefix(key)}{name}": parameter
-            for key, model in models.items()
-            for name, parameter in model.named_parameters()
-        }
+        self.parameters = name_parameters(models)
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in optimizers.values():
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -87,10 +84,6 @@ class ScriptState:
     def lr(self) -> float:
         """Learning rate of the first parameter group of the first optimizer."""
         return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
-
-    def list_buffers(self) -> list[Tensor]:
-        """Return all buffers of the models."""
-        return [buffer for model in self._models.values() for buffer in model.buffers()]
 
     def to_sharded_state(self, generators: Tensor) -> ShardedState:
         """Return this rank's part of the state. `generators`: the states of random generators."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.checkpoint.store import CheckpointStore
@@ -24,7 +22,7 @@ from raytrain_hpc.data.loader.sampler import derive_key
 from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
-from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext, init_process_groups
+from raytrain_hpc.distributed.process_groups import ParallelContext, init_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.state_partition import compute_state_partition
@@ -34,10 +32,13 @@ from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
+from raytrain_hpc.state.keyed_rng import derive_seed
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.sample_loader import move_content
+from raytrain_hpc.training.script_backward import ScriptBackward, ScriptLoss, StepTotals
+from raytrain_hpc.training.script_batches import ScriptBatches
 from raytrain_hpc.training.script_models import ScriptModels
 from raytrain_hpc.training.script_random import ScriptGenerators
 from raytrain_hpc.training.script_state import ScriptState
@@ -65,13 +66,6 @@ class _SaveRequest:
         self.step = state["step"]
 
 
-class _ScriptLoss:
-    """Identity applied to the script's loss, so that injected faults can replace it."""
-
-    def loss(self, output: Tensor, batch: None) -> tuple[Tensor, int]:
-        return output, 1
-
-
 class ScriptTrainer:
     """One rank of a run that trains a user's script."""
 
@@ -91,12 +85,12 @@ class ScriptTrainer:
         )
         self._emit = control.emit
         self._callbacks = build_callback_list(spec, self.context, control, can_evaluate=False)
-        self._script_loss, self._grad_norm, self._row_counts = _ScriptLoss(), 0.0, [(1, 1)]
+        self._is_elastic = spec.config.train.deterministic == "elastic"
+        self._batches = ScriptBatches(spec.layout, rank, spec.batching, is_elastic=self._is_elastic)
         self._outcome: TrainOutcome | None = None
         self._step: int | None = None
-        self._totals: list[float] | None = None
         self._error: Exception | None = None
-        self._is_attached = self.has_started = self._has_used_rows = False
+        self._is_attached = self.has_started = False
         self._metrics: dict[str, float] = {}
         self._num_batches_read = 0  # in this step
         self._exit_stack = ExitStack()  # of what `attach` opens
@@ -124,6 +118,7 @@ class ScriptTrainer:
             raise TypeError("ScriptTrainer needs a WorkerSpec whose `custom` is a Script")
         token, argv_and_path = CURRENT_RANK.set(self), (sys.argv, sys.path)
         sys.argv, sys.path = [script.path, *script.arguments], [str(Path(script.path).parent), *sys.path]
+        seed_generators(derive_seed(self._config.run.seed, "script"))  # a script need not seed them
         try:
             runpy.run_path(script.path, run_name="__main__")
         except _ScriptExit:
@@ -135,7 +130,7 @@ class ScriptTrainer:
         finally:
             sys.argv, sys.path = argv_and_path
             CURRENT_RANK.reset(token)
-        if self._outcome is None and self._step == self._spec.end_step - 1 and self._totals is not None:
+        if self._outcome is None and self._step == self._spec.end_step - 1 and self._backward.totals is not None:
             self._commit(self._step + 1)  # the script has left its loop in the last step
             self._outcome = "done"
         if self._outcome is None:
@@ -156,13 +151,12 @@ class ScriptTrainer:
             raise ModelError("attach: called twice; pass several models and optimizers as dicts to one call")
         self._is_attached = True
         spec, config, context = self._spec, self._config, self.context
-        self._models = ScriptModels(models, optimizers, plan, config, context)
+        self._models = ScriptModels(models, optimizers, plan, config, context, spec.batching)
         self._save_request = _SaveRequest()
         self._script_state = ScriptState(models, optimizers, {**objects, "save request": self._save_request})
         self._generators = ScriptGenerators(config.run.seed, context.rank, context.world_group, self.device)
-        for module in models.values():
+        for module in () if self._is_elastic else models.values():  # `microbatches` seeds them for each microbatch
             self._generators.isolate_forward(module)
-        self._buffers = self._script_state.list_buffers()
         state = self._script_state.to_sharded_state(self._generators.state)
         memory_state = ShardedState()
         if self._snapshot_store is not None and spec.memory_step is not None:
@@ -171,6 +165,7 @@ class ScriptTrainer:
         peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
         store = CheckpointStore(Path(config.run.dir) / "checkpoints")
         restore_state(spec, context, state, memory_state, peer_info, store)
+        self._models.connect(peer_info.destination_indexes)
         if spec.start_step:
             self._script_state.restore(context.world_group, self.device)
         replica_check = ReplicaCheck(state, context)
@@ -187,8 +182,21 @@ class ScriptTrainer:
             self._control.emit,
             last_time=spec.last_checkpoint_time,
         )
+        script_loss = ScriptLoss()
+        self._backward = ScriptBackward(
+            context,
+            self._models,
+            self._batches,
+            self._generators,
+            self._callbacks,
+            self._snapshots,
+            self._checkpointer,
+            self._control,
+            script_loss,
+            self._is_elastic,
+        )
         on_verified = self._snapshots.mark_verified
-        add_common_callbacks(self._callbacks, spec, self._script_loss, state, replica_check, on_verified)
+        add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified)
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(lambda *arguments: self._snapshots.before_update())
         self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
@@ -199,7 +207,7 @@ class ScriptTrainer:
 
     def _build_snapshots(self, state: ShardedState, peers: SnapshotPeers, peer_info: PeerInfo) -> SnapshotManager:
         spec = self._spec
-        suffices = max(compute_state_partition(spec.layout)) == 0 and not self._buffers
+        suffices = max(compute_state_partition(spec.layout)) == 0 and not self._models.running_statistics.buffers
         replicator = peers.create_replicator(peer_info)
         snapshots = SnapshotManager(self._config, self._snapshot_store, state, suffices, replicator, lambda: None)
         attached = peers.attach_snapshots(peer_info, self._control.log)
@@ -222,14 +230,15 @@ class ScriptTrainer:
         self.has_started, self._step_timer = True, StepTimer()
         self._generators.restore()
         self._generators.capture()
-        self._generators.sync()  # a script need not seed them
+        self._generators.sync()
         for step in range(spec.start_step, spec.end_step):
-            self._step, self._totals, self._row_counts, self._metrics = step, None, [], {}
+            self._step, self._metrics = step, {}
+            self._backward.begin_step(step)
             self._control.set_phase("evaluating")  # code outside of `backward` may take minutes
             self._generators.begin_step(step)
             self._num_batches_read = 0
             yield step
-            if self._totals is None:
+            if self._backward.totals is None:
                 raise ModelError(f"step {step}: backward was not called; call run.backward(loss), not loss.backward()")
             stopped, paused = self._commit(step + 1)
             if stopped or paused:
@@ -241,23 +250,17 @@ class ScriptTrainer:
         self._control.set_phase("idle")  # code after the loop has no time limit
 
     def get_local_rows(self, num_rows: int) -> range:
-        """Return the rows of a batch that this rank computes. Raises ModelError if there are fewer rows than ranks."""
-        dp_size, dp_rank = self.context.layout.dp_size, self.context.layout.get_dp_rank(self.context.rank)
-        if num_rows < dp_size:
-            raise ModelError(f"local_batch: a batch of {num_rows} rows for {dp_size} ranks; every rank needs one")
-        rows = range(dp_rank * num_rows // dp_size, (dp_rank + 1) * num_rows // dp_size)
-        if self._has_used_rows:  # the rows of another backward pass
-            self._row_counts, self._has_used_rows = [], False
-        self._row_counts.append((len(rows), num_rows))
-        return rows
+        """Return the rows of a batch that this rank computes. Raises ModelError if it cannot be divided."""
+        return self._batches.take_rows(num_rows)
 
     @contextmanager
     def seed_rows(self, rows: range) -> Iterator[Callable[[int], None]]:
         """Yield a function that seeds the generators for a row of the next batch; restore them at the end.
 
-        A single rank draws from the shared generators, as the script does without a run.
+        A single rank draws from the shared generators, as the script does without a run, unless it must draw as
+        several ranks do (train.deterministic=elastic).
         """
-        if self.context.layout.world_size == 1:
+        if self.context.layout.world_size == 1 and not self._is_elastic:
             yield lambda row: None
             return
         self._num_batches_read += 1
@@ -274,68 +277,48 @@ class ScriptTrainer:
 
         An error ends the script, so that the run can recover.
         """
-        weight = self._get_loss_weight()
+        self._check_started("backward")
+        with self._exit_on_error():
+            return self._backward.run(loss)
+
+    def iter_microbatches(self, num_local_rows: int) -> Iterator[slice]:
+        """Yield the rows of this rank's microbatches; see `script.ScriptRun.microbatches`. Errors as in `backward`."""
+        self._check_started("microbatches")
+        rows = self._backward.iter_microbatches(num_local_rows)
+        while True:
+            with self._exit_on_error():
+                current = next(rows, None)
+            if current is None:
+                return
+            yield current
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip gradients by their norm over all ranks; see `script.ScriptRun.clip_grad_norm_`."""
+        self._check_started("clip_grad_norm_")
+        with self._exit_on_error():
+            return self._models.clip_grad_norm(parameters, max_norm)
+
+    @property
+    def loss(self) -> float:
+        """Loss of the step so far; 0 before the first pass of a step is complete."""
+        totals = self._backward.totals if self._step is not None else None
+        return 0.0 if totals is None else totals.loss
+
+    def _check_started(self, name: str) -> None:
+        """Raise ModelError outside of the steps."""
+        if self._step is None:
+            raise ModelError(f"{name}: called outside of the steps of run.steps()")
+
+    @contextmanager
+    def _exit_on_error(self) -> Iterator[None]:
+        """End the script on an error, which it must not catch. Mistakes in the script are raised in it."""
         try:
-            return self._backward(loss, weight)
+            yield
+        except ModelError:
+            raise
         except Exception as error:
             self._error = error
             raise _ScriptExit from error
-
-    def _get_loss_weight(self) -> float:
-        """Return the weight of this rank's mean loss in that of all rows. Raises ModelError if it is unknown."""
-        if self._step is None:
-            raise ModelError("backward: called outside of the steps of run.steps()")
-        if self.context.layout.world_size == 1:
-            return 1.0
-        if not self._row_counts:
-            raise ModelError(
-                f"step {self._step}: every rank has the whole batch; take this rank's rows with run.local_batch(batch) "
-                "or run.loader(dataloader)"
-            )
-        weights = {num_local_rows / num_rows for num_local_rows, num_rows in self._row_counts}
-        if len(weights) > 1:
-            raise ModelError(
-                f"step {self._step}: local_batch was called with batches of different sizes before one backward pass"
-            )
-        self._row_counts = self._row_counts[-1:]  # further backward passes of these rows have the same weight
-        self._has_used_rows = True
-        return weights.pop()
-
-    def _backward(self, loss: Tensor, weight: float) -> Tensor:
-        step, is_first = self._step or 0, self._totals is None
-        if is_first:
-            self._callbacks.context.step = step
-            self._callbacks.run("pre_step")
-        weighted_loss = self._script_loss.loss(loss, None)[0] * weight
-        self._snapshots.wait_for_copies()
-        control, save = self._control, self._checkpointer.is_time_due()
-        requests = (float(control.stop_requested), float(control.pause_requested), float(save))
-        sums = torch.tensor([float(weighted_loss.detach()), *requests], dtype=torch.float64, device=self.device)
-        if self.context.world_group is not None:  # all ranks wait here for the slowest; stalls are timed from here on
-            dist.all_reduce(sums, group=self.context.world_group)
-        self._control.set_phase("training")
-        with self._models.sync_gradients():
-            weighted_loss.backward()  # type: ignore[no-untyped-call]
-        if is_first:
-            self._callbacks.run("post_forward_backward")
-        if self.context.world_group is not None:
-            for buffer in self._buffers:  # running statistics: all ranks take those of rank 0
-                dist.broadcast(buffer, 0)
-        self._checkpointer.wait_for_staging()
-        if self._control.is_aborted:
-            raise GenerationAbortedError("collectives were aborted")
-        self._grad_norm = self._models.compute_grad_norm()
-        self._control.set_phase("evaluating")
-        self._add_totals(sums.tolist())
-        return sums[0].to(loss.dtype)
-
-    def _add_totals(self, totals: list[float]) -> None:
-        """Add the loss of a backward pass to that of the step, and keep the newest requests."""
-        self._totals = totals if self._totals is None else [self._totals[0] + totals[0], *totals[1:]]
-        if not isfinite(self._totals[0]):
-            raise RunFailedError(
-                f"step {(self._step or 0) + 1}: the loss is {self._totals[0]}; a step of a script cannot be recomputed"
-            )
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the record of this step. Raises ModelError for a key that the run writes itself."""
@@ -349,10 +332,10 @@ class ScriptTrainer:
 
     def _commit(self, step: int) -> tuple[bool, bool]:
         """Commit a step. Return whether the run stops after it, and whether the generation pauses."""
-        loss, stop, pause, save = self._totals or [0.0] * 4
+        totals = self._backward.totals or StepTotals()
         before_end = step < self._spec.end_step
-        stopped, paused = stop > 0 and before_end, pause > 0 and before_end
-        record = self._build_metrics(step, loss, self._step_timer.end_step()) | self._metrics
+        stopped, paused = totals.stop and before_end, totals.pause and before_end
+        record = self._build_metrics(step, totals.loss, self._step_timer.end_step()) | self._metrics
         self._callbacks.context.step = step
         self._callbacks.run("post_step", record)
         self._generators.capture()
@@ -365,7 +348,7 @@ class ScriptTrainer:
             self._script_state.capture()
             self._snapshots.after_step(step, before_pause=paused)
             self._control.record_commit(record)
-        should_save = self._checkpointer.should_save(step) or save > 0 or not before_end or stopped or requested
+        should_save = self._checkpointer.should_save(step) or totals.save or not before_end or stopped or requested
         self._callbacks.run("post_commit", record)
         if should_save:
             self._callbacks.run("pre_checkpoint_saved")
@@ -377,12 +360,12 @@ class ScriptTrainer:
         return stopped, paused
 
     def _build_metrics(self, step: int, loss: float, seconds: float) -> Record:
-        world_size, num_rows = self.context.layout.world_size, self._row_counts[0][1] if self._row_counts else 1
+        world_size, num_rows = self.context.layout.world_size, self._batches.num_rows
         return {
             "step": step,
             "train/loss": loss,
             "train/lr": self._script_state.lr,
-            "train/grad_norm": self._grad_norm,
+            "train/grad_norm": self._backward.grad_norm,
             "train/tokens": step * num_rows,
             "throughput/tokens_per_sec": num_rows / seconds,
             "throughput/tokens_per_sec_per_device": num_rows / seconds / world_size,

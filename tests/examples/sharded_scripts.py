@@ -151,3 +151,45 @@ PLAIN_PREFETCHING_PARTS = {
     "attach": "batch = get_batch()",
     "batch": "batch\n        batch = get_batch()",
 }
+
+ELASTIC = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import raytrain_hpc as rt
+
+class Noisy:
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return x + 0.1 * torch.randn(6) + 0.1 * random.random() + 0.1 * np.random.rand(), x.sum()
+
+model = nn.Sequential(
+    nn.Linear(6, 13), nn.BatchNorm1d(13), nn.Dropout(0.2), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 1)
+)
+critic = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
+optimizers = {
+    "model": torch.optim.AdamW(model.parameters(), 1e-2),
+    "critic": torch.optim.SGD(critic.parameters(), 1e-2, momentum=0.9),
+}
+run = rt.attach({"model": model, "critic": critic}, optimizers)
+for step, batch in zip(run.steps(9), run.loader(DataLoader(Noisy(), batch_size=12, shuffle=True, drop_last=True))):
+    for x, y in run.microbatches(batch):
+        run.backward((model(x + 0.1 * torch.randn(x.shape)).squeeze(1) - y.float()).square().mean())
+    run.log({"critic/before": run.loss})
+    for x, _ in run.microbatches(batch):
+        run.backward(nn.functional.softplus(critic(x)).mean() + model(x).mean() * 0.01)
+    norm = run.clip_grad_norm_([*model.parameters(), *critic.parameters()], 0.7)
+    run.log({"norm": norm})
+    for optimizer in optimizers.values():
+        optimizer.step()
+        optimizer.zero_grad()
+    if step % 4 == 3:
+        model.eval()
+        with torch.no_grad():
+            run.log({"running": model(torch.ones(3, 6)).sum()})
+        model.train()
+"""

@@ -17,9 +17,9 @@ import raytrain_hpc as rt
 from raytrain_hpc.api import run_script
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, ModelError
-from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.script import ScriptRun
-from raytrain_hpc.training.script_trainer import ScriptTrainer
+from raytrain_hpc.training.script_batches import ScriptBatches
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAIN, ATTACHED = EXAMPLES / "plain_loop.py", EXAMPLES / "attached_loop.py"
@@ -160,16 +160,28 @@ def test_script_errors_name_the_mistake(tmp_path: Path, reason: str) -> None:
 
 
 def test_rows_are_split_contiguously() -> None:
-    contexts = [SimpleNamespace(layout=Layout(dp_replicate=3), rank=rank) for rank in range(3)]
-    ranks = [SimpleNamespace(context=context, _row_counts=[], _has_used_rows=False) for context in contexts]
-    assert [ScriptTrainer.get_local_rows(rank, 8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
-    script_rank = SimpleNamespace(
-        get_local_rows=lambda rows: ScriptTrainer.get_local_rows(ranks[1], rows), device=torch.device("cpu")
-    )
+    batching, layout = Batching(4, 2), Layout(dp_replicate=3)
+    ranks = [ScriptBatches(layout, rank, batching, is_elastic=False) for rank in range(3)]
+    assert [rank.take_rows(8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
+    script_rank = SimpleNamespace(get_local_rows=ranks[1].take_rows, device=torch.device("cpu"))
     rows = ScriptRun(script_rank).local_batch({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
     assert rows["x"].tolist() == rows["pair"][0].tolist() == [2, 3, 4] and rows["pair"][1].shape == (3, 2)
     with pytest.raises(ModelError, match="a batch of 2 rows for 3 ranks; every rank needs one"):
-        ScriptTrainer.get_local_rows(ranks[0], 2)
+        ranks[0].take_rows(2)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_microbatches_cover_a_batch_and_have_its_weight(is_elastic: bool) -> None:
+    """4 microbatches of 2 rows on 3 ranks: the last rank has two, so the others repeat one with weight zero."""
+    ranks = [ScriptBatches(Layout(dp_replicate=3), rank, Batching(4, 2), is_elastic=is_elastic) for rank in range(3)]
+    parts = [rank.split_rows(len(rank.take_rows(8)), 0) for rank in ranks]
+    assert {len(part) for part in parts} == {2} and {one.count for part in parts for one in part} == {
+        4 + (not is_elastic)
+    }
+    counted = [one for part in parts for one in part if one.index is not None]
+    assert [one.index for one in counted] == list(range(counted[0].count))
+    assert sum(one.weight for part in parts for one in part) == pytest.approx(1.0, abs=1e-15)
+    assert sum(one.rows.stop - one.rows.start for one in counted) == 8
 
 
 def test_missing_script_is_rejected(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ def run_layout(
     return metrics, state
 
 
+def _fill(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of values that no state has."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+
+
 def load_full_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, assembled from the saved slices."""
     checkpoint = read_manifest(CheckpointStore(directory / "checkpoints").get_path(step))
@@ -71,7 +76,7 @@ def load_full_state(directory: Path, step: int) -> dict[str, torch.Tensor]:
             entry.shape,
             entry.dtype,
             Box.from_shape(entry.shape),
-            torch.full(entry.shape, torch.nan, dtype=getattr(torch, entry.dtype)),
+            _fill(entry.shape, getattr(torch, entry.dtype)),
         )
         for name, entry in checkpoint.index.items()
     )

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples import custom_module
 from raytrain_hpc.errors import ConfigError, LayoutError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm
 from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, list_open_nodes, sum_pairwise
 from raytrain_hpc.planner.layout import check_axes
+from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.parallel.layout_run import GPT2, LLAMA, load_full_state
+from tests.training.normalized_bigram import build_normalized_bigram
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 6
@@ -67,9 +70,11 @@ def compute_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def run_bits(pool: WarmPool, directory: Path, *overrides: str) -> tuple[list[tuple[float, ...]], str]:
+def run_bits(
+    pool: WarmPool, directory: Path, *overrides: str, custom: CustomModel | None = None
+) -> tuple[list[tuple[float, ...]], str]:
     """Return loss, gradient norm and validation loss of every step, and a hash of the state after the last one."""
-    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *overrides))[0])
+    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *overrides), custom=custom)[0])
     keys = ("train/loss", "train/grad_norm", "val/loss")
     return [tuple(step[key] for key in keys if key in step) for step in records], compute_digest(directory)
 
@@ -119,6 +124,17 @@ def test_bits_differ_without_elastic_determinism(pool: WarmPool, baseline, tmp_p
     bits = run_bits(pool, tmp_path / "ddp", *MODELS["gpt2"], *LAYOUTS["ddp-3"], "train.deterministic=true")
     assert bits[1] != baseline(*MODELS["gpt2"])[1]
     assert bits[0] != baseline(*MODELS["gpt2"])[0]
+
+
+def test_running_statistics_have_the_same_bits(pool: WarmPool, tmp_path: Path) -> None:
+    """Validation uses them; ranks have several and unequally many microbatches."""
+    custom = CustomModel(build_normalized_bigram, custom_module.loss)
+    single, *others = (
+        run_bits(pool, tmp_path / layout, *overrides, custom=custom)
+        for layout, overrides in {"single": [], **{key: LAYOUTS[key] for key in ("ddp-2", "zero3-4")}}.items()
+    )
+    assert len(single[0][2]) == 3, "the third step has a validation loss"
+    assert others == [single] * 2
 
 
 def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, baseline, tmp_path: Path) -> None:

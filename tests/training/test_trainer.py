@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from examples import custom_module
-from raytrain_hpc import Config
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.trainer import Trainer
+from tests.training.normalized_bigram import build_normalized_bigram
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 
@@ -63,23 +62,6 @@ def test_stop_during_a_pending_evaluation_saves_once(
     control.request_stop()
     assert trainer.run(0, 3) == "stopped"
     assert calls == ["save"]
-
-
-class NormalizedBigram(nn.Module):
-    """A bigram model with running statistics."""
-
-    def __init__(self, vocab_size: int, width: int):
-        super().__init__()
-        self.table = nn.Embedding(vocab_size, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, vocab_size)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.table(tokens).transpose(1, 2)).transpose(1, 2))
-
-
-def build_normalized_bigram(config: Config) -> nn.Module:
-    return NormalizedBigram(int(config.model.vocab_size), config.model.hidden_size)
 
 
 def test_running_statistics_stay_equal_on_all_ranks_after_a_skipped_step(pool: WarmPool, tmp_path: Path) -> None:

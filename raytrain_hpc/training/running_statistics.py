@@ -1,0 +1,51 @@
+"""Running statistics of a user's module: buffers that forward passes change, differently on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RunningStatistics:
+    """Buffers of a module, kept equal on all ranks.
+
+    They become those of rank 0. With `is_elastic`, every microbatch of a step starts from the buffers of the start of
+    the step, and they become those after its first microbatch: the same on any number of ranks.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup | None, *, is_elastic: bool = False):
+        self.buffers, self._group, self._is_elastic = buffers, group, is_elastic
+        self._initial: list[Tensor] | None = None  # at the start of the step
+        self._updated: list[Tensor] = []  # after the first microbatch of the step
+
+    def pre_microbatch(self) -> None:
+        """Restore the buffers of the start of the step. Call before each forward pass of training."""
+        if not self._is_elastic:
+            return
+        if self._initial is None:
+            self._initial = [buffer.clone() for buffer in self.buffers]
+        else:
+            _copy(self._initial, self.buffers)
+
+    def post_microbatch(self, index: int) -> None:
+        """Keep the buffers after the first microbatch. `index`: of the microbatch among those of this rank.
+
+        Rank 0 has the first microbatch of the step.
+        """
+        if self._is_elastic and index == 0:
+            self._updated = [buffer.clone() for buffer in self.buffers]
+
+    def sync(self) -> None:
+        """Give the buffers their values at the end of a step. Collective. Call after the backward passes."""
+        _copy(self._updated, self.buffers)
+        self._initial, self._updated = None, []
+        if self._group is not None:
+            for buffer in self.buffers:
+                dist.broadcast(buffer, group=self._group, group_src=0)
+
+
+def _copy(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=False):  # nothing is copied without values
+        buffer.copy_(value)
