@@ -71,10 +71,18 @@ def train(
         return supervisor.run()
 
 
-def run_script(config: Config, script: str | Path, arguments: Sequence[str] = (), *, quiet: bool = False) -> Result:
+def run_script(
+    config: Config,
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    callbacks: Sequence[Callback | DriverCallback] = (),
+    quiet: bool = False,
+) -> Result:
     """Run a training script that calls `attach` on the workers of this config, to completion.
 
-    Every worker runs the script from its beginning, and again after a failure; see `attach`. Raises as `train`.
+    Every worker runs the script from its beginning, and again after a failure; see `attach`. `callbacks`: as of
+    `train`. Raises as `train`.
     """
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.observability.console import Console
@@ -85,7 +93,7 @@ def run_script(config: Config, script: str | Path, arguments: Sequence[str] = ()
     if not path.is_file():
         raise ConfigError("SCRIPT", str(script), "run", "no such file; give the path of a Python script")
     stop = threading.Event()
-    supervisor = Supervisor(config, Script(str(path), tuple(arguments)), Console(quiet=quiet), stop)
+    supervisor = Supervisor(config, Script(str(path), tuple(arguments)), Console(quiet=quiet), stop, callbacks)
     with stop_on_signals(stop):
         return supervisor.run()
 

@@ -11,7 +11,7 @@ Started with plain `python`, the same script trains in one process as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_hpc.errors import ModelError
@@ -31,8 +31,8 @@ Batch = TypeVar("Batch")
 class ScriptRun:
     """Handle of a training script to its run, returned by `attach`. Without a run, it represents a single process."""
 
-    def __init__(self, rank: ScriptRank | None):
-        self._rank, self._num_loaders, self._loss = rank, 0, 0.0
+    def __init__(self, rank: ScriptRank | None, models: Mapping[str, nn.Module]):
+        self._rank, self._models, self._num_loaders, self._loss = rank, models, 0, 0.0
 
     @property
     def device(self) -> torch.device:
@@ -44,7 +44,7 @@ class ScriptRun:
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0, the one that should print and write files."""
-        return self._rank is None or self._rank.is_main_process
+        return self._rank is None or self._rank.rank == 0
 
     @property
     def world_size(self) -> int:
@@ -127,7 +127,7 @@ class ScriptRun:
             yield batch
             return
         for rows in self._rank.iter_microbatches(_count_rows(batch)):
-            microbatch: Batch = _slice_rows(batch, rows, self._rank.device)
+            microbatch: Batch = _slice_rows(batch, rows, self._rank.device, copy=True)
             yield microbatch
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -146,6 +146,27 @@ class ScriptRun:
         """Add metrics to this step's line in metrics.jsonl. Call on all ranks or on the main process."""
         if self._rank is not None:
             self._rank.log(metrics)
+
+    def evaluate(self, batches: Iterable[Any], loss: Callable[[Any], Any], name: str = "") -> float:
+        """Return the mean loss over all batches, which are divided among the ranks, and record it as `val/loss`.
+
+        Models are in evaluation mode, without gradients; random generators keep their state. All ranks must pass the
+        same batches. Callbacks for evaluations are called. Before the first optimizer step of a step, the result
+        belongs to the last committed one, after it to this one.
+
+        Args:
+            batches: A torch DataLoader, of which each rank reads only its batches, or other batches.
+            loss: `loss(batch)` returns the mean loss over the rows of a batch, or (sum, count).
+            name: Of the validation set, if there are several: recorded as `val/NAME/loss`.
+        """
+        from raytrain_hpc.script_evaluation import evaluate
+
+        if self._rank is None:
+            return evaluate(self._models, batches, loss, _count_rows, None)
+        with self._rank.evaluation() as metrics:
+            value = evaluate(self._models, batches, loss, _count_rows, self._rank)
+            metrics[f"val/{name}/loss" if name else "val/loss"] = value
+        return value
 
     def save(self) -> None:
         """Request a checkpoint of this step, in addition to those of checkpoint.interval."""
@@ -175,12 +196,12 @@ def attach(
             gradient scaler.
     """
     rank = CURRENT_RANK.get()
+    models = {"": model} if not isinstance(model, Mapping) else model
     if rank is not None:
-        models = {"": model} if not isinstance(model, Mapping) else model
         optimizers = {"": optimizer} if not isinstance(optimizer, Mapping) else optimizer
         named = objects if scheduler is None else {"scheduler": scheduler, **objects}
         rank.attach(models, optimizers, named, plan)
-    return ScriptRun(rank)
+    return ScriptRun(rank, models)
 
 
 def _count_rows(batch: Any) -> int:
@@ -195,10 +216,13 @@ def _count_rows(batch: Any) -> int:
     return int(items.shape[0])
 
 
-def _slice_rows(batch: Any, rows: slice, device: torch.device) -> Any:
+def _slice_rows(batch: Any, rows: slice, device: torch.device, *, copy: bool = False) -> Any:
+    """Return rows of nested tensors. `copy`: as tensors of their own. Kernels may sum in an order that depends on the
+    alignment in memory, and that of a view depends on the rows before it.
+    """
     if isinstance(batch, Mapping):
-        return {key: _slice_rows(item, rows, device) for key, item in batch.items()}
+        return {key: _slice_rows(item, rows, device, copy=copy) for key, item in batch.items()}
     if isinstance(batch, list | tuple):
-        items = [_slice_rows(item, rows, device) for item in batch]
+        items = [_slice_rows(item, rows, device, copy=copy) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch[rows].to(device)
+    return batch[rows].to(device, copy=copy)

@@ -83,9 +83,9 @@ class TrainingControl:
             self.labels.add(label)
 
     def evaluate(self) -> None:
-        """Request an evaluation. Raises CallbackError if the dataset has no validation split."""
+        """Request an evaluation. Raises CallbackError if there is no validation split, and in a script."""
         if not self._can_evaluate:
-            raise CallbackError("control.evaluate: the dataset has no validation split")
+            raise CallbackError("control.evaluate: the run has no validation split; a script calls run.evaluate itself")
         self.evaluate_requested = True
 
     def stop(self) -> None:

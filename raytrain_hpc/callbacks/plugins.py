@@ -26,17 +26,10 @@ BUILT_IN = {
 
 
 def prepare_callbacks(
-    config: Config, callbacks: Iterable[object], *, has_own_loop: bool
+    config: Config, callbacks: Iterable[object]
 ) -> tuple[tuple[Callback, ...], tuple[DriverCallback, ...]]:
-    """Return the callbacks of the ranks, copied, and those of the driver: the given ones and those of the config.
-
-    Raises ConfigError if a script, which has its own loop, is given callbacks for the ranks.
-    """
+    """Return the callbacks of the ranks, copied, and those of the driver: the given ones and those of the config."""
     on_ranks, in_driver = split_callbacks([*callbacks, *create_callbacks(config)])
-    if has_own_loop and on_ranks:
-        key, names = "train.callbacks", [setting.name for setting in config.train.callbacks]
-        remedy = "a script has its own loop, which calls its own code; leave out all but driver callbacks"
-        raise ConfigError(key, names, config.origin(key), remedy)
     return copy_callbacks(on_ranks), in_driver  # copied before the driver gives a callback its control
 
 

@@ -78,8 +78,7 @@ class Supervisor:
         """Check callbacks and schedule. Raises CallbackError or ConfigError."""
         LearningRate(config, lr_schedule)(0)
         self._lr_schedule = lr_schedule
-        has_own_loop = isinstance(custom, Script)
-        self._rank_callbacks, self._driver_callbacks = prepare_callbacks(config, callbacks, has_own_loop=has_own_loop)
+        self._rank_callbacks, self._driver_callbacks = prepare_callbacks(config, callbacks)
         self._config, self._custom, self._console, self._stop_event = config, custom, console, stop
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._deadline: Deadline | None = None

@@ -18,8 +18,8 @@ class ScriptRank(Protocol):
     device: torch.device
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+    def rank(self) -> int:
+        """Number of this rank."""
 
     @property
     def world_size(self) -> int:
@@ -71,6 +71,12 @@ class ScriptRank(Protocol):
 
     def save(self) -> None:
         """Request a checkpoint of this step."""
+
+    def evaluation(self) -> AbstractContextManager[dict[str, float]]:
+        """Return a context for an evaluation, with the dict that takes its metrics."""
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum values over all ranks, in place."""
 
 
 CURRENT_RANK: ContextVar[ScriptRank | None] = ContextVar("script_rank", default=None)

@@ -145,6 +145,11 @@ class SnapshotStore:
         """
         self._live = step, state
 
+    @property
+    def is_live_published(self) -> bool:
+        """Whether a live state is registered."""
+        return self._live is not None
+
     def revoke_live(self) -> None:
         """Unregister the live state. Call before it changes, or if it is lost."""
         self._live = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import isfinite
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
@@ -16,6 +15,7 @@ from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.loss_reduction import all_reduce
 from raytrain_hpc.training.script_batches import MicrobatchRows, ScriptBatches
 from raytrain_hpc.training.script_models import ScriptModels
 from raytrain_hpc.training.script_random import ScriptGenerators
@@ -74,6 +74,11 @@ class ScriptBackward:
         self._pass: _Pass | None = None
         self._num_passes = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the last global batch; 1 if they are unknown."""
+        return self.batches.num_rows
+
     def begin_step(self, step: int) -> None:
         """Begin a step, the one that follows `step` committed ones."""
         self.totals, self._step, self._pass, self._num_passes = None, step, None, 0
@@ -119,8 +124,7 @@ class ScriptBackward:
                     yield microbatch.rows
                     if not current.has_backward:
                         raise ModelError(f"step {self._step}: run.backward was not called for a microbatch")
-            if self.context.world_group is not None:
-                dist.all_reduce(losses, group=self.context.world_group)
+            all_reduce(losses, self.context)
             self._end_pass(float(sum_pairwise(losses)))
         finally:
             self._pass = None
@@ -155,8 +159,7 @@ class ScriptBackward:
         control, save = self.control, self.checkpointer.is_time_due()
         requests = (float(control.stop_requested), float(control.pause_requested), float(save))
         sums = torch.tensor([loss, *requests], dtype=torch.float64, device=self.context.device)
-        if self.context.world_group is not None:
-            dist.all_reduce(sums, group=self.context.world_group)
+        all_reduce(sums, self.context)
         total, *flags = sums.tolist()
         self._requests = [flag > 0 for flag in flags]
         self.control.set_phase("training")

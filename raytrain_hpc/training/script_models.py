@@ -18,7 +18,7 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.optim.grad_norm import GradientNorm
 from raytrain_hpc.optim.optimizer import get_gradients
 from raytrain_hpc.parallel.deterministic_reduce import make_reduction_order
-from raytrain_hpc.parallel.gradient_sync import NoSync
+from raytrain_hpc.parallel.gradient_sync import CompositeSync
 from raytrain_hpc.parallel.parallelize import ParallelModel, parallelize
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.state.shard_index import StateIndex
@@ -59,7 +59,8 @@ class ScriptModels:
             # Weights that a forward pass without a backward pass has gathered would be those from before the step.
             optimizer.register_step_pre_hook(lambda *arguments: self.free_gathered_weights())
         self.modules = list(models.values())
-        self.whole_model = ParallelModel({}, NoSync())  # the parameters of all models, by the names of their state
+        # The parameters of all models, by the names of their state.
+        self.whole_model = ParallelModel({}, CompositeSync([model.gradient_sync for model in self.parallel_models]))
         self.whole_model.parameters = name_parameters(models)
         self._names = {parameter: name for name, parameter in self.whole_model.parameters.items()}
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
@@ -73,8 +74,7 @@ class ScriptModels:
 
     def free_gathered_weights(self) -> None:
         """Drop whole weights that a forward pass has gathered."""
-        for model in self.parallel_models:
-            model.gradient_sync.free_gathered_weights()
+        self.whole_model.gradient_sync.free_gathered_weights()
 
     def begin_gradient_sync(self) -> None:
         """Set earlier gradients aside. Call before the backward passes of a batch."""

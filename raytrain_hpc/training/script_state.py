@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class ScriptState:
         """Learning rate of the first parameter group of the first optimizer."""
         return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
 
-    def to_sharded_state(self, generators: Tensor) -> ShardedState:
+    def to_sharded_state(self, generators: Tensor, callback_shards: Iterable[StateShard] = ()) -> ShardedState:
         """Return this rank's part of the state. `generators`: the states of random generators."""
         shards = [StateShard.from_tensor(f"model.{name}", parameter) for name, parameter in self.parameters.items()]
         for key, model in self._models.items():
@@ -100,7 +100,7 @@ class ScriptState:
             for key, _, name, entry, value in self._optimizer_tensors
         ]
         plain = StateShard.from_tensor("plain", self._plain_values)
-        return ShardedState([*shards, plain, StateShard.from_tensor(GENERATORS, generators)])
+        return ShardedState([*shards, plain, StateShard.from_tensor(GENERATORS, generators), *callback_shards])
 
     def add_object(self, name: str, item: Any, *, is_resumed: bool) -> None:
         """Add an object to the state; restore it if the run was resumed and has its state.

@@ -27,18 +27,21 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.errors import ModelError, RunFailedError
-from raytrain_hpc.observability.metrics import METRIC_KEYS
-from raytrain_hpc.runtime.control_channel import ControlChannel, Record
+from raytrain_hpc.optim.optimizer import get_local_slices
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.keyed_rng import derive_seed
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
+from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.loss_reduction import all_reduce
 from raytrain_hpc.training.sample_loader import move_content
-from raytrain_hpc.training.script_backward import ScriptBackward, ScriptLoss, StepTotals
+from raytrain_hpc.training.script_backward import ScriptBackward, ScriptLoss
 from raytrain_hpc.training.script_batches import ScriptBatches
+from raytrain_hpc.training.script_completion import SaveRequest, ScriptCompletion
 from raytrain_hpc.training.script_models import ScriptModels
 from raytrain_hpc.training.script_random import ScriptGenerators
 from raytrain_hpc.training.script_state import ScriptState
@@ -46,24 +49,11 @@ from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from raytrain_hpc.training.state_loader import restore_state
 from raytrain_hpc.training.step_completion import TrainOutcome
-from raytrain_hpc.training.step_metrics import get_peak_memory_gib
-from raytrain_hpc.training.timers import StepTimer
+from raytrain_hpc.training.weight_exchange import WeightExchange
 
 
 class _ScriptExit(BaseException):
     """Control flow that ends the script early. Not an Exception, so that `except Exception` does not catch it."""
-
-
-class _SaveRequest:
-    """Step whose checkpoint the script has requested; part of the state, so that a recovery to it saves it."""
-
-    step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
 
 
 class ScriptTrainer:
@@ -83,7 +73,6 @@ class ScriptTrainer:
         self.context: ParallelContext = init_process_groups(
             rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
         )
-        self._emit = control.emit
         self._callbacks = build_callback_list(spec, self.context, control, can_evaluate=False)
         self._is_elastic = spec.config.train.deterministic == "elastic"
         self._batches = ScriptBatches(spec.layout, rank, spec.batching, is_elastic=self._is_elastic)
@@ -91,16 +80,14 @@ class ScriptTrainer:
         self._step: int | None = None
         self._error: Exception | None = None
         self._is_attached = self.has_started = False
-        self._metrics: dict[str, float] = {}
         self._num_batches_read = 0  # in this step
         self._exit_stack = ExitStack()  # of what `attach` opens
-        self._step_timer = StepTimer()
         control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.context.rank == 0
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.context.rank
 
     @property
     def world_size(self) -> int:
@@ -131,7 +118,7 @@ class ScriptTrainer:
             sys.argv, sys.path = argv_and_path
             CURRENT_RANK.reset(token)
         if self._outcome is None and self._step == self._spec.end_step - 1 and self._backward.totals is not None:
-            self._commit(self._step + 1)  # the script has left its loop in the last step
+            self._completion.commit(self._step + 1)  # the script has left its loop in the last step
             self._outcome = "done"
         if self._outcome is None:
             raise RunFailedError(f"{script.path} ended at step {self._step}, before run.steps() was exhausted")
@@ -152,39 +139,72 @@ class ScriptTrainer:
         self._is_attached = True
         spec, config, context = self._spec, self._config, self.context
         self._models = ScriptModels(models, optimizers, plan, config, context, spec.batching)
-        self._save_request = _SaveRequest()
-        self._script_state = ScriptState(models, optimizers, {**objects, "save request": self._save_request})
+        save_request = SaveRequest()
+        self._script_state = ScriptState(models, optimizers, {**objects, "save request": save_request})
         self._generators = ScriptGenerators(config.run.seed, context.rank, context.world_group, self.device)
         for module in () if self._is_elastic else models.values():  # `microbatches` seeds them for each microbatch
             self._generators.isolate_forward(module)
-        state = self._script_state.to_sharded_state(self._generators.state)
-        memory_state = ShardedState()
+        callback_state = self._start_callbacks(models)
+        state = self._script_state.to_sharded_state(self._generators.state, callback_state.list_shards())
+        peers, peer_info, store = self._restore_state(state, callback_state)
+        replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
+        replica_check.compare()
+        self._snapshots = self._build_snapshots(state, peers, peer_info)
+        self._exit_stack.enter_context(self._snapshots.close_on_exit())
+        self._checkpointer = self._build_checkpointer(state, peer_info, store)
+        script_loss = ScriptLoss()
+        self._backward = self._build_backward(script_loss)
+        on_verified = self._snapshots.mark_verified
+        add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified)
+        self._completion = self._build_completion(state, callback_state, save_request)
+        for optimizer in optimizers.values():
+            optimizer.register_step_pre_hook(lambda *arguments: self._before_update())
+        self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
+        self._control.emit({"type": "ready", "rank": context.rank, "model": time.time()})
+
+    def _start_callbacks(self, models: Mapping[str, nn.Module]) -> CallbackState:
+        """Give the models to the callbacks, start their generation, and return their state, not restored yet."""
+        context, whole_model = self._callbacks.context, self._models.whole_model
+        context.modules = dict(enumerate(models.values()))
+        context.parameters = get_local_slices(whole_model.trainable_parameters)
+        context.get_gradients = self._models.get_gradients
+        self._callbacks.run("on_generation_start")
+        return CallbackState(self._callbacks.user, self._callbacks.dropped, whole_model)
+
+    def _restore_state(
+        self, state: ShardedState, callback_state: CallbackState
+    ) -> tuple[SnapshotPeers, PeerInfo, CheckpointStore]:
+        """Fill the state, and return the peers of its snapshots, the indexes of all ranks, and the checkpoints."""
+        spec, context, memory_state = self._spec, self.context, ShardedState()
         if self._snapshot_store is not None and spec.memory_step is not None:
             memory_state = self._snapshot_store.get_state(spec.memory_step)
         peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device)
         peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
-        store = CheckpointStore(Path(config.run.dir) / "checkpoints")
+        store = CheckpointStore(Path(self._config.run.dir) / "checkpoints")
         restore_state(spec, context, state, memory_state, peer_info, store)
         self._models.connect(peer_info.destination_indexes)
         if spec.start_step:
             self._script_state.restore(context.world_group, self.device)
-        replica_check = ReplicaCheck(state, context)
-        replica_check.compare()
-        self._snapshots = self._build_snapshots(state, peers, peer_info)
-        self._exit_stack.enter_context(self._snapshots.close_on_exit())
-        self._checkpointer = Checkpointer(
+        callback_state.sync(context.world_group, self.device)
+        callback_state.restore()
+        return peers, peer_info, store
+
+    def _build_checkpointer(self, state: ShardedState, peer_info: PeerInfo, store: CheckpointStore) -> Checkpointer:
+        spec = self._spec
+        return Checkpointer(
             state,
             peer_info.destination_indexes,
-            context,
+            self.context,
             store,
             spec.generation,
-            config.checkpoint,
+            self._config.checkpoint,
             self._control.emit,
             last_time=spec.last_checkpoint_time,
         )
-        script_loss = ScriptLoss()
-        self._backward = ScriptBackward(
-            context,
+
+    def _build_backward(self, script_loss: ScriptLoss) -> ScriptBackward:
+        return ScriptBackward(
+            self.context,
             self._models,
             self._batches,
             self._generators,
@@ -195,15 +215,31 @@ class ScriptTrainer:
             script_loss,
             self._is_elastic,
         )
-        on_verified = self._snapshots.mark_verified
-        add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified)
-        for optimizer in optimizers.values():
-            optimizer.register_step_pre_hook(lambda *arguments: self._snapshots.before_update())
-        self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
-        self._control.emit({"type": "ready", "rank": context.rank, "model": time.time()})
-        is_requested = spec.memory_step is not None and self._save_request.step == spec.memory_step > 0
-        if spec.has_pending_checkpoint or is_requested:
-            self._checkpointer.save(spec.start_step)
+
+    def _build_completion(
+        self, state: ShardedState, callback_state: CallbackState, save_request: SaveRequest
+    ) -> ScriptCompletion:
+        context, model = self._callbacks.context, self._models.whole_model
+        exchange = WeightExchange(context, model, state, callback_state, self._snapshots, self._checkpointer)
+        context.exchange_weights = exchange
+        return ScriptCompletion(
+            self._spec,
+            self.context,
+            self._backward,
+            self._script_state,
+            self._generators,
+            self._snapshots,
+            self._checkpointer,
+            self._callbacks,
+            callback_state,
+            exchange,
+            save_request,
+            self._control,
+        )
+
+    def _before_update(self) -> None:
+        with self._exit_on_error():
+            self._completion.before_update()
 
     def _build_snapshots(self, state: ShardedState, peers: SnapshotPeers, peer_info: PeerInfo) -> SnapshotManager:
         spec = self._spec
@@ -227,12 +263,13 @@ class ScriptTrainer:
             raise ModelError(f"steps({count}): the run has train.steps={spec.config.train.steps}; make them the same")
         if self.has_started:
             raise ModelError("steps: called twice; a run has one training loop")
-        self.has_started, self._step_timer = True, StepTimer()
+        self.has_started = True
         self._generators.restore()
         self._generators.capture()
         self._generators.sync()
-        for step in range(spec.start_step, spec.end_step):
-            self._step, self._metrics = step, {}
+        self._outcome = self._completion.begin()
+        for step in range(spec.start_step, spec.end_step) if self._outcome is None else ():
+            self._step = step
             self._backward.begin_step(step)
             self._control.set_phase("evaluating")  # code outside of `backward` may take minutes
             self._generators.begin_step(step)
@@ -240,12 +277,14 @@ class ScriptTrainer:
             yield step
             if self._backward.totals is None:
                 raise ModelError(f"step {step}: backward was not called; call run.backward(loss), not loss.backward()")
-            stopped, paused = self._commit(step + 1)
-            if stopped or paused:
-                self._outcome = "stopped" if stopped else "paused"
+            self._outcome = self._completion.commit(step + 1)
+            if self._outcome in ("stopped", "paused"):
                 raise _ScriptExit
-        self._step, self._outcome = None, "done"
-        if spec.end_step < spec.config.train.steps:  # the run was stopped: what follows the loop must not be run
+            if self._outcome == "done":
+                break
+        self._step, is_ended = None, self._outcome == "done"
+        self._outcome = "done"
+        if spec.end_step < spec.config.train.steps and not is_ended:  # what follows the loop must not be run
             raise _ScriptExit
         self._control.set_phase("idle")  # code after the loop has no time limit
 
@@ -321,59 +360,26 @@ class ScriptTrainer:
             raise _ScriptExit from error
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the record of this step. Raises ModelError for a key that the run writes itself."""
-        if reserved := [key for key in metrics if key in METRIC_KEYS and not key.startswith("val/")]:
-            raise ModelError(f"log: {reserved[0]} is written by the run itself; choose another key")
-        self._metrics |= {str(key): float(value) for key, value in metrics.items()}
+        """Add metrics to the record of this step; see `script.ScriptRun.log`."""
+        self._check_started("log")
+        self._completion.log(metrics)
 
     def save(self) -> None:
         """Request a checkpoint of this step."""
         self._callbacks.control.save()
 
-    def _commit(self, step: int) -> tuple[bool, bool]:
-        """Commit a step. Return whether the run stops after it, and whether the generation pauses."""
-        totals = self._backward.totals or StepTotals()
-        before_end = step < self._spec.end_step
-        stopped, paused = totals.stop and before_end, totals.pause and before_end
-        record = self._build_metrics(step, totals.loss, self._step_timer.end_step()) | self._metrics
-        self._callbacks.context.step = step
-        self._callbacks.run("post_step", record)
-        self._generators.capture()
-        requested = False
-        try:
-            self._generators.sync()
-            requested = self._callbacks.agree_requests(always=True).save
-        finally:  # also if another rank has failed: this one has finished the step
-            self._save_request.step = step if requested else 0
-            self._script_state.capture()
-            self._snapshots.after_step(step, before_pause=paused)
-            self._control.record_commit(record)
-        should_save = self._checkpointer.should_save(step) or totals.save or not before_end or stopped or requested
-        self._callbacks.run("post_commit", record)
-        if should_save:
-            self._callbacks.run("pre_checkpoint_saved")
-            self._control.set_phase("saving")
-            with self._step_timer.exclude():
-                record["time/checkpoint_s"] = self._checkpointer.save(step)
-        if self.context.rank == 0:
-            self._emit({"type": "step", "metrics": record})
-        return stopped, paused
+    @contextmanager
+    def evaluation(self) -> Iterator[dict[str, float]]:
+        """Call the hooks around an evaluation; yield the dict that takes its metrics."""
+        self._check_started("evaluate")
+        step, metrics = self._step or 0, dict[str, float]()
+        with self._exit_on_error():
+            self._completion.begin_evaluation(step)
+        yield metrics
+        with self._exit_on_error():
+            self._completion.finish_evaluation(step, metrics)
 
-    def _build_metrics(self, step: int, loss: float, seconds: float) -> Record:
-        world_size, num_rows = self.context.layout.world_size, self._batches.num_rows
-        return {
-            "step": step,
-            "train/loss": loss,
-            "train/lr": self._script_state.lr,
-            "train/grad_norm": self._backward.grad_norm,
-            "train/tokens": step * num_rows,
-            "throughput/tokens_per_sec": num_rows / seconds,
-            "throughput/tokens_per_sec_per_device": num_rows / seconds / world_size,
-            "time/unix": time.time(),
-            "time/step_s": seconds,
-            "time/data_s": 0.0,
-            "time/checkpoint_s": 0.0,
-            "memory/peak_gib": get_peak_memory_gib(self.device),
-            "elastic/world_size": world_size,
-            "elastic/generation": self._spec.generation,
-        }
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum values over all ranks, in place."""
+        with self._exit_on_error():
+            all_reduce(values, self.context)

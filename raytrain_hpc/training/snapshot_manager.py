@@ -99,12 +99,14 @@ class SnapshotManager:
             self.replicator.send_async(step, slot)
         self.release_memory()
 
-    def replace_live(self, step: int, live_state: ShardedState) -> None:
-        """Publish another description of the live state of `step`, if it serves as a snapshot. Call when it is valid.
+    @property
+    def is_live_published(self) -> bool:
+        """Whether the live state serves as a snapshot now."""
+        return self.store is not None and self.store.is_live_published
 
-        Call `before_update` before the tensors change.
-        """
-        if self.store is not None and self.live_state_suffices and snapshots_enabled(self.config):
+    def publish_live(self, step: int, live_state: ShardedState) -> None:
+        """Publish another description of the live state of `step`, which must be valid and stay so."""
+        if self.store is not None:
             self.store.publish_live(step, live_state)
 
     @contextmanager

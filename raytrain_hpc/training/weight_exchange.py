@@ -49,6 +49,7 @@ class WeightExchange:
             raise CallbackError(f"exchange_weights: the weights are exchanged with {self._exchanged_kind} already")
         self.snapshots.wait_for_copies()
         self.checkpointer.wait_for_staging()
+        is_published = self.snapshots.is_live_published
         self.snapshots.before_update()
         self.model.gradient_sync.free_gathered_weights()
         for name, tensor in tensors.items():
@@ -58,8 +59,9 @@ class WeightExchange:
             tensor.copy_(previous)
         self._exchanged_kind = None if self._exchanged_kind == kind else kind
         self._exchanged_tensors = None if self._exchanged_kind is None else tensors
-        live_state = self.state if self._exchanged_kind is None else _exchange_names(self.state, kind, tensors)
-        self.snapshots.replace_live(self.context.step, live_state)
+        if is_published:
+            live_state = self.state if self._exchanged_kind is None else _exchange_names(self.state, kind, tensors)
+            self.snapshots.publish_live(self.context.step, live_state)
 
 
 def _exchange_names(state: ShardedState, kind: str, names: ParameterState) -> ShardedState:

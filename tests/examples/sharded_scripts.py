@@ -193,3 +193,31 @@ for step, batch in zip(run.steps(9), run.loader(DataLoader(Noisy(), batch_size=1
             run.log({"running": model(torch.ones(3, 6)).sum()})
         model.train()
 """
+
+EVALUATING = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import raytrain_hpc as rt
+
+torch.manual_seed(5)
+x = torch.randn(64, 5)
+data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+train, val = torch.utils.data.random_split(data, [44, 20])
+model = nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Dropout(0.1), nn.Linear(11, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 2e-2)
+run = rt.attach(model, optimizer)
+loss = lambda batch: (model(batch[0]) - batch[1]).square().mean()
+for step, batch in zip(run.steps(16), run.loader(DataLoader(train, batch_size=12, shuffle=True, drop_last=True))):
+    if {first} and step % 2 == 0:
+        value = run.evaluate(DataLoader(val, batch_size=6, shuffle=True), loss)
+        assert model.training
+    for rows in run.microbatches(batch):
+        run.backward(loss(rows))
+    optimizer.step()
+    optimizer.zero_grad()
+    if not {first} and step % 2 == 1:
+        run.evaluate([tuple(val[i : i + 6]) for i in range(0, 20, 6)], loss)
+        run.evaluate(DataLoader(val, batch_size=20), lambda batch: (loss(batch) * 20, 20), "whole")
+print("after the loop")
+"""

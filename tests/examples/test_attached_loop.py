@@ -164,7 +164,7 @@ def test_rows_are_split_contiguously() -> None:
     ranks = [ScriptBatches(layout, rank, batching, is_elastic=False) for rank in range(3)]
     assert [rank.take_rows(8) for rank in ranks] == [range(2), range(2, 5), range(5, 8)]
     script_rank = SimpleNamespace(get_local_rows=ranks[1].take_rows, device=torch.device("cpu"))
-    rows = ScriptRun(script_rank).local_batch({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
+    rows = ScriptRun(script_rank, {}).local_batch({"x": torch.arange(8), "pair": (torch.arange(8), torch.zeros(8, 2))})
     assert rows["x"].tolist() == rows["pair"][0].tolist() == [2, 3, 4] and rows["pair"][1].shape == (3, 2)
     with pytest.raises(ModelError, match="a batch of 2 rows for 3 ranks; every rank needs one"):
         ranks[0].take_rows(2)

@@ -1,0 +1,91 @@
+"""Evaluation in a script: the mean loss over batches that are divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from raytrain_hpc.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrain_hpc.runtime.script_context import ScriptRank
+
+
+def evaluate(
+    models: Mapping[str, nn.Module],
+    batches: Iterable[Any],
+    loss: Callable[[Any], Any],
+    count_rows: Callable[[Any], int],
+    rank: ScriptRank | None,
+) -> float:
+    """Return the mean of `loss` over all batches, the same on all ranks and with the same bits on any number of them.
+
+    Every rank runs the same number of passes, because forward passes can contain collectives. Random generators keep
+    their state. Raises ModelError without batches, and for losses that are no numbers.
+    """
+    import torch
+
+    from raytrain_hpc.data.samples.sample_reader import restore_generators
+    from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
+
+    number, world_size = (0, 1) if rank is None else (rank.rank, rank.world_size)
+    sums: list[tuple[float, float]] = []  # of the losses of a batch, and their count, in every round
+    with _eval_mode(models), restore_generators(), torch.no_grad():
+        for item, is_counted in _deal(batches, number, world_size):
+            batch = item if rank is None else rank.move_to_device(item)
+            total, count = _check_loss(loss(batch), batch, count_rows)
+            sums.append((total, count) if is_counted else (0.0, 0.0))
+    table = torch.zeros(len(sums) * world_size, 2, dtype=torch.float64)
+    if sums:
+        table[number::world_size] = torch.tensor(sums, dtype=torch.float64)
+    if rank is not None:
+        table = table.to(rank.device)
+        rank.all_reduce(table)
+    total, count = sum_pairwise(table).tolist()
+    if not count:
+        raise ModelError("evaluate: there is no batch; pass a DataLoader or a list of batches")
+    return float(total / count)
+
+
+def _deal(batches: Iterable[Any], number: int, world_size: int) -> Iterator[tuple[Any, bool]]:
+    """Yield this rank's batch of every round, and whether it counts: in the last round, the last one is repeated.
+
+    Of a DataLoader of a map-style dataset, only this rank's batches are read.
+    """
+    sampler = getattr(batches, "batch_sampler", None)
+    is_map_style = sampler is not None and hasattr(getattr(batches, "dataset", None), "__getitem__")
+    items = iter(sampler if sampler is not None and is_map_style else batches)
+    while round_items := list(islice(items, world_size)):
+        item = round_items[min(number, len(round_items) - 1)]
+        loader: Any = batches
+        batch = loader.collate_fn([loader.dataset[index] for index in item]) if is_map_style else item
+        yield batch, number < len(round_items)
+
+
+def _check_loss(value: Any, batch: Any, count_rows: Callable[[Any], int]) -> tuple[float, float]:
+    """Return the sum of the losses of a batch, and their count: its rows unless the function returned (sum, count)."""
+    try:
+        if isinstance(value, tuple):
+            total, count = value
+            return float(total), float(count)
+        num_rows = count_rows(batch)
+        return float(value) * num_rows, float(num_rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(f"evaluate: return the mean loss of a batch, or (sum, count): {error}") from error
+
+
+@contextmanager
+def _eval_mode(models: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Set modules to evaluation inside the context; restore the mode of each of their parts afterwards."""
+    modes = [(module, module.training) for model in models.values() for module in model.modules()]
+    for model in models.values():
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training

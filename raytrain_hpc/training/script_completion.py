@@ -1,0 +1,178 @@
+"""Completion of the steps of a script: commit, checkpoint, evaluation, and the hooks of callbacks around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.errors import ModelError
+from raytrain_hpc.observability.metrics import METRIC_KEYS
+from raytrain_hpc.runtime.control_channel import ControlChannel, Record
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
+from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
+from raytrain_hpc.training.checkpointer import Checkpointer
+from raytrain_hpc.training.script_backward import ScriptBackward, StepTotals
+from raytrain_hpc.training.script_random import ScriptGenerators
+from raytrain_hpc.training.script_state import ScriptState
+from raytrain_hpc.training.snapshot_manager import SnapshotManager
+from raytrain_hpc.training.step_completion import TrainOutcome
+from raytrain_hpc.training.step_metrics import get_peak_memory_gib
+from raytrain_hpc.training.timers import StepTimer
+from raytrain_hpc.training.weight_exchange import WeightExchange
+
+
+class SaveRequest:
+    """Step whose checkpoint the script has requested; part of the state, so that a recovery to it saves it."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the step."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the step."""
+        self.step = state["step"]
+
+
+@dataclass
+class ScriptCompletion:
+    """Executor of what follows the passes of a step. `begin` once, then `commit` after every step."""
+
+    spec: WorkerSpec
+    context: ParallelContext
+    backward: ScriptBackward
+    script_state: ScriptState
+    generators: ScriptGenerators
+    snapshots: SnapshotManager
+    checkpointer: Checkpointer
+    callbacks: CallbackList
+    callback_state: CallbackState
+    exchange: WeightExchange
+    save_request: SaveRequest
+    control: ControlChannel
+    timer: StepTimer = field(default_factory=StepTimer)
+
+    def __post_init__(self) -> None:
+        self._logged: dict[str, float] = {}  # metrics of the script in this step
+        self._is_updated = False  # whether an optimizer has changed the weights since the last commit
+        self._last_record = self.spec.start_metrics
+        self._carried = CallbackRequests()  # of an evaluation in this step
+
+    def begin(self) -> TrainOutcome | None:
+        """Do what an interruption of the start step left undone. Return "done" if a callback has ended training."""
+        step = self.spec.start_step
+        self.callbacks.context.step = step
+        self.callbacks.run("pre_train")
+        requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
+        is_from_memory = self.spec.memory_step is not None
+        is_requested = is_from_memory and (requests.save or self.save_request.step == step > 0)
+        if self.spec.has_pending_checkpoint or is_requested:
+            self._save(step, requests)
+        self.timer = StepTimer()
+        return "done" if requests.stop else None
+
+    def before_update(self) -> None:
+        """Call before each step of an optimizer."""
+        self.snapshots.before_update()
+        if not self._is_updated:
+            self._is_updated = True
+            self.callbacks.run("pre_optim_step")
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the record of this step. Raises ModelError for a key that the run writes itself."""
+        if reserved := [key for key in metrics if key in METRIC_KEYS and not key.startswith("val/")]:
+            raise ModelError(f"log: {reserved[0]} is written by the run itself; choose another key")
+        self._logged |= {str(key): float(value) for key, value in metrics.items()}
+
+    def commit(self, step: int) -> TrainOutcome | None:
+        """Commit a step. Return the outcome if training ends after it."""
+        totals = self.backward.totals or StepTotals()
+        record = self._build_metrics(step, totals.loss) | self._logged
+        self.callbacks.context.step = step
+        self.callbacks.run("post_step", record)
+        self.generators.capture()
+        requests, is_end, paused = self._carried, step == self.spec.end_step, totals.pause
+        try:
+            self.generators.sync()
+            requests = requests.union(self.callbacks.agree_requests(always=True))
+            is_end = is_end or requests.stop
+            paused = paused and not is_end
+        finally:  # also if another rank has failed: this one has finished the step
+            self.save_request.step = step if requests.save else 0
+            self.callback_state.capture(PendingRequests(step, requests))
+            self.script_state.capture()
+            self.snapshots.after_step(step, before_pause=paused)
+            self.control.record_commit(record)
+        stopped = totals.stop and not is_end
+        self.callbacks.run("post_commit", record)
+        if self.checkpointer.should_save(step) or totals.save or is_end or stopped or requests.save:
+            with self.timer.exclude():
+                record["time/checkpoint_s"] = self._save(step, requests)
+        self._emit(record)
+        self._logged, self._carried, self._is_updated, self._last_record = {}, CallbackRequests(), False, record
+        return "done" if requests.stop else "stopped" if stopped else "paused" if paused else None
+
+    def begin_evaluation(self, step: int) -> None:
+        """Call before an evaluation in the step that follows `step` committed ones."""
+        self.callbacks.context.step = step + 1 if self._is_updated else step
+        self.callbacks.run("pre_eval")
+
+    def finish_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of an evaluation, and act on what callbacks request.
+
+        Before an update, the evaluation is that of the last committed step: its record is completed, and a checkpoint
+        that a callback requests is saved now. After an update, it is that of this step.
+        """
+        callbacks, record = self.callbacks, None if self._is_updated else self._last_record
+        of_training = {key: value for key, value in (record or {}).items() if not key.startswith("val/")}
+        callbacks.run("post_eval", {"step": callbacks.context.step, **of_training, **metrics})
+        self.exchange.undo()
+        requests = callbacks.agree_requests()
+        if requests.save and not self._is_updated:
+            self._save(step, requests)
+            self.control.set_phase("evaluating")
+            requests = CallbackRequests(stop=requests.stop)
+        self._carried = self._carried.union(requests)
+        callbacks.context.step = step
+        if record is None:
+            self._logged |= metrics
+        else:
+            record |= metrics
+            self.control.amend_metrics(record)
+            self._emit(record)
+
+    def _save(self, step: int, requests: CallbackRequests) -> float:
+        """Save the current state in the background. Return the seconds waited."""
+        self.callbacks.run("pre_checkpoint_saved")
+        self.control.set_phase("saving")
+        waited_s = self.checkpointer.save(step)
+        self.checkpointer.label(step, requests.labels)
+        self.callbacks.run("post_checkpoint_saved")
+        return waited_s
+
+    def _emit(self, record: Record) -> None:
+        if self.context.rank == 0:
+            self.control.emit({"type": "step", "metrics": record})
+
+    def _build_metrics(self, step: int, loss: float) -> Record:
+        world_size, num_rows, seconds = self.context.layout.world_size, self.backward.num_rows, self.timer.end_step()
+        return {
+            "step": step,
+            "train/loss": loss,
+            "train/lr": self.script_state.lr,
+            "train/grad_norm": self.backward.grad_norm,
+            "train/tokens": step * num_rows,
+            "throughput/tokens_per_sec": num_rows / seconds,
+            "throughput/tokens_per_sec_per_device": num_rows / seconds / world_size,
+            "time/unix": time.time(),
+            "time/step_s": seconds,
+            "time/data_s": 0.0,
+            "time/checkpoint_s": 0.0,
+            "memory/peak_gib": get_peak_memory_gib(self.context.device),
+            "elastic/world_size": world_size,
+            "elastic/generation": self.spec.generation,
+        }

@@ -1,0 +1,122 @@
+"""Evaluation and callbacks in scripts: the results of one process, with a kill, and the right checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import raytrain_hpc as rt
+from raytrain_hpc.api import run_script
+from raytrain_hpc.config.loader import load_config
+from tests.examples import sharded_scripts as scripts
+from tests.examples.test_sharded_scripts import BASE, read_metrics
+
+WORDS = ["train.deterministic=elastic", "train.global_batch_size=12", "train.micro_batch_size=2", "train.steps=16"]
+LAYOUTS = {
+    "ddp-3": ["cluster.workers=3", "fault.inject=[{kind: kill, rank: 1, step: 7}]"],
+    "zero3-3": ["cluster.workers=3", "parallel.zero=3", "fault.inject=[{kind: kill, rank: 2, step: 8}]"],
+}
+
+
+class CountHooks(rt.Callback):
+    """Counts hooks in its state, and reports the counts with every step."""
+
+    def __init__(self) -> None:
+        self.counts = {"pre_optim_step": 0, "post_eval": 0, "steps": 0}
+
+    def pre_optim_step(self) -> None:
+        """Count, and look at the gradients."""
+        self.counts["pre_optim_step"] += bool(self.context.get_gradients())
+
+    def post_eval(self, metrics: dict[str, Any]) -> None:
+        """Count evaluations with a loss."""
+        self.counts["post_eval"] += "val/loss" in metrics
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Report the counts."""
+        self.counts["steps"] += 1
+        metrics |= {f"count/{key}": value for key, value in self.counts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return self.counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counts."""
+        self.counts = state
+
+
+def run_evaluating(directory: Path, callbacks: list[Any], *words: str, first: bool) -> Any:
+    directory.mkdir(exist_ok=True)
+    (directory / "script.py").write_text(scripts.EVALUATING.format(first=first))
+    config = load_config(None, [f"run.dir={directory / 'run'}", *BASE, *WORDS, *words])
+    return run_script(config, directory / "script.py", callbacks=callbacks, quiet=True)
+
+
+def run_all(directory: Path, *words: str, first: bool) -> list[dict[str, Any]]:
+    callbacks = [CountHooks(), rt.EMA(0.5), rt.KeepBest()]
+    assert run_evaluating(directory, callbacks, *words, first=first).outcome == "done"
+    keys = ("train/loss", "val/loss", "val/whole/loss", *(f"count/{key}" for key in CountHooks().counts))
+    return [{key: step[key] for key in keys if key in step} for step in read_metrics(directory / "run")]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["before the update", "after it"])
+def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, Any]:
+    """Return the metrics of one process."""
+    directory = tmp_path_factory.mktemp("single")
+    return request.param, run_all(directory, "cluster.workers=0", first=request.param)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluations_and_callbacks_have_the_bits_of_one_process(
+    ray_cluster: None, single: tuple[bool, Any], tmp_path: Path, layout: str
+) -> None:
+    first, expected = single
+    metrics = run_all(tmp_path, *LAYOUTS[layout], first=first)
+    assert metrics == expected
+    assert [step["count/pre_optim_step"] for step in metrics] == list(range(1, 17)), "a recomputed step counts once"
+    assert sum("val/loss" in step for step in metrics) == 8
+    losses = {number: step["val/loss"] for number, step in enumerate(metrics, 1) if "val/loss" in step}
+    labels = json.loads((tmp_path / "run/checkpoints/labels.json").read_text())
+    assert labels["best"] == min(losses, key=lambda number: (losses[number], number))
+
+
+def test_an_evaluation_is_that_of_the_plain_script(tmp_path: Path) -> None:
+    """Without a run, and without EMA: the loss of the model on the set, whatever its batches."""
+    source = scripts.EVALUATING.format(first=True)
+    source = source.replace("        assert model.training", "        print(value, evaluate_plainly())")
+    plain = (
+        "def evaluate_plainly():\n    model.eval()\n    with torch.no_grad():\n        value = loss(val[:]).item()\n"
+        "    model.train()\n    return value\n"
+    )
+    path = tmp_path / "script.py"
+    path.write_text(source.replace("for step, batch", f"{plain}for step, batch", 1))
+    process = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    pairs = [line.split() for line in process.stdout.splitlines() if len(line.split()) == 2]
+    assert len(pairs) == 8
+    assert [float(value) for value, _ in pairs] == pytest.approx([float(value) for _, value in pairs], rel=1e-6)
+
+
+def test_early_stopping_ends_the_loop_and_runs_what_follows(tmp_path: Path) -> None:
+    callbacks = [rt.EarlyStopping(patience=2, min_delta=10.0)]
+    result = run_evaluating(tmp_path, callbacks, "cluster.workers=0", first=False)
+    assert (result.outcome, result.steps) == ("done", 6), "the first of three evaluations is the best"
+    assert (tmp_path / "run/checkpoints/step-00000006/manifest.json").exists()
+    again = run_evaluating(tmp_path, callbacks, "cluster.workers=0", first=False)
+    assert (again.outcome, again.steps) == ("done", 6)
+
+
+def test_an_evaluation_that_is_no_number_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    run = rt.attach(model, None)
+    with pytest.raises(rt.ModelError, match="return the mean loss of a batch"):
+        run.evaluate([nn.Parameter(model.weight)], lambda batch: model(batch).repeat(2, 1))
+    with pytest.raises(rt.ModelError, match="there is no batch"):
+        run.evaluate([], lambda batch: 0.0)
