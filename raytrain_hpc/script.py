@@ -159,7 +159,7 @@ class ScriptRun:
             loss: `loss(batch)` returns the mean loss over the rows of a batch, or (sum, count).
             name: Of the validation set, if there are several: recorded as `val/NAME/loss`.
         """
-        from raytrain_hpc.script_evaluation import evaluate
+        from raytrain_hpc.training.script_evaluation import evaluate
 
         if self._rank is None:
             return evaluate(self._models, batches, loss, _count_rows, None)

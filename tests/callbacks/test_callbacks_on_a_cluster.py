@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from raytrain_hpc import EMA, CallbackError, ConfigError, DriverCallback, KeepBest, start, train
-from raytrain_hpc.api import run_script
 from raytrain_hpc.callbacks import plugins
 from tests.callbacks.recording_callbacks import Counters
 from tests.warm_pool import make_small_config
@@ -216,10 +215,3 @@ def test_a_rank_that_dies_between_the_update_and_the_commit_costs_no_step(
     for state in read_last_states(tmp_path):
         assert all(state[key] == expected[key] for key in ("steps", "losses", "histogram"))
     assert read_curve(tmp_path) == read_curve(undisturbed[0])
-
-
-def test_a_script_takes_no_callbacks_for_ranks(tmp_path: Path) -> None:
-    (tmp_path / "script.py").touch()
-    config = make_small_config(tmp_path / "run", "cluster.workers=0", "train.callbacks=[ema]")
-    with pytest.raises(ConfigError, match=r"train.callbacks=\['ema'\].*a script has its own loop"):
-        run_script(config, tmp_path / "script.py", quiet=True)

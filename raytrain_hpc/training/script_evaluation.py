@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from raytrain_hpc.data.samples.sample_reader import restore_generators
 from raytrain_hpc.errors import ModelError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from raytrain_hpc.runtime.script_context import ScriptRank
+from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
+from raytrain_hpc.runtime.script_context import ScriptRank
 
 
 def evaluate(
@@ -27,11 +28,6 @@ def evaluate(
     Every rank runs the same number of passes, because forward passes can contain collectives. Random generators keep
     their state. Raises ModelError without batches, and for losses that are no numbers.
     """
-    import torch
-
-    from raytrain_hpc.data.samples.sample_reader import restore_generators
-    from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
-
     number, world_size = (0, 1) if rank is None else (rank.rank, rank.world_size)
     sums: list[tuple[float, float]] = []  # of the losses of a batch, and their count, in every round
     with _eval_mode(models), restore_generators(), torch.no_grad():
