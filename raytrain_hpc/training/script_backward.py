@@ -74,11 +74,6 @@ class ScriptBackward:
         self._pass: _Pass | None = None
         self._num_passes = 0
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the last global batch; 1 if they are unknown."""
-        return self.batches.num_rows
-
     def begin_step(self, step: int) -> None:
         """Begin a step, the one that follows `step` committed ones."""
         self.totals, self._step, self._pass, self._num_passes = None, step, None, 0

@@ -37,11 +37,7 @@ class ScriptBatches:
         """Forget the batches of the last step."""
         self._row_counts: list[tuple[int, int]] = []  # (rows of this rank, rows of the batch) since the last pass
         self._has_used_rows = False
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the last global batch; 1 if the script has taken none."""
-        return self._row_counts[0][1] if self._row_counts else 1
+        self.num_rows = 0  # of all global batches of the step
 
     def take_rows(self, num_rows: int) -> range:
         """Return the rows of a batch that this rank computes. Raises ModelError if it cannot be divided."""
@@ -49,6 +45,7 @@ class ScriptBatches:
         if self._has_used_rows:  # the rows of another backward pass
             self._row_counts, self._has_used_rows = [], False
         self._row_counts.append((len(rows), num_rows))
+        self.num_rows += num_rows
         return rows
 
     def use_rows(self, step: int) -> float:

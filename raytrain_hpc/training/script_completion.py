@@ -24,18 +24,22 @@ from raytrain_hpc.training.timers import StepTimer
 from raytrain_hpc.training.weight_exchange import WeightExchange
 
 
-class SaveRequest:
-    """Step whose checkpoint the script has requested; part of the state, so that a recovery to it saves it."""
+class ScriptProgress:
+    """Part of the state of a script: rows trained on, and the step whose checkpoint is requested, if any.
 
-    step = 0
+    A recovery to that step saves it.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows, self.requested_step = 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the step."""
-        return {"step": self.step}
+        """Return the values."""
+        return {"num_rows": self.num_rows, "requested_step": self.requested_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the step."""
-        self.step = state["step"]
+        """Restore the values."""
+        self.num_rows, self.requested_step = state["num_rows"], state["requested_step"]
 
 
 @dataclass
@@ -52,7 +56,7 @@ class ScriptCompletion:
     callbacks: CallbackList
     callback_state: CallbackState
     exchange: WeightExchange
-    save_request: SaveRequest
+    progress: ScriptProgress
     control: ControlChannel
     timer: StepTimer = field(default_factory=StepTimer)
 
@@ -69,7 +73,7 @@ class ScriptCompletion:
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
         is_from_memory = self.spec.memory_step is not None
-        is_requested = is_from_memory and (requests.save or self.save_request.step == step > 0)
+        is_requested = is_from_memory and (requests.save or self.progress.requested_step == step > 0)
         if self.spec.has_pending_checkpoint or is_requested:
             self._save(step, requests)
         self.timer = StepTimer()
@@ -91,6 +95,7 @@ class ScriptCompletion:
     def commit(self, step: int) -> TrainOutcome | None:
         """Commit a step. Return the outcome if training ends after it."""
         totals = self.backward.totals or StepTotals()
+        self.progress.num_rows += self._num_step_rows
         record = self._build_metrics(step, totals.loss) | self._logged
         self.callbacks.context.step = step
         self.callbacks.run("post_step", record)
@@ -102,7 +107,7 @@ class ScriptCompletion:
             is_end = is_end or requests.stop
             paused = paused and not is_end
         finally:  # also if another rank has failed: this one has finished the step
-            self.save_request.step = step if requests.save else 0
+            self.progress.requested_step = step if requests.save else 0
             self.callback_state.capture(PendingRequests(step, requests))
             self.script_state.capture()
             self.snapshots.after_step(step, before_pause=paused)
@@ -145,6 +150,11 @@ class ScriptCompletion:
             self.control.amend_metrics(record)
             self._emit(record)
 
+    @property
+    def _num_step_rows(self) -> int:
+        """Rows of all batches of the step; 1 if a single rank has taken none by `local_batch`."""
+        return self.backward.batches.num_rows or 1
+
     def _save(self, step: int, requests: CallbackRequests) -> float:
         """Save the current state in the background. Return the seconds waited."""
         self.callbacks.run("pre_checkpoint_saved")
@@ -159,15 +169,15 @@ class ScriptCompletion:
             self.control.emit({"type": "step", "metrics": record})
 
     def _build_metrics(self, step: int, loss: float) -> Record:
-        world_size, num_rows, seconds = self.context.layout.world_size, self.backward.num_rows, self.timer.end_step()
+        world_size, seconds = self.context.layout.world_size, self.timer.end_step()
         return {
             "step": step,
             "train/loss": loss,
             "train/lr": self.script_state.lr,
             "train/grad_norm": self.backward.grad_norm,
-            "train/tokens": step * num_rows,
-            "throughput/tokens_per_sec": num_rows / seconds,
-            "throughput/tokens_per_sec_per_device": num_rows / seconds / world_size,
+            "train/tokens": self.progress.num_rows,
+            "throughput/tokens_per_sec": self._num_step_rows / seconds,
+            "throughput/tokens_per_sec_per_device": self._num_step_rows / seconds / world_size,
             "time/unix": time.time(),
             "time/step_s": seconds,
             "time/data_s": 0.0,

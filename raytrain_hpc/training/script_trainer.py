@@ -41,7 +41,7 @@ from raytrain_hpc.training.loss_reduction import all_reduce
 from raytrain_hpc.training.sample_loader import move_content
 from raytrain_hpc.training.script_backward import ScriptBackward, ScriptLoss
 from raytrain_hpc.training.script_batches import ScriptBatches
-from raytrain_hpc.training.script_completion import SaveRequest, ScriptCompletion
+from raytrain_hpc.training.script_completion import ScriptCompletion, ScriptProgress
 from raytrain_hpc.training.script_models import ScriptModels
 from raytrain_hpc.training.script_random import ScriptGenerators
 from raytrain_hpc.training.script_state import ScriptState
@@ -139,8 +139,8 @@ class ScriptTrainer:
         self._is_attached = True
         spec, config, context = self._spec, self._config, self.context
         self._models = ScriptModels(models, optimizers, plan, config, context, spec.batching)
-        save_request = SaveRequest()
-        self._script_state = ScriptState(models, optimizers, {**objects, "save request": save_request})
+        progress = ScriptProgress()
+        self._script_state = ScriptState(models, optimizers, {**objects, "progress": progress})
         self._generators = ScriptGenerators(config.run.seed, context.rank, context.world_group, self.device)
         for module in () if self._is_elastic else models.values():  # `microbatches` seeds them for each microbatch
             self._generators.isolate_forward(module)
@@ -156,7 +156,7 @@ class ScriptTrainer:
         self._backward = self._build_backward(script_loss)
         on_verified = self._snapshots.mark_verified
         add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified)
-        self._completion = self._build_completion(state, callback_state, save_request)
+        self._completion = self._build_completion(state, callback_state, progress)
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(lambda *arguments: self._before_update())
         self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
@@ -217,7 +217,7 @@ class ScriptTrainer:
         )
 
     def _build_completion(
-        self, state: ShardedState, callback_state: CallbackState, save_request: SaveRequest
+        self, state: ShardedState, callback_state: CallbackState, progress: ScriptProgress
     ) -> ScriptCompletion:
         context, model = self._callbacks.context, self._models.whole_model
         exchange = WeightExchange(context, model, state, callback_state, self._snapshots, self._checkpointer)
@@ -233,7 +233,7 @@ class ScriptTrainer:
             self._callbacks,
             callback_state,
             exchange,
-            save_request,
+            progress,
             self._control,
         )
 

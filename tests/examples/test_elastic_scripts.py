@@ -11,7 +11,7 @@ from tests.examples import sharded_scripts as scripts
 from tests.examples.test_sharded_scripts import run_attached
 
 WORDS = ["train.deterministic=elastic", "train.global_batch_size=12", "train.micro_batch_size=2"]
-KEYS = ("train/loss", "train/grad_norm", "critic/before", "norm", "running")
+KEYS = ("train/loss", "train/grad_norm", "train/tokens", "critic/before", "norm", "running")
 LAYOUTS = {
     "ddp-2": ["cluster.workers=2", "fault.inject=[{kind: kill, rank: 1, step: 6}]"],
     "zero3-3": ["cluster.workers=3", "parallel.zero=3", "fault.inject=[{kind: kill, rank: 2, step: 5}]"],
@@ -29,6 +29,7 @@ def run_elastic(directory: Path, *words: str) -> list[list[float | None]]:
     metrics = run_attached(directory, scripts.ELASTIC, 9, *WORDS, *words)
     values = [[step.get(key) for key in KEYS] for step in metrics]
     assert not any(value is None for value in values[3]), "step 4 has all of them"
+    assert [step["train/tokens"] for step in metrics] == list(range(12, 120, 12))
     return values
 
 
