@@ -119,10 +119,13 @@ def pickle_by_value(value: object) -> bytes:
     """Pickle a value with the cloudpickle that Ray brings, if this process has loaded Ray, and with pickle otherwise.
 
     In a worker, classes of the user's script exist only as Ray has received them, by value, and pickle cannot find
-    them. `ray.cloudpickle` is undocumented; all versions.
+    them.
     """
-    if "ray" not in sys.modules:
-        return pickle.dumps(value)
+    return pickle_with_ray(value) if "ray" in sys.modules else pickle.dumps(value)
+
+
+def pickle_with_ray(value: object) -> bytes:
+    """Pickle a value as Ray does: functions and classes of `__main__` by value. `ray.cloudpickle`: all versions."""
     from ray import cloudpickle
 
     pickled: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]

@@ -16,8 +16,8 @@ from raytrain_hpc.cli.options import (
     print_errors_on_one_line,
     split_words,
 )
-from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.sweeps.sweep_plan import DEFAULT_TRIALS, SweepOptions, SweepPlan
+from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.sweeps.sweep_plan import SweepOptions, SweepPlan
 from raytrain_hpc.sweeps.sweep_runner import run_sweep
 from raytrain_hpc.sweeps.sweep_table import format_table, sort_trials, write_report
 
@@ -27,16 +27,11 @@ _EXIT_FAILED = 4  # exit code if a trial has failed
 def make_options(
     *, over: tuple[str, ...], search: str, trials: int | None, at_once: int | str, **options: Any
 ) -> SweepOptions:
-    """Return the options of a sweep from those of the command line. Raises ConfigError if they do not fit together."""
-    if search == "grid" and trials is not None:
-        remedy = "a grid trains all combinations; leave the option out, or add --search random or --search tpe"
-        raise ConfigError("--trials", trials, "command line", remedy)
-    if options["min_steps"] is not None and not options["stop_bad"]:
-        raise ConfigError("--min-steps", options["min_steps"], "command line", "has no effect without --stop-bad")
+    """Return the options of a sweep from those of the command line."""
     return SweepOptions(
         over=over,
         search=search,  # type: ignore[arg-type]
-        num_trials=trials or DEFAULT_TRIALS,
+        num_trials=trials,
         at_once=None if at_once == "auto" else int(at_once),
         **options,
     )
@@ -102,7 +97,7 @@ def sweep(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
     trial has failed.
     """
     source, overrides = split_words(words)
-    plan = SweepPlan(source, overrides, make_options(**options))
+    plan = SweepPlan(load_config(source, overrides), make_options(**options))
     metric = plan.options.metric
     result = run_sweep(plan, log=lambda line: click.echo(line, err=True))
     trials = sort_trials(result.trials, metric, plan.options.mode)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from raytrain_hpc.cli.options import CONFIG_WORDS, EXIT_STOPPED, ConfigCommand, print_errors_on_one_line, split_words
+
+if TYPE_CHECKING:
+    from raytrain_hpc.config.schema import Config
 
 
 @click.command(cls=ConfigCommand)
@@ -21,11 +26,15 @@ def train(words: tuple[str, ...]) -> None:
     from raytrain_hpc.config.loader import load_config
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides)
+    train_and_summarize(load_config(path, overrides))
+
+
+def train_and_summarize(config: Config, arguments: Mapping[str, Any] | None = None) -> None:
+    """Train with keyword arguments of `api.train`, and print the results. Exit with EXIT_STOPPED if it was stopped."""
     from raytrain_hpc.api import train as run_training
     from raytrain_hpc.cli.train_summary import format_summary, sample_text
 
-    result = run_training(config)
+    result = run_training(config, **(arguments or {}))
     for line in sample_text(config, result):
         click.echo(line)
     for line in format_summary(config, result):

@@ -40,14 +40,15 @@ def load_config(
     Raises ConfigError with key, value, origin and remedy for an unknown key, a wrong type or an invalid value.
     """
     settings = list(_read_source(source))
-    settings += _read_dict(overrides) if isinstance(overrides, Mapping) else map(_parse_override, overrides)
-    return build_config([*(_parse_override(word)._replace(origin="") for word in defaults), *settings])
+    settings += _read_dict(overrides) if isinstance(overrides, Mapping) else map(parse_override, overrides)
+    return build_config([*(parse_override(word)._replace(origin="") for word in defaults), *settings])
 
 
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, resolve references, and validate the result."""
     values = {key: get_default(key) for key in get_fields()}
     auto_choices: dict[str, list[Any] | None] = {}
+    given = tuple(settings)
     settings = _prepend_model_settings(settings)
     for setting in settings:
         _check_key(setting)
@@ -66,9 +67,24 @@ def build_config(settings: list[Setting]) -> Config:
         for name, section in SECTIONS.items()
     }
     origins = {key: setting.origin for key, setting in sources.items()}
-    config = Config(**sections, origins=origins, auto_choices=auto_choices)  # type: ignore[arg-type]
+    config = Config(**sections, origins=origins, auto_choices=auto_choices, settings=given)  # type: ignore[arg-type]
     complete_config(config)
     return config
+
+
+def list_settings(config: Config) -> list[Setting]:
+    """Return settings from which `build_config` builds `config` again: those it was built from, then changed values.
+
+    With further settings appended, presets and references are resolved anew. Raises ConfigError for an invalid config.
+    """
+    complete_config(config)
+    built = build_config(list(config.settings))
+    changed: list[Setting] = []
+    for key, f in get_fields().items():
+        value, built_value = (getattr(getattr(each, key.partition(".")[0]), f.name) for each in (config, built))
+        if value != built_value:
+            changed.append(Setting(key, to_dict(value), config.origin(key)))
+    return [*config.settings, *changed]
 
 
 def complete_config(config: Config) -> None:
@@ -116,7 +132,8 @@ def _read_dict(settings: Mapping[str, Any]) -> Iterator[Setting]:
             yield Setting(str(key), value, "dict")
 
 
-def _parse_override(override: str) -> Setting:
+def parse_override(override: str) -> Setting:
+    """Return the setting of a `key=value` word. Raises ConfigError for another form, or if the value is no YAML."""
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise ConfigError(override, "", "command line", "is not a setting; write key=value")
@@ -217,5 +234,7 @@ __all__ = [
     "complete_config",
     "config_to_yaml",
     "get_key_docs",
+    "list_settings",
     "load_config",
+    "parse_override",
 ]

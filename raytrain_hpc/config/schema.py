@@ -283,6 +283,8 @@ class Config(Section):
 
     Until the planner has chosen, such a key holds its default or the first value of the list.
     """
+    settings: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    """The settings that `loader.build_config` was given, before presets and references were resolved."""
 
     def origin(self, key: str) -> str:
         """Return where a key was set ("conf/x.yaml:12", "command line"), or "" for a default."""
@@ -291,7 +293,9 @@ class Config(Section):
 
 # Name of each section -> its dataclass, in the order of config.yaml.
 SECTIONS: dict[str, type[Section]] = {
-    f.name: cast("type[Section]", f.default_factory) for f in fields(Config) if f.default_factory is not dict
+    f.name: cast("type[Section]", f.default_factory)
+    for f in fields(Config)
+    if isinstance(f.default_factory, type) and issubclass(f.default_factory, Section)
 }
 
 

@@ -13,6 +13,7 @@ from raytrain_hpc.config.schema import get_fields
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
 
+ORIGIN = "sweep"  # of the options of a sweep, in errors: given on the command line or in Python
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::[^:]*)*)")
 _MIN_LOG_RATIO = 100  # from this ratio of its ends on, a range is searched on a logarithmic scale
@@ -63,7 +64,7 @@ def parse_parameters(over: Sequence[str]) -> list[Parameter]:
     """Parse all `--over` options. Raises ConfigError for one that is malformed, and for a key that is given twice."""
     parameters = [parse_parameter(text) for text in over]
     if not parameters:
-        raise ConfigError("--over", "", "command line", "name a key to vary, as in --over optimizer.lr=1e-3,3e-3")
+        raise ConfigError("--over", "", ORIGIN, "name a key to vary, as in --over optimizer.lr=1e-3,3e-3")
     keys = [parameter.key for parameter in parameters]
     for text, key in zip(over, keys, strict=True):
         if keys.count(key) > 1:
@@ -84,7 +85,7 @@ def parse_parameter(text: str) -> Parameter:
     if not key or not equals:
         _refuse(text, "must have the form key=value,value,... or key=low..high")
     if key not in get_fields():
-        raise ConfigError(key, values, "command line", f"no such key; {suggest_key(key)}")
+        raise ConfigError(key, values, ORIGIN, f"no such key; {suggest_key(key)}")
     match = _RANGE.fullmatch(values)
     if match is None:
         return Choices(key, _split_values(text, values))
@@ -154,4 +155,4 @@ def _split_values(text: str, values: str) -> tuple[str, ...]:
 
 
 def _refuse(text: str, remedy: str) -> NoReturn:
-    raise ConfigError("--over", text, "command line", remedy)
+    raise ConfigError("--over", text, ORIGIN, remedy)

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from raytrain_hpc.errors import ConfigError, MissingDependencyError
-from raytrain_hpc.sweeps.parameter import Choices, Parameter, Range
+from raytrain_hpc.sweeps.parameter import ORIGIN, Choices, Parameter, Range
 from raytrain_hpc.sweeps.trial import Mode, Trial
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class GridSearch:
             if isinstance(parameter, Range):
                 text = f"{parameter.key}={'..'.join(parameter.ends)}"
                 remedy = "a grid needs values, not a range; list them, or add --search random or --search tpe"
-                raise ConfigError("--over", text, "command line", remedy)
+                raise ConfigError("--over", text, ORIGIN, remedy)
         values = [[f"{parameter.key}={value}" for value in parameter.ends] for parameter in parameters]
         self.combinations = list(product(*values))
 

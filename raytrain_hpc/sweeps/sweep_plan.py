@@ -10,12 +10,12 @@ from typing import Any
 
 from raytrain_hpc.config.field import suggest_name
 from raytrain_hpc.config.fixed_settings import get_rule
-from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.loader import build_config, list_settings, parse_override
 from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.observability.metrics import METRIC_KEYS
 from raytrain_hpc.run_report.comparison import flatten_config
-from raytrain_hpc.sweeps.parameter import Parameter, parse_parameters
+from raytrain_hpc.sweeps.parameter import ORIGIN, Parameter, parse_parameters
 from raytrain_hpc.sweeps.search_algorithm import GridSearch, OptunaSearch, SearchAlgorithm, SearchName
 from raytrain_hpc.sweeps.sweep_record import SweepRecord
 from raytrain_hpc.sweeps.trial import Mode, Trial
@@ -29,12 +29,13 @@ _ALSO_CHANGE_RESULTS = ("train.steps", "train.callbacks", "eval.")  # although a
 class SweepOptions:
     """What to search and how; the options of `raytrain-hpc sweep`.
 
-    `at_once`: None for as many trials as fit. `min_steps`: None for a quarter of train.steps.
+    `num_trials`: of a random or TPE search; None for 20. `at_once`: None for as many trials as fit. `min_steps`: None
+    for a quarter of train.steps.
     """
 
     over: tuple[str, ...]
     search: SearchName = "grid"
-    num_trials: int = DEFAULT_TRIALS
+    num_trials: int | None = None
     seed: int = 0
     metric: str = "val/loss"
     mode: Mode = "min"
@@ -46,20 +47,21 @@ class SweepOptions:
 class SweepPlan:
     """A sweep that has been checked: common settings, parameters, search, and the trials recorded so far."""
 
-    def __init__(self, source: str | None, overrides: Sequence[str], options: SweepOptions):
-        """Check a sweep. Nothing is written.
+    def __init__(self, config: Config, options: SweepOptions):
+        """Check a sweep over `config`, the common settings. Nothing is written.
 
         Raises:
-            ConfigError: An option or a setting is invalid: with a grid, that of any trial; with another search, a value
-                that is valid in no combination with values of other parameters. Or run.dir has another sweep.
+            ConfigError: Options do not fit together, or one or a setting is invalid: with a grid, that of any trial;
+                with another search, a value that is valid in no combination with values of other parameters. Or run.dir
+                has another sweep.
             MissingDependencyError: optuna is needed and not installed.
             RunDirectoryError: The directory has a sweep that cannot be read.
         """
-        self.source, self.overrides, self.options = source, tuple(overrides), options
+        self.config, self.options = config, options
         self.parameters: list[Parameter] = parse_parameters(options.over)
-        self.config = load_config(source, overrides)
-        self.directory = Path(self.config.run.dir)
-        self._check_metric()
+        self._settings = list_settings(config)
+        self.directory = Path(config.run.dir)
+        self._check_options()
         self.search, self.num_trials = self._make_search()
         searched: dict[str, Any] = {"search": options.search}
         if options.search != "grid":  # otherwise, a grid may be extended
@@ -78,14 +80,13 @@ class SweepPlan:
         name = ",".join(settings).replace("/", "_") if self.options.search == "grid" else f"trial-{number:03}"
         return Trial(number, settings, self.directory / name)
 
-    def get_words(self, trial: Trial, common: Sequence[str] = ()) -> list[str]:
-        """Return the words of the settings of a trial. Those in `common` replace common settings."""
+    def build_trial_config(self, trial: Trial, common: Sequence[str] = ()) -> Config:
+        """Return the config of a trial. `common`: words that replace common settings. Raises ConfigError."""
         # The name tells the trials apart in reports and trackers.
-        return [*self.overrides, *common, f"run.name={trial.name}", *trial.settings, f"run.dir={trial.run_dir}"]
+        return self._build_config([*common, f"run.name={trial.name}", *trial.settings, f"run.dir={trial.run_dir}"])
 
-    def load_trial_config(self, trial: Trial) -> Config:
-        """Return the config of a trial. Raises ConfigError if it is invalid."""
-        return load_config(self.source, self.get_words(trial))
+    def _build_config(self, words: Sequence[str]) -> Config:
+        return build_config([*self._settings, *map(parse_override, words)])
 
     def _get_result_settings(self) -> dict[str, Any]:
         """Return the common settings that results depend on, by key: not the cluster, the deadline or the logging."""
@@ -101,11 +102,11 @@ class SweepPlan:
         if options.search == "grid":
             grid = GridSearch(self.parameters)
             for number, settings in enumerate(grid.combinations):
-                self.load_trial_config(self.make_trial(number, settings))
+                self.build_trial_config(self.make_trial(number, settings))
             return grid, len(grid.combinations)
         search = OptunaSearch(self.parameters, options.search, options.mode, options.seed)
         self._check_values()
-        return search, options.num_trials
+        return search, options.num_trials or DEFAULT_TRIALS
 
     def _check_values(self) -> None:
         """Raise the ConfigError of a value, or of the end of a range, that is valid in no combination."""
@@ -114,7 +115,7 @@ class SweepPlan:
         valid: set[str] = set()
         for combination in islice(product(*words), _MAX_CHECKED_COMBINATIONS):
             try:
-                load_config(self.source, [*self.overrides, *combination])
+                self._build_config(combination)
             except ConfigError as invalid:
                 for word in combination:
                     errors.setdefault(word, invalid)
@@ -124,11 +125,16 @@ class SweepPlan:
             if word not in valid:
                 raise error
 
-    def _check_metric(self) -> None:
-        metric = self.options.metric
+    def _check_options(self) -> None:
+        options, metric = self.options, self.options.metric
+        if options.search == "grid" and options.num_trials is not None:
+            remedy = "a grid trains all combinations; leave the option out, or add --search random or --search tpe"
+            raise ConfigError("--trials", options.num_trials, ORIGIN, remedy)
+        if options.min_steps is not None and not options.stop_bad:
+            raise ConfigError("--min-steps", options.min_steps, ORIGIN, "has no effect without --stop-bad")
         if metric not in METRIC_KEYS and not self.config.train.callbacks:  # these may write others
             known = [key for key in METRIC_KEYS if not key.startswith("ranks/")]
-            raise ConfigError("--metric", metric, "command line", suggest_name(metric, known))
-        if self.options.stop_bad and metric.startswith("val/") and not self.config.eval.interval:
+            raise ConfigError("--metric", metric, ORIGIN, suggest_name(metric, known))
+        if options.stop_bad and metric.startswith("val/") and not self.config.eval.interval:
             remedy = "is computed at the end only, too late to stop a trial; set eval.interval or --metric train/loss"
             raise ConfigError("--metric", metric, "with --stop-bad", remedy)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
+from raytrain_hpc.sweeps.parameter import ORIGIN
 from raytrain_hpc.sweeps.trial import Trial
 
 FILE_NAME = "sweep.json"
@@ -48,7 +49,7 @@ class SweepRecord:
             if recorded_search.get(name) != value:
                 old = recorded_search.get(name)
                 remedy = f"the sweep in {self._path.parent} has {old!r}; set it back, or choose another run.dir"
-                raise ConfigError(f"--{name}", value, "command line", remedy)
+                raise ConfigError(f"--{name}", value, ORIGIN, remedy)
         if recorded_config == self._config:
             return trials
         return [Trial(t.number, t.settings, t.run_dir, "interrupted") for t in trials]

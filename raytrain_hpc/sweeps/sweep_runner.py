@@ -6,7 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from raytrain_hpc.api import stop_on_signals
 from raytrain_hpc.checkpoint.lease import Lease
@@ -19,9 +22,11 @@ from raytrain_hpc.sweeps.sweep_plan import SweepPlan
 from raytrain_hpc.sweeps.sweep_table import describe_trial
 from raytrain_hpc.sweeps.trial import State, Trial, summarize_points
 from raytrain_hpc.sweeps.trial_process import TrialProcess
+from raytrain_hpc.sweeps.trial_request import ARGUMENTS_FILE, TrialRequest, save_arguments
 
-TRAIN_COMMAND = (sys.executable, "-m", "raytrain_hpc", "train")
+TRIAL_COMMAND = (sys.executable, "-m", "raytrain_hpc.cli.trial")
 STOPPED = 3  # exit code of a run that was stopped on request, with its state saved
+_EARLIER_TRIALS_TIMEOUT_S = 600.0  # for the step and the checkpoint after which they end
 _TRIALS_PER_TPE_SLOT = 4  # TPE learns from the trials that have ended, so only a part of them runs at a time
 
 
@@ -35,31 +40,47 @@ class SweepResult:
 
 def run_sweep(
     plan: SweepPlan,
+    arguments: Mapping[str, Any] | None = None,
     *,
     log: Callable[[str], None] = lambda line: None,
-    command: Sequence[str] = TRAIN_COMMAND,
+    command: Sequence[str] = TRIAL_COMMAND,
     poll_s: float = 0.5,
 ) -> SweepResult:
     """Run the trials of a sweep that have not finished yet, until all have or Ctrl-C or SIGTERM is received.
 
-    `command`: the command that trains, to which settings are appended. Metrics are read every `poll_s` seconds.
+    `arguments`: keyword arguments of `api.train`, copied to each trial. `command`: starts the process of a trial, which
+    receives a TrialRequest. Metrics are read every `poll_s` seconds.
 
     Raises:
         RunDirectoryError: Another sweep runs in the directory, or the directory cannot be written.
         ClusterError: Ray cannot be reached or started.
+        ModelError: `arguments` cannot be pickled.
     """
     stop = threading.Event()
     lease = Lease.acquire(plan.directory, owner=plan.config.run.name)
     try:
         recorded = plan.record.load()
         with (
+            _store_arguments(plan.directory, arguments) as arguments_path,
             open_trial_slots(plan.config, plan.options.at_once or 1) as slots,
             stop_on_signals(stop),
             lease.renew_in_background(stop.set),
         ):
-            return _SweepRunner(plan, recorded, slots, stop, log, command).run(poll_s)
+            return _SweepRunner(plan, recorded, slots, stop, log, command, arguments_path).run(poll_s)
     finally:
         lease.release()
+
+
+@contextmanager
+def _store_arguments(directory: Path, arguments: Mapping[str, Any] | None) -> Iterator[Path | None]:
+    """Keep `arguments` in a file of the sweep during the context. Yield its path, or None without arguments."""
+    path = directory / ARGUMENTS_FILE
+    try:
+        if arguments:
+            save_arguments(arguments, path)
+        yield path.absolute() if arguments else None
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class _SweepRunner:
@@ -73,8 +94,10 @@ class _SweepRunner:
         stop: threading.Event,
         log: Callable[[str], None],
         command: Sequence[str],
+        arguments_path: Path | None,
     ):
         self._plan, self._slots, self._stop, self._log, self._command = plan, slots, stop, log, command
+        self._arguments_path = arguments_path
         self._options = plan.options
         self._trials = {trial.settings: trial for trial in recorded}
         self._candidates = self._generate_trials(recorded)
@@ -95,6 +118,7 @@ class _SweepRunner:
             at_once = min(at_once, max(1, free // self._slots.count(self._plan.config)))
             room = f" in {free} free slots"
         self._log(f"{self._plan.num_trials} trials in {self._plan.directory}, {at_once} at a time{room}")
+        self._wait_for_earlier_trials(poll_s)
         try:
             self._start_trials()
             while self._running:
@@ -110,6 +134,25 @@ class _SweepRunner:
             TrialProcess.kill_all(self._running)
             raise
         return self._make_result()
+
+    def _wait_for_earlier_trials(self, poll_s: float) -> None:
+        """Wait while trials of a sweep that was killed are saving their state, which each does by itself."""
+        waiting = [trial for trial in self._trials.values() if trial.state == "running"]
+        deadline = time.monotonic() + _EARLIER_TRIALS_TIMEOUT_S
+        reported: set[tuple[str, ...]] = set()
+        while waiting and not self._stop.is_set():
+            trial = waiting[-1]
+            try:
+                Lease.check_available(trial.run_dir)
+            except RunDirectoryError as error:
+                if time.monotonic() > deadline:
+                    return  # the trial is started, and fails with this error
+                if trial.settings not in reported:
+                    self._log(f"{_describe(trial)}: waiting for the process of an earlier sweep to end: {error}")
+                    reported.add(trial.settings)
+                time.sleep(poll_s)
+            else:
+                waiting.pop()
 
     def _choose_max_running(self) -> int:
         """Return the highest number of trials at a time that is reasonable for the search."""
@@ -138,7 +181,7 @@ class _SweepRunner:
             # A search is asked as late as possible, so that it knows the results of as many trials as possible.
             if self._next is None and self._has_room(self._plan.config):
                 self._next = self._take_next()
-            if self._next is None or not self._has_room(self._plan.load_trial_config(self._next)):
+            if self._next is None or not self._has_room(self._plan.build_trial_config(self._next)):
                 return
             trial, self._next = self._next, None
             self._start(trial)
@@ -147,7 +190,7 @@ class _SweepRunner:
         """Return the next trial with valid settings, None after the last."""
         for trial in self._candidates:
             try:
-                self._plan.load_trial_config(trial)
+                self._plan.build_trial_config(trial)
             except ConfigError as error:  # of a random combination of values
                 self._log(f"{_describe(trial)}: {error}")
                 self._finish(trial, {}, "failed", error.exit_code)
@@ -158,15 +201,15 @@ class _SweepRunner:
     def _has_room(self, config: Config) -> bool:
         if self._options.at_once or not self._running:
             return True
-        configs = [*(self._plan.load_trial_config(process.trial) for process in self._running), config]
+        configs = [*(self._plan.build_trial_config(process.trial) for process in self._running), config]
         return sum(map(self._slots.count, configs)) <= self._slots.free
 
     def _start(self, trial: Trial) -> None:
         trial = replace(trial, state="running")
-        source = [] if self._plan.source is None else [self._plan.source]
-        command = [*self._command, *source, *self._plan.get_words(trial, self._slots.words)]
+        config = self._plan.build_trial_config(trial, self._slots.words)
+        request = TrialRequest(config, self._arguments_path, tuple(sys.path))
         self._record(trial)
-        self._running.append(TrialProcess(trial, command, self._slots.environment, self._options.metric))
+        self._running.append(TrialProcess(trial, request, self._command, self._slots.environment, self._options.metric))
         self._log(f"{_describe(trial)}: started, {len(self._running)} running")
 
     def _collect_ended(self) -> bool:
@@ -174,6 +217,7 @@ class _SweepRunner:
         ended = [process for process in self._running if process.exit_code is not None]
         for process in ended:
             self._running.remove(process)
+            process.stop()  # closes the pipe
             code = process.exit_code or 0
             state: State = "done" if code == 0 else "failed"
             if code and process.is_stopped_early:

@@ -10,8 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from typing import IO, cast
 
 from raytrain_hpc.sweeps.trial import Trial
+from raytrain_hpc.sweeps.trial_request import TrialRequest
 
 _KILL_AFTER_S = 10.0
 
@@ -48,25 +50,35 @@ class TrialProcess:
     """A trial and the process that trains it, with its output in output.log of the run directory.
 
     The process has a process group of its own: Ctrl-C in a terminal reaches the sweep alone, which then stops each
-    trial once. A second signal would end a trial before it has saved.
+    trial once. A second signal would end a trial before it has saved. If this process is killed, the trial stops too:
+    see `TrialRequest.send`.
     """
 
-    def __init__(self, trial: Trial, command: Sequence[str], environment: Mapping[str, str], metric: str):
-        """Start the process."""
+    def __init__(
+        self,
+        trial: Trial,
+        request: TrialRequest,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        metric: str,
+    ):
+        """Start the process with `command`, to which the run directory is appended for lists of processes."""
         self.trial = trial
         self.follower = MetricFollower(trial.run_dir / "metrics.jsonl", metric)
         self.is_stopped_early = False  # set together with the request to stop
-        self._is_stopping = False
         trial.run_dir.mkdir(parents=True, exist_ok=True)
         with (trial.run_dir / "output.log").open("ab") as output:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                [*command, str(trial.run_dir)],
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 process_group=0,
             )
+        self._pipe = cast("IO[bytes]", self._process.stdin)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code says so
+            request.send(self._pipe)
 
     @property
     def exit_code(self) -> int | None:
@@ -75,9 +87,8 @@ class TrialProcess:
 
     def stop(self) -> None:
         """Request to save and stop after the current step, unless that was requested before. Does not block."""
-        if not self._is_stopping:
-            self._is_stopping = True
-            self._process.terminate()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._pipe.close()
 
     def _end(self, timeout_s: float) -> None:
         """Wait for the process to end, and kill it if it does not."""
@@ -91,7 +102,7 @@ class TrialProcess:
     def kill_all(processes: Sequence[TrialProcess]) -> None:
         """End processes within seconds, without waiting for their state to be saved."""
         for process in processes:
-            process._process.terminate()  # at the second request, a run cleans up and exits
+            process._process.terminate()  # if it was stopped before, it now cleans up and exits
         deadline = time.monotonic() + _KILL_AFTER_S
         for process in processes:
             process._end(max(0.0, deadline - time.monotonic()))

@@ -58,7 +58,7 @@ ALLOWED_IMPORTS = {
     "huggingface": "errors config state data checkpoint",
     "bench": "errors callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
     "observability parallel training worker driver api",
-    "sweeps": "errors config observability checkpoint driver run_report api",
+    "sweeps": "errors ray_private config observability checkpoint driver run_report api",
     "cli": "errors config planner elastic state data checkpoint observability driver huggingface run_report api bench "
     "sweeps",
     "public": "errors callbacks config data driver huggingface run_report api",

@@ -60,8 +60,8 @@ def test_a_search_over_real_runs_is_compared_in_a_report(tmp_path: Path) -> None
     "options, reason",
     [
         (["--over", "optimizer.lr=1..2"], "add --search random or --search tpe"),
-        (["--over", "optimizer.lr=1,2", "--trials", "3"], "--trials=3 (command line): a grid trains all combinations"),
-        (["--over", "optimizer.lr=1,2", "--min-steps", "3"], "--min-steps=3 (command line): has no effect without"),
+        (["--over", "optimizer.lr=1,2", "--trials", "3"], "--trials=3 (sweep): a grid trains all combinations"),
+        (["--over", "optimizer.lr=1,2", "--min-steps", "3"], "--min-steps=3 (sweep): has no effect without"),
         (["--over", "optimizer.lr=1,-2"], "needs more than 0"),
         (["--over", "optimizer.lr=1,2", "--at-once", "0"], "'--at-once'"),
         (["--over", "optimizer.lr=1,2", "--at-once", "many"], "'--at-once'"),

@@ -330,7 +330,7 @@ WRONG = [
     Wrong(
         "sweep: range in a grid",
         "sweep run.dir={dir}/new --over optimizer.lr=1e-4..1e-2",
-        ("--over='optimizer.lr=0.0001..0.01' (command line)", "add --search random or --search tpe"),
+        ("--over='optimizer.lr=0.0001..0.01' (sweep)", "add --search random or --search tpe"),
     ),
     Wrong(
         "sweep: unknown metric",

@@ -116,7 +116,7 @@ def check_command(command: str) -> None:
         source, overrides = split_words(parameters["words"])
         if name == "sweep":
             options = {name: value for name, value in parameters.items() if name not in ("words", "as_json")}
-            SweepPlan(source, overrides, make_options(**options))
+            SweepPlan(load_config(source, overrides), make_options(**options))
             continue
         config = load_config(source, overrides)
         if name in ("train", "run", "drill"):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, MissingDependencyError, RunDirectoryError
 from raytrain_hpc.sweeps.sweep_plan import SweepOptions, SweepPlan
 from raytrain_hpc.sweeps.sweep_runner import SweepResult, run_sweep
@@ -28,7 +29,7 @@ FAKE_TRAIN = (sys.executable, str(Path(__file__).with_name("fake_train.py")))
 
 def make_plan(directory: Path, *over: str, words: tuple[str, ...] = (), **options: Any) -> SweepPlan:
     overrides = [f"run.dir={directory}", "cluster.workers=0", "cluster.device=cpu", "train.steps=4", *words]
-    return SweepPlan(None, overrides, SweepOptions(over, **options))
+    return SweepPlan(load_config(None, overrides), SweepOptions(over, **options))
 
 
 def run(plan: SweepPlan, log: Callable[[str], None] = lambda line: None) -> SweepResult:
@@ -120,7 +121,7 @@ def test_by_default_as_many_trials_run_as_there_are_cpus(tmp_path: Path, monkeyp
     assert [trial.state for trial in result.trials] == ["done"] * 6
 
     def count_threads(trial: Trial) -> int:
-        return min(4, plan.load_trial_config(trial).cluster.cpu_threads)  # one of 9 threads runs alone
+        return min(4, plan.build_trial_config(trial).cluster.cpu_threads)  # one of 9 threads runs alone
 
     assert find_most_at_once(result, count_threads) == 4 and find_most_at_once(result) == 2
 
