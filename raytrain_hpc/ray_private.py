@@ -99,6 +99,14 @@ def replace_log_printer(printer: LogPrinter) -> LogPrinter:
     return previous
 
 
+def get_auth_environment() -> dict[str, str]:
+    """Return the environment variable by which another process authenticates at the cluster of this one.
+
+    `ray.init` sets it. RAY_AUTH_MODE: all versions; not set by those without token authentication.
+    """
+    return {name: os.environ[name] for name in ("RAY_AUTH_MODE",) if name in os.environ}
+
+
 def set_default_worker_priority() -> None:
     """Make a Ray that is started after this call run workers at normal priority, unless the user has set another.
 

@@ -1,9 +1,9 @@
-"""Room for several runs at once: slots that are free on the Ray cluster or on this machine, and a Ray they share."""
+"""Room for several runs at once: slots that are free on the Ray cluster or this machine, and the Ray of the runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,56 +12,74 @@ from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.planner.layout import get_fixed_world_size, get_min_world_size, get_model_parallel_size
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_address import check_address
+from raytrain_hpc.ray_private import get_auth_environment
 
 
 @dataclass(frozen=True)
 class TrialSlots:
     """Slots for runs: GPUs, or CPUs where runs use none.
 
-    `count` returns how many a run takes. `words` and `environment` make a run connect to the Ray that was started for
-    all of them.
+    `count` returns how many a run takes. `words` and `environment` make a run connect to the Ray of all of them. If it
+    was started for them, it runs until all processes that hold `held_descriptors` have ended.
     """
 
     free: int
     count: Callable[[Config], int]
     words: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_ray_started: bool = False
+    held_descriptors: tuple[int, ...] = ()
 
 
 @contextmanager
 def open_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
     """Yield the free slots for runs that differ little from `config`.
 
-    They are those of the running Ray cluster. Without one, Ray is started here for all runs, for the duration of the
-    context, with CPUs for at least `at_once` of them: each run would otherwise start its own, with an object store of
-    its own. Runs in one process (cluster.workers=0) need no Ray.
+    They are those of the running Ray cluster. Without one, Ray is started here for all runs, with CPUs for at least
+    `at_once` of them: each run would otherwise start its own, with an object store of its own. Runs in one process
+    (cluster.workers=0) need no Ray.
     """
     if config.cluster.workers == 0:
         yield _count_local_slots(config)
         return
     import ray
 
+    from raytrain_hpc.driver.ray_host import open_ray_host
+
+    if ray.is_initialized():
+        with connect_trial_slots(config, at_once) as slots:
+            yield slots
+        return
+    check_address(config)
+    with open_ray_host(config, at_once) as slots:
+        yield slots
+
+
+@contextmanager
+def connect_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
+    """Connect to Ray within the context, or start it, and yield its slots."""
+    import ray
+
     from raytrain_hpc.driver.ray_cluster import connect_ray
     from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS, read_topology
 
-    if not ray.is_initialized():
-        check_address(config)
+    is_shared = ray.is_initialized()  # by the caller of this process; the runs use the same
     num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
-    with ExitStack() as connection:
-        started = connection.enter_context(connect_ray(config, (num_workers + config.cluster.spares) * at_once))
+    with connect_ray(config, (num_workers + config.cluster.spares) * at_once) as started:
         topology = read_topology(config)
+        words: tuple[str, ...] = ("cluster.address=auto",)
+        environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **get_auth_environment()}
         if not started:
             resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             free = int(resources.get(topology.ray_resource, 0))
-            connection.close()  # the runs have connections of their own
-            yield TrialSlots(free, partial(count_slots, topology=topology, has_readers=True))
+            count = partial(count_slots, topology=topology, has_readers=True)
+            yield TrialSlots(free, count, words, environment) if is_shared else TrialSlots(free, count)
             return
         free = topology.total_slots if topology.device == "cuda" else count_usable_cpus()
         # As for a Ray that a run starts for itself: no readers of Ray Data, which would need CPUs besides.
-        words = ("cluster.address=auto", *(("data.engine=local",) if config.data.engine == AUTO else ()))
-        address = ray.get_runtime_context().gcs_address
+        words += ("data.engine=local",) if config.data.engine == AUTO else ()
         count = partial(count_slots, topology=topology, has_readers=config.data.engine == "ray")
-        yield TrialSlots(free, count, words, {"RAY_ADDRESS": address})
+        yield TrialSlots(free, count, words, environment, is_ray_started=True)
 
 
 def count_slots(config: Config, *, topology: Topology, has_readers: bool) -> int:

@@ -62,11 +62,12 @@ def run_sweep(
         recorded = plan.record.load()
         with (
             _store_arguments(plan.directory, arguments) as arguments_path,
-            open_trial_slots(plan.config, plan.options.at_once or 1) as slots,
             stop_on_signals(stop),
             lease.renew_in_background(stop.set),
         ):
-            return _SweepRunner(plan, recorded, slots, stop, log, command, arguments_path).run(poll_s)
+            _wait_for_earlier_trials(recorded, stop, log, poll_s)
+            with open_trial_slots(plan.config, plan.options.at_once or 1) as slots:
+                return _SweepRunner(plan, recorded, slots, stop, log, command, arguments_path).run(poll_s)
     finally:
         lease.release()
 
@@ -81,6 +82,28 @@ def _store_arguments(directory: Path, arguments: Mapping[str, Any] | None) -> It
         yield path.absolute() if arguments else None
     finally:
         path.unlink(missing_ok=True)
+
+
+def _wait_for_earlier_trials(
+    recorded: Sequence[Trial], stop: threading.Event, log: Callable[[str], None], poll_s: float
+) -> None:
+    """Wait while trials of a sweep that was killed are saving their state, which each does by itself."""
+    waiting = [trial for trial in recorded if trial.state == "running"]
+    deadline = time.monotonic() + _EARLIER_TRIALS_TIMEOUT_S
+    reported: set[Path] = set()
+    while waiting and not stop.is_set():
+        trial = waiting[-1]
+        try:
+            Lease.check_available(trial.run_dir)
+        except RunDirectoryError as error:
+            if time.monotonic() > deadline:
+                return  # the trial is started, and fails with this error
+            if trial.run_dir not in reported:
+                log(f"{_describe(trial)}: waiting for its process of an earlier sweep to end: {error}")
+                reported.add(trial.run_dir)
+            time.sleep(poll_s)
+        else:
+            waiting.pop()
 
 
 class _SweepRunner:
@@ -118,7 +141,6 @@ class _SweepRunner:
             at_once = min(at_once, max(1, free // self._slots.count(self._plan.config)))
             room = f" in {free} free slots"
         self._log(f"{self._plan.num_trials} trials in {self._plan.directory}, {at_once} at a time{room}")
-        self._wait_for_earlier_trials(poll_s)
         try:
             self._start_trials()
             while self._running:
@@ -134,25 +156,6 @@ class _SweepRunner:
             TrialProcess.kill_all(self._running)
             raise
         return self._make_result()
-
-    def _wait_for_earlier_trials(self, poll_s: float) -> None:
-        """Wait while trials of a sweep that was killed are saving their state, which each does by itself."""
-        waiting = [trial for trial in self._trials.values() if trial.state == "running"]
-        deadline = time.monotonic() + _EARLIER_TRIALS_TIMEOUT_S
-        reported: set[tuple[str, ...]] = set()
-        while waiting and not self._stop.is_set():
-            trial = waiting[-1]
-            try:
-                Lease.check_available(trial.run_dir)
-            except RunDirectoryError as error:
-                if time.monotonic() > deadline:
-                    return  # the trial is started, and fails with this error
-                if trial.settings not in reported:
-                    self._log(f"{_describe(trial)}: waiting for the process of an earlier sweep to end: {error}")
-                    reported.add(trial.settings)
-                time.sleep(poll_s)
-            else:
-                waiting.pop()
 
     def _choose_max_running(self) -> int:
         """Return the highest number of trials at a time that is reasonable for the search."""
@@ -209,7 +212,7 @@ class _SweepRunner:
         config = self._plan.build_trial_config(trial, self._slots.words)
         request = TrialRequest(config, self._arguments_path, tuple(sys.path))
         self._record(trial)
-        self._running.append(TrialProcess(trial, request, self._command, self._slots.environment, self._options.metric))
+        self._running.append(TrialProcess(trial, request, self._command, self._slots, self._options.metric))
         self._log(f"{_describe(trial)}: started, {len(self._running)} running")
 
     def _collect_ended(self) -> bool:

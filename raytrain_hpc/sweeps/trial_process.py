@@ -7,11 +7,12 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import IO, cast
 
+from raytrain_hpc.driver.trial_slots import TrialSlots
 from raytrain_hpc.sweeps.trial import Trial
 from raytrain_hpc.sweeps.trial_request import TrialRequest
 
@@ -59,7 +60,7 @@ class TrialProcess:
         trial: Trial,
         request: TrialRequest,
         command: Sequence[str],
-        environment: Mapping[str, str],
+        slots: TrialSlots,
         metric: str,
     ):
         """Start the process with `command`, to which the run directory is appended for lists of processes."""
@@ -73,7 +74,8 @@ class TrialProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**os.environ, **slots.environment},
+                pass_fds=slots.held_descriptors,
                 process_group=0,
             )
         self._pipe = cast("IO[bytes]", self._process.stdin)

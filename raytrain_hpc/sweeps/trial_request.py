@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.parent_pipe import read_message, wait_until_closed
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.ray_private import pickle_with_ray
 
@@ -54,21 +55,17 @@ def receive_request() -> TrialRequest | None:
 
     Call once, at the start of the process. Its standard input is empty afterwards.
     """
-    watched = os.dup(0)
-    with open(os.devnull, "rb") as empty:
-        os.dup2(empty.fileno(), 0)
-    # Buffered on a descriptor of its own: the watching thread must not hold a buffer when the interpreter ends.
-    with os.fdopen(os.dup(watched), "rb") as pipe:
-        try:
-            request: TrialRequest = pickle.load(pipe)
-        except (EOFError, pickle.UnpicklingError):  # killed before it had written all of it
-            return None
-    threading.Thread(target=_stop_when_closed, args=(watched,), name="sweep", daemon=True).start()
+    request: TrialRequest
+    try:
+        request, pipe = read_message()
+    except EOFError:
+        return None
+    threading.Thread(target=_stop_when_closed, args=(pipe,), name="sweep", daemon=True).start()
     return request
 
 
 def _stop_when_closed(pipe: int) -> None:
-    os.read(pipe, 1)
+    wait_until_closed(pipe)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
