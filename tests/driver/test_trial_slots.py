@@ -61,6 +61,41 @@ def test_trials_share_the_running_cluster(ray_cluster: None, tmp_path: Path, mon
         assert json.loads(metrics.read_text().splitlines()[-1])["elastic/world_size"] == 4
 
 
+def test_a_ray_that_a_sweep_has_started_lasts_until_the_trials_of_a_killed_sweep_have_saved(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:  # a short path
+        words = [*SMALL_OVERRIDES, "train.steps=100000", "data.engine=auto", "cluster.address=local"]
+        command = [sys.executable, "-m", "raytrain_hpc", "sweep", *words, f"run.dir={tmp_path}", "--at-once", "2"]
+        with (tmp_path / "output").open("wb") as output:
+            sweep = subprocess.Popen(
+                [*command, "--over", "optimizer.lr=1e-3,1e-2"],
+                env={**os.environ, "RAY_TMPDIR": ray_dir},
+                stdout=output,
+                stderr=output,
+            )
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("*/metrics.jsonl"))) < 2:
+            assert sweep.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        sweep.kill()
+        sweep.wait()
+        deadline = time.monotonic() + 40
+        while any(ray_dir in read_command_line(path) for path in Path("/proc").glob("[0-9]*")):  # Ray itself
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    for run_dir in (path.parent for path in tmp_path.glob("*/metrics.jsonl")):
+        assert "stopped at step" in (run_dir / "output.log").read_text()
+        assert json.loads((run_dir / "lease.json").read_text())["released"]
+        assert list(run_dir.glob("checkpoints/step-*"))
+
+
+def read_command_line(process: Path) -> str:
+    """Return the command line of a process in /proc; "" if it has ended."""
+    try:
+        return (process / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def test_a_sweep_starts_one_ray_for_all_trials(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:  # a short path
         words = [*SMALL_OVERRIDES, "data.engine=auto", "cluster.address=local", f"run.dir={tmp_path}"]

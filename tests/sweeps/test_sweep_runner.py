@@ -207,6 +207,28 @@ def test_a_trial_that_was_running_when_the_sweep_was_killed_is_continued(tmp_pat
     assert [count_starts(trial) for trial in after.trials] == [2, 1, 1]
 
 
+def test_a_trial_that_is_still_saving_for_a_killed_sweep_is_waited_for(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, "optimizer.lr=1e-3", at_once=1)
+    trial = replace(plan.make_trial(0, ("optimizer.lr=1e-3",)), state="running")
+    lease = Lease.acquire(trial.run_dir, owner="its process")
+    plan.record.save([trial])
+    lines: list[str] = []
+    times: list[float] = []
+
+    def release() -> None:
+        while not lines:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        times.append(time.time())
+        lease.release()
+
+    threading.Thread(target=release).start()
+    result = run(plan, lines.append)
+    assert "waiting for its process of an earlier sweep to end" in lines[0] and f"pid {os.getpid()}" in lines[0]
+    assert float((result.trials[0].run_dir / "times").read_text().split()[0]) > times[0]
+    assert result.is_complete
+
+
 def test_invalid_settings_of_a_search_are_a_failed_trial(tmp_path: Path) -> None:
     lines: list[str] = []
     over = ("model.num_heads=4..7", "optimizer.lr=1e-3,1e-4")  # 5, 6 and 7 do not divide model.hidden_size
