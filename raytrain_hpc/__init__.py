@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from raytrain_hpc.huggingface.importer import import_model
     from raytrain_hpc.run_report.writer import report
     from raytrain_hpc.script import ScriptRun, attach
+    from raytrain_hpc.sweeps.sweep import sweep
+    from raytrain_hpc.sweeps.sweep_result import SweepResult
+    from raytrain_hpc.sweeps.trial import Trial
     from raytrain_hpc.text_generation import generate
 
     __version__: str
@@ -72,6 +75,8 @@ _MODULES = {
     "RunFailedError": "errors",
     "ScriptRun": "script",
     "StateLostError": "errors",
+    "SweepResult": "sweeps.sweep_result",
+    "Trial": "sweeps.trial",
     "WorkerFailedError": "errors",
     "attach": "script",
     "export_model": "huggingface.exporter",
@@ -83,6 +88,7 @@ _MODULES = {
     "report": "run_report.writer",
     "run_script": "api",
     "start": "api",
+    "sweep": "sweeps.sweep",
     "train": "api",
 }
 
@@ -115,6 +121,8 @@ __all__ = [
     "RunFailedError",
     "ScriptRun",
     "StateLostError",
+    "SweepResult",
+    "Trial",
     "WorkerFailedError",
     "__version__",
     "attach",
@@ -127,6 +135,7 @@ __all__ = [
     "report",
     "run_script",
     "start",
+    "sweep",
     "train",
 ]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from raytrain_hpc.config.loader import complete_config, load_config
 from raytrain_hpc.config.schema import Config
@@ -21,6 +21,29 @@ if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.runtime.worker_spec import CustomModel, LossFunction, ModelFactory
+
+
+class TrainArguments(TypedDict, total=False):
+    """The keyword arguments of `train` that say what is trained."""
+
+    model: ModelFactory | None
+    loss: LossFunction | None
+    plan: Mapping[str, str] | Literal["auto"] | None
+    dataset: Any
+    val_dataset: Any
+    collate_fn: CollateFunction | None
+    lengths: Any
+    callbacks: Sequence[Callback | DriverCallback]
+    lr_schedule: Callable[[int], float] | None
+
+
+def check_train_arguments(config: Config, arguments: TrainArguments) -> None:
+    """Raise what `train` raises for arguments that do not fit together or to the config. Trains nothing."""
+    parts: dict[str, Any] = {**arguments}
+    callbacks, lr_schedule = parts.pop("callbacks", ()), parts.pop("lr_schedule", None)
+    names = ("model", "loss", "plan", "dataset", "val_dataset", "collate_fn", "lengths")
+    custom = _build_custom_model(config, **{**dict.fromkeys(names), **parts})
+    _build_supervisor(config, custom, callbacks, lr_schedule, True, threading.Event())
 
 
 def train(

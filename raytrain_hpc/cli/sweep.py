@@ -19,7 +19,7 @@ from raytrain_hpc.cli.options import (
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.sweeps.sweep_plan import SweepOptions, SweepPlan
 from raytrain_hpc.sweeps.sweep_runner import run_sweep
-from raytrain_hpc.sweeps.sweep_table import format_table, sort_trials, write_report
+from raytrain_hpc.sweeps.sweep_table import write_report
 
 _EXIT_FAILED = 4  # exit code if a trial has failed
 
@@ -98,15 +98,13 @@ def sweep(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     source, overrides = split_words(words)
     plan = SweepPlan(load_config(source, overrides), make_options(**options))
-    metric = plan.options.metric
     result = run_sweep(plan, log=lambda line: click.echo(line, err=True))
-    trials = sort_trials(result.trials, metric, plan.options.mode)
+    trials = result.sort()
     if as_json:
         click.echo(json.dumps([trial.to_json() | trial.read_columns() for trial in trials], indent=2))
         write_report(trials, plan.directory)
     else:
-        for line in format_table(trials, metric):
-            click.echo(line)
+        click.echo(result)
         click.echo(f"report: {write_report(trials, plan.directory) or 'none, as no trial has begun'}")
         best = f"raytrain-hpc generate {trials[0].run_dir}" if trials else ""
         click.echo(f"next: {best if result.is_complete else 'repeat the same command to continue'}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from raytrain_hpc.config.aliases import suggest_key
 from raytrain_hpc.config.schema import get_fields
@@ -70,6 +70,30 @@ def parse_parameters(over: Sequence[str]) -> list[Parameter]:
         if keys.count(key) > 1:
             _refuse(text, f"{key} is given twice; write all its values in one --over")
     return parameters
+
+
+def format_parameters(over: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
+    """Return parameters given in Python as texts of `--over`: {"optimizer.lr": [1e-3, 3e-3]} -> "optimizer.lr=...".
+
+    A value that is text is a range, or lists values itself. Raises ConfigError for a value that is neither.
+    """
+    if isinstance(over, str):
+        return (over,)
+    if not isinstance(over, Mapping):
+        return tuple(over)
+    return tuple(f"{key}={_format_values(key, values)}" for key, values in over.items())
+
+
+def _format_values(key: str, values: Any) -> str:
+    if isinstance(values, str):
+        return values
+    if not isinstance(values, Iterable):
+        raise ConfigError(key, values, ORIGIN, 'needs a list of values, or a range as text: "1e-4..1e-2"')
+    texts = [str(value) for value in values]
+    for text in texts:
+        if _split_values(text, text) != (text.strip(),):
+            raise ConfigError(key, text, ORIGIN, "a comma separates values; put the value into quotes inside brackets")
+    return ",".join(texts)
 
 
 def parse_parameter(text: str) -> Parameter:

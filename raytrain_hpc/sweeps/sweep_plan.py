@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from raytrain_hpc.config.field import suggest_name
 from raytrain_hpc.config.fixed_settings import get_rule
@@ -47,8 +47,10 @@ class SweepOptions:
 class SweepPlan:
     """A sweep that has been checked: common settings, parameters, search, and the trials recorded so far."""
 
-    def __init__(self, config: Config, options: SweepOptions):
+    def __init__(self, config: Config, options: SweepOptions, *, has_own_metrics: bool = False):
         """Check a sweep over `config`, the common settings. Nothing is written.
+
+        `has_own_metrics`: objects of the user may add metrics to those of this project.
 
         Raises:
             ConfigError: Options do not fit together, or one or a setting is invalid: with a grid, that of any trial;
@@ -61,7 +63,7 @@ class SweepPlan:
         self.parameters: list[Parameter] = parse_parameters(options.over)
         self._settings = list_settings(config)
         self.directory = Path(config.run.dir)
-        self._check_options()
+        self._check_options(has_own_metrics=has_own_metrics or bool(config.train.callbacks))
         self.search, self.num_trials = self._make_search()
         searched: dict[str, Any] = {"search": options.search}
         if options.search != "grid":  # otherwise, a grid may be extended
@@ -125,14 +127,20 @@ class SweepPlan:
             if word not in valid:
                 raise error
 
-    def _check_options(self) -> None:
+    def _check_options(self, *, has_own_metrics: bool) -> None:
         options, metric = self.options, self.options.metric
+        for name, value, words in (("search", options.search, SearchName), ("mode", options.mode, Mode)):
+            if value not in get_args(words):
+                raise ConfigError(f"--{name}", value, ORIGIN, f"needs one of {', '.join(get_args(words))}")
+        for name, number in (("trials", options.num_trials), ("at-once", options.at_once)):
+            if number is not None and number < 1:
+                raise ConfigError(f"--{name}", number, ORIGIN, "needs at least 1")
         if options.search == "grid" and options.num_trials is not None:
             remedy = "a grid trains all combinations; leave the option out, or add --search random or --search tpe"
             raise ConfigError("--trials", options.num_trials, ORIGIN, remedy)
         if options.min_steps is not None and not options.stop_bad:
             raise ConfigError("--min-steps", options.min_steps, ORIGIN, "has no effect without --stop-bad")
-        if metric not in METRIC_KEYS and not self.config.train.callbacks:  # these may write others
+        if metric not in METRIC_KEYS and not has_own_metrics:
             known = [key for key in METRIC_KEYS if not key.startswith("ranks/")]
             raise ConfigError("--metric", metric, ORIGIN, suggest_name(metric, known))
         if options.stop_bad and metric.startswith("val/") and not self.config.eval.interval:

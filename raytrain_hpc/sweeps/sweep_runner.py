@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.sweeps.median_rule import Curve, find_worse_than_median
 from raytrain_hpc.sweeps.search_algorithm import GridSearch
 from raytrain_hpc.sweeps.sweep_plan import SweepPlan
+from raytrain_hpc.sweeps.sweep_result import SweepResult
 from raytrain_hpc.sweeps.sweep_table import describe_trial
-from raytrain_hpc.sweeps.trial import State, Trial, summarize_points
+from raytrain_hpc.sweeps.trial import State, Trial
 from raytrain_hpc.sweeps.trial_process import TrialProcess
 from raytrain_hpc.sweeps.trial_request import ARGUMENTS_FILE, TrialRequest, save_arguments
 
@@ -28,14 +29,6 @@ TRIAL_COMMAND = (sys.executable, "-m", "raytrain_hpc.cli.trial")
 STOPPED = 3  # exit code of a run that was stopped on request, with its state saved
 _EARLIER_TRIALS_TIMEOUT_S = 600.0  # for the step and the checkpoint after which they end
 _TRIALS_PER_TPE_SLOT = 4  # TPE learns from the trials that have ended, so only a part of them runs at a time
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """Trials of a sweep, in the order of their numbers. `is_complete`: none was interrupted or is missing."""
-
-    trials: tuple[Trial, ...]
-    is_complete: bool
 
 
 def run_sweep(
@@ -122,6 +115,8 @@ class _SweepRunner:
         self._plan, self._slots, self._stop, self._log, self._command = plan, slots, stop, log, command
         self._arguments_path = arguments_path
         self._options = plan.options
+        # An earlier sweep over a grid may have had another metric.
+        recorded = [trial.measure(plan.options.metric) if trial.is_finished else trial for trial in recorded]
         self._trials = {trial.settings: trial for trial in recorded}
         self._candidates = self._generate_trials(recorded)
         self._next: Trial | None = None  # waits for room
@@ -196,7 +191,7 @@ class _SweepRunner:
                 self._plan.build_trial_config(trial)
             except ConfigError as error:  # of a random combination of values
                 self._log(f"{_describe(trial)}: {error}")
-                self._finish(trial, {}, "failed", error.exit_code)
+                self._finish(trial, "failed", error.exit_code)
             else:
                 return trial
         return None
@@ -230,21 +225,20 @@ class _SweepRunner:
                 if not self._stop.is_set():  # by its deadline, or by someone: further trials would not get far either
                     self._log(f"{_describe(process.trial)}: stopped from outside, so the sweep stops")
                     self._stop.set()
-            points = process.trial.read_points(self._options.metric)
-            self._finish(process.trial, points, state, code)
+            self._finish(process.trial.measure(self._options.metric), state, code)
         return bool(ended)
 
-    def _finish(self, trial: Trial, points: Mapping[int, float], state: State, exit_code: int) -> None:
+    def _finish(self, trial: Trial, state: State, exit_code: int) -> None:
         """Record how a trial has ended, and tell the search."""
-        value = summarize_points(self._options.metric, points)
-        trial = replace(trial, state=state, exit_code=exit_code, value=value, step=max(points, default=None))
+        trial = replace(trial, state=state, exit_code=exit_code)
         self._record(trial)
         self._add_curve(trial)
         if state != "interrupted":
             self._plan.search.tell(trial)
-        metric = f"no {self._options.metric}" if value is None else f"{self._options.metric} {value:.5g}"
+        metric = self._options.metric
+        result = f"no {metric}" if trial.value is None else f"{metric} {trial.value:.5g}"
         log_path = trial.run_dir / "output.log"
-        endings = {"done": f"done, {metric}", "stopped early": f"stopped early, {metric}"}
+        endings = {"done": f"done, {result}", "stopped early": f"stopped early, {result}"}
         failure = f"exit code {exit_code}" + (f", see {log_path}" if log_path.exists() else "")
         self._log(f"{_describe(trial)}: {endings.get(state, 'interrupted' if state == 'interrupted' else failure)}")
 
@@ -290,7 +284,8 @@ class _SweepRunner:
             wanted = set(self._plan.search.combinations)
             trials = [trial for trial in trials if trial.settings in wanted]
         is_complete = not self._stop.is_set() and all(trial.state != "interrupted" for trial in trials)
-        return SweepResult(tuple(sorted(trials, key=lambda trial: trial.number)), is_complete)
+        in_order = tuple(sorted(trials, key=lambda trial: trial.number))
+        return SweepResult(in_order, is_complete, self._options.metric, self._options.mode)
 
 
 def _describe(trial: Trial) -> str:

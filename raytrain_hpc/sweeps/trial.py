@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from raytrain_hpc.config.loader import parse_override
+from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.run_report.run_reader import read_run
 
 Mode = Literal["min", "max"]
@@ -18,10 +20,11 @@ COLUMNS = ("loss", "validation", "tokens/s", "mfu", "GiB", "seconds")
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep. `settings`: its overrides of the common settings.
+    """One run of a sweep. `settings`: its overrides of the common settings, as `key=value`.
 
     `value` is that of the metric that the sweep optimizes, and `step` the last step that has one; None without one.
-    A trial that was recorded as running and has no process is to be continued, like an interrupted one.
+    `state`: running, done, stopped early (by `stop_bad`), interrupted or failed. A trial that was recorded as running
+    and has no process is to be continued, like an interrupted one.
     """
 
     number: int
@@ -36,6 +39,11 @@ class Trial:
     def is_finished(self) -> bool:
         """Whether the trial needs no further training: it is done, or was stopped early."""
         return self.state in ("done", "stopped early")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The values of the keys that the sweep varies."""
+        return {key: _convert(key, value) for key, value, _ in map(parse_override, self.settings)}
 
     @property
     def name(self) -> str:
@@ -76,8 +84,21 @@ class Trial:
             {int(step): value for step, value in read_run(self.run_dir).get_points(metric)} if self._has_run() else {}
         )
 
+    def measure(self, metric: str) -> Trial:
+        """Return this trial with its value of a metric, and the last step that has one."""
+        points = self.read_points(metric)
+        return replace(self, value=summarize_points(metric, points), step=max(points, default=None))
+
     def _has_run(self) -> bool:
         return (self.run_dir / "config.yaml").exists()
+
+
+def _convert(key: str, value: Any) -> Any:
+    """Return the value of a key, as in a config; a value that leaves a choice to the planner unchanged."""
+    try:
+        return convert_value(value, get_type(key))
+    except ValueError:
+        return value
 
 
 def summarize_points(metric: str, points: Mapping[int, float]) -> float | None:

@@ -61,7 +61,7 @@ ALLOWED_IMPORTS = {
     "sweeps": "errors ray_private config observability checkpoint driver run_report api",
     "cli": "errors config planner elastic state data checkpoint observability driver huggingface run_report api bench "
     "sweeps",
-    "public": "errors callbacks config data driver huggingface run_report api",
+    "public": "errors callbacks config data driver huggingface run_report api sweeps",
 }
 WITHOUT_TORCH_AND_RAY = {"errors", "config", "planner", "elastic", "public"}
 

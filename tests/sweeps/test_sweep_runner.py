@@ -20,7 +20,8 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import ConfigError, MissingDependencyError, RunDirectoryError
 from raytrain_hpc.sweeps.sweep_plan import SweepOptions, SweepPlan
-from raytrain_hpc.sweeps.sweep_runner import SweepResult, run_sweep
+from raytrain_hpc.sweeps.sweep_result import SweepResult
+from raytrain_hpc.sweeps.sweep_runner import run_sweep
 from raytrain_hpc.sweeps.trial import Trial
 from raytrain_hpc.sweeps.trial_process import MetricFollower
 
