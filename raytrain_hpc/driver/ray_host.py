@@ -1,4 +1,4 @@
-"""A process that connects to Ray or starts it, and keeps a Ray that it has started until all its users have ended.
+"""Slots for the trials of a sweep, found by a process that keeps a Ray that it has started until all trials have ended.
 
 A Ray ends with the process that has started it. If that were the sweep, its trials could not save their state after it
 was killed.
@@ -14,20 +14,41 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.parent_pipe import read_message, wait_until_closed
+from raytrain_hpc.driver.trial_slots import TrialSlots, connect_trial_slots, count_local_slots
 from raytrain_hpc.errors import ClusterError, RaytrainError
-
-if TYPE_CHECKING:
-    from raytrain_hpc.driver.trial_slots import TrialSlots
+from raytrain_hpc.ray_address import check_address
 
 _END_TIMEOUT_S = 30.0  # for Ray to shut down
 
 
 @contextmanager
-def open_ray_host(config: Config, at_once: int) -> Iterator[TrialSlots]:
+def open_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
+    """Yield the free slots for runs that differ little from `config`.
+
+    They are those of the running Ray cluster. Without one, Ray is started here for all runs, with CPUs for at least
+    `at_once` of them: each run would otherwise start its own, with an object store of its own. Runs in one process
+    (cluster.workers=0) need no Ray.
+    """
+    if config.cluster.workers == 0:
+        yield count_local_slots(config)
+        return
+    import ray
+
+    if ray.is_initialized():
+        with connect_trial_slots(config, at_once) as slots:
+            yield slots
+        return
+    check_address(config)
+    with _open_ray_host(config, at_once) as slots:
+        yield slots
+
+
+@contextmanager
+def _open_ray_host(config: Config, at_once: int) -> Iterator[TrialSlots]:
     """Start the process, and yield the slots that it finds.
 
     `held_descriptors` of the slots is the pipe that keeps a started Ray: processes that inherit it are its users.
@@ -63,8 +84,6 @@ def open_ray_host(config: Config, at_once: int) -> Iterator[TrialSlots]:
 
 def main() -> None:
     """Send the slots, or the error that a user should see, and keep Ray until standard input is closed."""
-    from raytrain_hpc.driver.trial_slots import connect_trial_slots
-
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job, of which the trials save now
         signal.signal(number, signal.SIG_IGN)
     (config, at_once), pipe = read_message()

@@ -11,7 +11,6 @@ from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.planner.layout import get_fixed_world_size, get_min_world_size, get_model_parallel_size
 from raytrain_hpc.planner.topology import Topology
-from raytrain_hpc.ray_address import check_address
 from raytrain_hpc.ray_private import get_auth_environment
 
 
@@ -29,30 +28,6 @@ class TrialSlots:
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ray_started: bool = False
     held_descriptors: tuple[int, ...] = ()
-
-
-@contextmanager
-def open_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
-    """Yield the free slots for runs that differ little from `config`.
-
-    They are those of the running Ray cluster. Without one, Ray is started here for all runs, with CPUs for at least
-    `at_once` of them: each run would otherwise start its own, with an object store of its own. Runs in one process
-    (cluster.workers=0) need no Ray.
-    """
-    if config.cluster.workers == 0:
-        yield _count_local_slots(config)
-        return
-    import ray
-
-    from raytrain_hpc.driver.ray_host import open_ray_host
-
-    if ray.is_initialized():
-        with connect_trial_slots(config, at_once) as slots:
-            yield slots
-        return
-    check_address(config)
-    with open_ray_host(config, at_once) as slots:
-        yield slots
 
 
 @contextmanager
@@ -92,7 +67,7 @@ def count_slots(config: Config, *, topology: Topology, has_readers: bool) -> int
     return workers * config.cluster.cpu_threads + int(has_readers and config.data.engine != "local")
 
 
-def _count_local_slots(config: Config) -> TrialSlots:
+def count_local_slots(config: Config) -> TrialSlots:
     """Return the slots of runs without Ray. On a GPU there is one: all of them would use the first GPU."""
     if config.cluster.device != "cpu":
         import torch

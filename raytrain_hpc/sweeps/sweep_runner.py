@@ -14,7 +14,8 @@ from typing import Any
 from raytrain_hpc.api import stop_on_signals
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.trial_slots import TrialSlots, open_trial_slots
+from raytrain_hpc.driver.ray_host import open_trial_slots
+from raytrain_hpc.driver.trial_slots import TrialSlots
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.sweeps.median_rule import Curve, find_worse_than_median
 from raytrain_hpc.sweeps.search_algorithm import GridSearch

@@ -25,6 +25,7 @@ PACKAGE = Path(raytrain_hpc.__file__).parent
 ROOT = PACKAGE.parent
 TESTS = Path(__file__).parents[1]
 NOT_COMMANDS = {
+    "trial",
     "__init__",
     "main",
     "options",
@@ -33,6 +34,7 @@ NOT_COMMANDS = {
     "autotune",
     "plan_table",
     "train_summary",
+    "trial",
 }
 
 

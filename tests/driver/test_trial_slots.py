@@ -16,7 +16,8 @@ import ray
 from click.testing import CliRunner
 
 from raytrain_hpc.cli.main import main
-from raytrain_hpc.driver.trial_slots import count_slots, open_trial_slots
+from raytrain_hpc.driver.ray_host import open_trial_slots
+from raytrain_hpc.driver.trial_slots import count_slots
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
