@@ -25,7 +25,6 @@ PACKAGE = Path(raytrain_hpc.__file__).parent
 ROOT = PACKAGE.parent
 TESTS = Path(__file__).parents[1]
 NOT_COMMANDS = {
-    "trial",
     "__init__",
     "main",
     "options",
