@@ -1,10 +1,11 @@
-"""The best value of a metric so far."""
+"""The best value of a metric so far, and the base of callbacks that follow it."""
 
 from __future__ import annotations
 
 from math import isnan
 from typing import Any, Literal
 
+from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.errors import CallbackError
 
 Mode = Literal["min", "max"]
@@ -43,3 +44,44 @@ class BestMetric:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.best, self.num_worse = state["best"], state["num_worse"]
+
+
+class MetricCallback(Callback):
+    """Base of callbacks that act on each value of a metric, and whose state is the best one.
+
+    A metric that starts with "val/" has a value at every evaluation, others at every step.
+    """
+
+    def __init__(self, metric: str, mode: Mode, min_delta: float = 0.0):
+        self.metric, self.best = metric, BestMetric(mode, min_delta)
+
+    def on_value(self, is_best: bool) -> None:
+        """Act on a value, which `best` has taken into account. `is_best`: whether it is the best so far."""
+        raise NotImplementedError
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Take a metric of training into account."""
+        if not self.metric.startswith("val/"):
+            self._update(metrics)
+
+    def post_eval(self, metrics: dict[str, Any]) -> None:
+        """Take a metric of validation into account."""
+        if self.metric.startswith("val/"):
+            self._update(metrics)
+
+    def close(self) -> None:
+        """Say so if the metric did not occur: its name may be wrong."""
+        if not self.best.was_seen and self.context.is_main_process and self.context.step == self.context.end_step:
+            self.context.log(f"alarm: {type(self).__name__}: no step or evaluation had {self.metric!r}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and the count of values since then."""
+        return self.best.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.best.load_state_dict(state)
+
+    def _update(self, metrics: dict[str, Any]) -> None:
+        if self.metric in metrics:
+            self.on_value(self.best.update(metrics[self.metric]))
