@@ -86,13 +86,9 @@ class CallbackList:
     @contextmanager
     def close_on_exit(self) -> Iterator[None]:
         """Call `close` at the end of the context, after `on_error` if it ends with an error."""
-        try:
+        with self.close_on_error():
             yield
-        except BaseException as error:
-            self._run_after_error("on_error", error)
-            self._run_after_error("close")
-            raise
-        else:
+        try:
             self.run("close")
         finally:
             self._release()
