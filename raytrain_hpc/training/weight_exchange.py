@@ -21,8 +21,8 @@ _WEIGHTS = "model"
 class WeightExchange:
     """Exchange of the contents of weights and a ParameterState. Called twice, it restores both.
 
-    Where the live state serves as a snapshot, it is published
-    with the names exchanged too, so that a fault in between finds every tensor under its name.
+    Where the live state serves as a snapshot, it is published with the names exchanged too, so that a fault in between
+    finds every tensor under its name.
     """
 
     context: TrainingContext
@@ -33,20 +33,20 @@ class WeightExchange:
     checkpointer: Checkpointer
 
     def __post_init__(self) -> None:
-        self._exchanged_kind: str | None = None
-        self._exchanged_tensors: ParameterState | None = None
+        self._exchanged: ParameterState | None = None
 
     def undo(self) -> None:
         """Exchange back if a callback has left the weights exchanged. Call after an evaluation."""
-        if self._exchanged_tensors is not None:
-            self(self._exchanged_tensors)
+        if self._exchanged is not None:
+            self(self._exchanged)
 
     @torch.no_grad()
     def __call__(self, tensors: ParameterState) -> None:
         """Exchange. Raises CallbackError if `tensors` is not part of the state of a callback."""
         kind = self.callback_state.find_kind(tensors)
-        if self._exchanged_kind not in (None, kind):
-            raise CallbackError(f"exchange_weights: the weights are exchanged with {self._exchanged_kind} already")
+        if self._exchanged is not None and self._exchanged is not tensors:
+            other = self.callback_state.find_kind(self._exchanged)
+            raise CallbackError(f"exchange_weights: the weights are exchanged with {other} already")
         self.snapshots.wait_for_copies()
         self.checkpointer.wait_for_staging()
         is_published = self.snapshots.is_live_published
@@ -57,15 +57,14 @@ class WeightExchange:
             previous = weight.clone()
             weight.copy_(tensor)
             tensor.copy_(previous)
-        self._exchanged_kind = None if self._exchanged_kind == kind else kind
-        self._exchanged_tensors = None if self._exchanged_kind is None else tensors
+        self._exchanged = tensors if self._exchanged is None else None
         if is_published:
-            live_state = self.state if self._exchanged_kind is None else _exchange_names(self.state, kind, tensors)
+            live_state = self.state if self._exchanged is None else _exchange_names(self.state, kind)
             self.snapshots.publish_live(self.context.step, live_state)
 
 
-def _exchange_names(state: ShardedState, kind: str, names: ParameterState) -> ShardedState:
-    """Return the state in which the shards of two kinds have each other's names."""
+def _exchange_names(state: ShardedState, kind: str) -> ShardedState:
+    """Return the state in which the shards of the weights and those of `kind` have each other's names."""
     exchanged = []
     callback_prefix, weight_prefix = f"{kind}.", f"{_WEIGHTS}."
     stored = {shard.name for shard in state}
