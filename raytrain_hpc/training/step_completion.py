@@ -15,8 +15,8 @@ from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.evaluator import Evaluator
 
 # done: `end_step` is reached, or a callback has ended training; stopped: ended on request, after a checkpoint was
-# written or its storage error reported;
-# paused: ended on request, and saved only if a checkpoint was due. Another generation can follow the last two.
+# written or its storage error reported; paused: ended on request, and saved only if a checkpoint was due. Another
+# generation can follow the last two.
 TrainOutcome = Literal["done", "stopped", "paused"]
 
 
