@@ -166,10 +166,15 @@ def _shard_linear_rows(linear: nn.Linear, name: str, ranges: list[range], shards
     linear.out_features = len(linear.weight)
 
 
+def _reduce_input_gradient(linear: nn.Module, axis: Axis) -> None:
+    """Let a layer with some rows of its weight sum the gradient of its input over the axis."""
+    linear.register_forward_pre_hook(lambda module, inputs: (all_reduce_input_gradient(inputs[0], axis), *inputs[1:]))
+
+
 def _apply_colwise(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
     linear = _require(module, nn.Linear, name, "colwise")
     _shard_linear_rows(linear, name, [_get_range(linear.out_features, axis, name)], shards)
-    linear.register_forward_pre_hook(lambda module, inputs: (all_reduce_input_gradient(inputs[0], axis), *inputs[1:]))
+    _reduce_input_gradient(linear, axis)
 
 
 def _apply_colwise_gather_output(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
@@ -177,14 +182,14 @@ def _apply_colwise_gather_output(module: nn.Module, name: str, axis: Axis, shard
     linear = _require(module, nn.Linear, name, "colwise_gather_output")
     size = linear.out_features
     _shard_linear_rows(linear, name, [axis.get_local_range(size)], shards)
-    linear.register_forward_pre_hook(lambda module, inputs: (all_reduce_input_gradient(inputs[0], axis), *inputs[1:]))
+    _reduce_input_gradient(linear, axis)
     linear.register_forward_hook(lambda module, inputs, output: all_gather_output(output, axis, size))
 
 
 def _apply_packed_colwise(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
     linear = _require(module, nn.Linear, name, "packed_colwise")
     _shard_linear_rows(linear, name, _pack_ranges(linear.out_features, axis, name), shards)
-    linear.register_forward_pre_hook(lambda module, inputs: (all_reduce_input_gradient(inputs[0], axis), *inputs[1:]))
+    _reduce_input_gradient(linear, axis)
 
 
 def _apply_rowwise(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
