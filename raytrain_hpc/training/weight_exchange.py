@@ -44,9 +44,9 @@ class WeightExchange:
     def __call__(self, tensors: ParameterState) -> None:
         """Exchange. Raises CallbackError if `tensors` is not part of the state of a callback."""
         kind = self.callback_state.find_kind(tensors)
-        if self._exchanged is not None and self._exchanged is not tensors:
-            other = self.callback_state.find_kind(self._exchanged)
-            raise CallbackError(f"exchange_weights: the weights are exchanged with {other} already")
+        exchanged_kind = None if self._exchanged is None else self.callback_state.find_kind(self._exchanged)
+        if exchanged_kind not in (None, kind):
+            raise CallbackError(f"exchange_weights: the weights are exchanged with {exchanged_kind} already")
         self.snapshots.wait_for_copies()
         self.checkpointer.wait_for_staging()
         is_published = self.snapshots.is_live_published
