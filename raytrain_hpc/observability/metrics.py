@@ -48,6 +48,11 @@ METRIC_KEYS |= {
 }
 
 
+def get_eval_key(name: str = "") -> str:
+    """Return the key of the loss on a validation set; without a name, of that on all sets."""
+    return f"val/{name}/loss" if name else "val/loss"
+
+
 def compute_mfu(tokens_per_sec: float, flops_per_token: float, devices: int, peak_tflops: float | None) -> float | None:
     """Compute model FLOPs utilization: achieved over peak FLOP/s (PaLM, arXiv 2204.02311, appendix B).
 

@@ -37,7 +37,7 @@ from raytrain_hpc.training.callback_builder import add_common_callbacks, build_c
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
-from raytrain_hpc.training.data_builder import build_evaluator, build_loader, open_data
+from raytrain_hpc.training.data_builder import build_evaluator, build_loader, list_eval_metrics, open_data
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.expert_bias import ExpertBias
 from raytrain_hpc.training.loss_reduction import LossReducer
@@ -88,7 +88,7 @@ def build_trainer(
     context = _init_groups(spec, rank, device, rendezvous)
     timestamps["groups"] = time.time()
     dataset = open_data(spec)
-    callbacks = build_callback_list(spec, context, control, can_evaluate=dataset.val is not None)
+    callbacks = build_callback_list(spec, context, control, eval_metrics=list_eval_metrics(dataset))
     with callbacks.close_on_error():
         return _build_with_callbacks(
             spec, context, control, dataset, callbacks, timestamps, block_source, snapshot_store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from raytrain_hpc.callbacks.callback import TrainingContext
 from raytrain_hpc.callbacks.plugins import copy_callbacks
@@ -18,9 +18,12 @@ from raytrain_hpc.training.step_callbacks import ReplicaCheckSchedule
 
 
 def build_callback_list(
-    spec: WorkerSpec, context: ParallelContext, control: ControlChannel, *, can_evaluate: bool
+    spec: WorkerSpec, context: ParallelContext, control: ControlChannel, *, eval_metrics: Collection[str] = ()
 ) -> CallbackList:
-    """Return the user's callbacks, copied: in a local run, the caller's own objects would keep state of a run."""
+    """Return the user's callbacks, copied: in a local run, the caller's own objects would keep state of a run.
+
+    `eval_metrics`: keys of the metrics of an evaluation; none if the run cannot evaluate.
+    """
     training_context = TrainingContext(
         config=spec.config,
         rank=context.rank,
@@ -32,7 +35,7 @@ def build_callback_list(
         log=control.log,
         step=spec.start_step,
     )
-    return CallbackList(copy_callbacks(spec.callbacks), training_context, context, can_evaluate=can_evaluate)
+    return CallbackList(copy_callbacks(spec.callbacks), training_context, context, eval_metrics=eval_metrics)
 
 
 def add_common_callbacks(

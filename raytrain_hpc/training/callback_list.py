@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from raytrain_hpc.callbacks.callback import Callback, TrainingContext, TrainingC
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.errors import CallbackError, RaytrainError
+from raytrain_hpc.observability.metrics import METRIC_KEYS
 
 Hook = Literal[
     "on_generation_start",
@@ -32,6 +33,7 @@ Hook = Literal[
 ]
 _EXIT_CODE = 4  # of a callback that fails: the run has started
 HOOKS: tuple[Hook, ...] = Hook.__args__  # type: ignore[attr-defined]
+_METRIC_HOOKS: tuple[Hook, ...] = ("post_step", "post_commit", "post_eval")  # with the metrics as their argument
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,11 @@ class CallbackList:
         context: TrainingContext,
         parallel_context: ParallelContext,
         *,
-        can_evaluate: bool = False,
+        eval_metrics: Collection[str] = (),
     ):
-        self.context, self.control = context, TrainingControl(can_evaluate=can_evaluate)
+        self.context, self.control = context, TrainingControl(can_evaluate=bool(eval_metrics))
+        # Keys that a callback must not write. Without an evaluation of its own, a run leaves val/... to callbacks.
+        self._own_metrics = {*(key for key in METRIC_KEYS if not key.startswith("val/")), *eval_metrics}
         self._parallel_context = parallel_context
         self.user = tuple(user)
         self._callbacks: list[Callback] = []
@@ -156,10 +160,11 @@ class CallbackList:
         def guarded(*arguments: Any) -> None:
             if callback in self.dropped:
                 return
+            before = dict(arguments[0]) if hook in _METRIC_HOOKS else {}
             try:
                 method(*arguments)
-                if hook == "post_step":
-                    _check_metrics(callback, arguments[0])
+                if hook in _METRIC_HOOKS:
+                    self._check_metrics(callback, before, arguments[0])
             except (RaytrainError, GenerationAbortedError):
                 raise
             except Exception as error:  # of any type: the code is the user's
@@ -168,6 +173,18 @@ class CallbackList:
                 self._handle_error(callback, hook, error)
 
         return guarded
+
+    def _check_metrics(self, callback: Callback, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Raise CallbackError if a callback has changed a metric of the run, or added an entry that is no number."""
+        changed = [key for key, value in after.items() if key not in before or value is not before[key]]
+        name = get_callback_name(callback)
+        for key in [*(key for key in before if key not in after), *changed]:
+            if key in self._own_metrics:
+                raise CallbackError(f"callback {name}: metrics[{key!r}] is written by the run; choose another key")
+        for key in changed:
+            if not isinstance(after[key], int | float | None):
+                kind = type(after[key]).__name__
+                raise CallbackError(f"callback {name}: metrics[{key!r}] is {kind}; add numbers only")
 
     def _handle_error(self, callback: Callback, hook: Hook, error: Exception) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -179,14 +196,6 @@ class CallbackList:
             raise callback_error from error
         self.dropped.add(callback)
         self.context.log(f"alarm: {message}; it is optional, and dropped until the next start")
-
-
-def _check_metrics(callback: Callback, metrics: dict[str, Any]) -> None:
-    """Raise CallbackError if a callback has added an entry that is no number."""
-    for key, value in metrics.items():
-        if not isinstance(value, int | float | None):
-            name = get_callback_name(callback)
-            raise CallbackError(f"callback {name}: metrics[{key!r}] is {type(value).__name__}; add numbers only")
 
 
 def get_callback_name(callback: object) -> str:

@@ -14,6 +14,7 @@ from raytrain_hpc.data.loader.stream import Stream
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.data.samples.sample_reader import SampleReader
 from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
 from raytrain_hpc.training.device_loader import DeviceLoader, TokenEvalBatches
@@ -75,6 +76,14 @@ def build_evaluator(
     """Return the evaluation on the validation sets, or None if there is none."""
     eval_sets = _build_eval_sets(spec, dataset, context)
     return Evaluator(context, model_step, eval_sets, control, timers) if eval_sets else None
+
+
+def list_eval_metrics(dataset: Dataset | SampleDataset) -> list[str]:
+    """Return the keys of the metrics of an evaluation; none if there is no validation set."""
+    if dataset.val is None:
+        return []
+    names = dataset.validation if isinstance(dataset, SampleDataset) else ()
+    return [get_eval_key(), *map(get_eval_key, names)]
 
 
 def _build_eval_sets(

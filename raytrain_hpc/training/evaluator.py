@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.forward_backward import ForwardBackward
@@ -57,9 +58,9 @@ class Evaluator:
                 return None
             total, num_targets = total + sums[0], num_targets + sums[1]
             if name:
-                losses[f"val/{name}/loss"] = sums[0] / sums[1]
+                losses[get_eval_key(name)] = sums[0] / sums[1]
         self.timers.read_and_reset()  # the time of an evaluation belongs to no training step
-        return {"val/loss": total / num_targets, **losses}
+        return {get_eval_key(): total / num_targets, **losses}
 
     def _evaluate_set(self, eval_set: EvalBatches) -> tuple[float, float] | None:
         """Return the sum of losses and the number of targets of a set, or None if a stop was requested."""

@@ -73,7 +73,7 @@ class ScriptTrainer:
         self.context: ParallelContext = init_process_groups(
             rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
         )
-        self._callbacks = build_callback_list(spec, self.context, control, can_evaluate=False)
+        self._callbacks = build_callback_list(spec, self.context, control)
         self._is_elastic = spec.config.train.deterministic == "elastic"
         self._batches = ScriptBatches(spec.layout, rank, spec.batching, is_elastic=self._is_elastic)
         self._outcome: TrainOutcome | None = None

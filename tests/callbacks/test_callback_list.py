@@ -106,6 +106,58 @@ def test_an_exception_ends_the_run_and_names_the_callback(tmp_path: Path) -> Non
     assert caught.value.exit_code == 4 and isinstance(caught.value.__cause__, ValueError)
 
 
+class Writer(Callback):
+    """Write entries of the metrics in a hook; delete those with the value None."""
+
+    def __init__(self, hook: str, entries: dict[str, Any]):
+        def write(metrics: dict[str, Any]) -> None:
+            metrics.update(entries)
+            for key in [key for key, value in entries.items() if value is None]:
+                del metrics[key]
+
+        setattr(self, hook, write)
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Do nothing unless replaced."""
+
+    def post_eval(self, metrics: dict[str, Any]) -> None:
+        """Do nothing unless replaced."""
+
+
+class Other(Writer):
+    """Another name in messages."""
+
+
+@pytest.mark.parametrize(
+    "hook, entries, problem",
+    [
+        ("post_step", {"user/x": "text"}, "metrics['user/x'] is str; add numbers only"),
+        ("post_step", {"train/loss": 0.0}, "metrics['train/loss'] is written by the run; choose another key"),
+        ("post_step", {"train/lr": None}, "metrics['train/lr'] is written by the run"),
+        ("post_step", {"throughput/mfu": 0.5}, "metrics['throughput/mfu'] is written by the run"),
+        ("post_step", {"val/clean/loss": 1.0}, "metrics['val/clean/loss'] is written by the run"),
+        ("post_eval", {"val/loss": 1.0}, "metrics['val/loss'] is written by the run"),
+    ],
+)
+def test_metrics_of_the_run_are_not_overwritten(hook: Any, entries: dict[str, Any], problem: str) -> None:
+    first = Writer(hook, {"user/a": 1, "val/accuracy": 0.5})
+    callbacks = [first, Other(hook, entries), Writer(hook, {})]
+    context = ParallelContext(0, Layout(), None)  # type: ignore[arg-type]
+    metrics = {"step": 1, "train/loss": 2.0, "train/lr": 0.1, "val/loss": 3.0}
+    listed = CallbackList(callbacks, make_context(), context, eval_metrics=["val/loss", "val/clean/loss"])
+    with pytest.raises(CallbackError) as caught:
+        listed.run(hook, metrics)
+    assert str(caught.value).startswith(f"callback Other: {problem}")
+
+
+def test_entries_of_callbacks_are_added_and_changed_by_later_ones() -> None:
+    metrics = {"step": 1, "train/loss": 2.0}
+    callbacks = [Writer("post_step", {"user/a": 1, "val/loss": 4.0}), Other("post_step", {"user/a": 2})]
+    context = ParallelContext(0, Layout(), None)  # type: ignore[arg-type]
+    CallbackList(callbacks, make_context(), context).run("post_step", metrics)
+    assert metrics == {"step": 1, "train/loss": 2.0, "user/a": 2, "val/loss": 4.0}
+
+
 def test_an_optional_callback_is_dropped_with_an_alarm(pool: WarmPool, tmp_path: Path) -> None:
     config = make_small_config(tmp_path, *BASE, "cluster.workers=2")
     records = pool.train(config, callbacks=[Failing("pre_step", 1, rank=1, optional=True)])
