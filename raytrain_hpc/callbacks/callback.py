@@ -83,7 +83,11 @@ class TrainingControl:
             self.labels.add(label)
 
     def evaluate(self) -> None:
-        """Request an evaluation. Raises CallbackError if there is no validation split, and in a script."""
+        """Request an evaluation. Raises CallbackError if there is no validation split, and in a script.
+
+        In `pre_train` of a new run, the initial weights are evaluated: the metrics of `post_eval` are then `step` and
+        the losses, which are printed but are not in metrics.jsonl.
+        """
         if not self._can_evaluate:
             raise CallbackError("control.evaluate: the run has no validation split; a script calls run.evaluate itself")
         self.evaluate_requested = True

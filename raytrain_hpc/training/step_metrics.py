@@ -70,8 +70,15 @@ class StepMetrics:
         }
 
     def emit_step(self, record: Record) -> None:
-        """Hand the finished record of a step to the driver."""
-        self.emit({"type": "step", "metrics": record})
+        """Hand the finished record of a step to the driver.
+
+        Before the first step there are validation losses only. They are printed: metrics.jsonl has a line per step.
+        """
+        if "train/loss" in record:
+            self.emit({"type": "step", "metrics": record})
+            return
+        losses = ", ".join(f"{key} {value:.4f}" for key, value in record.items() if key.startswith("val/"))
+        self.emit({"type": "note", "text": f"step {record['step']}: {losses}"})
 
 
 def get_peak_memory_gib(device: torch.device) -> float:

@@ -224,7 +224,7 @@ class Trainer:
         self.callbacks.context.step = step
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
-        record = pending.eval_metrics or (pending.start_metrics if requests.evaluate else None)
+        record = pending.eval_metrics or (pending.start_metrics or {"step": step} if requests.evaluate else None)
         is_evaluated = record is None or "val/loss" in record
         save, evaluate = self._should_save_at_start(requests), record is not None
         if save:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_hpc import Callback, train
+from raytrain_hpc import Callback, KeepBest, train
 from raytrain_hpc.callbacks.callback import TrainingContext
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
 from raytrain_hpc.errors import CallbackError
@@ -90,6 +90,31 @@ def test_a_step_that_is_saved_anyway_is_saved_once_and_labelled(pool: WarmPool, 
 def test_a_stop_before_the_first_step_trains_nothing(pool: WarmPool, tmp_path: Path) -> None:
     records, lines = run_requests(pool, tmp_path, "ddp-2", {"pre_train": {0: [("stop", ())]}})
     assert not get_step_metrics(records[0]) and not lines
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_initial_weights_are_evaluated_before_the_first_step(pool: WarmPool, tmp_path: Path, layout: str) -> None:
+    requests = {"pre_train": {0: [("evaluate", ())]}, "post_step": {1: [("evaluate", ())]}}
+    words = ["train.steps=2", "optimizer.lr=1e-30"]  # too small to change a weight
+    config = make_small_config(tmp_path, *BASE, *LAYOUTS[layout], *words)
+    first, second = pool.train(config, callbacks=[Requester(1, requests)])
+    losses = {step["step"]: step["val/loss"] for step in get_step_metrics(first) if "val/loss" in step}
+    assert set(losses) == {1, 2}, "metrics.jsonl has lines of steps only"
+    expected = [f"evaluated 0: {losses[1]}", f"step 0: val/loss {losses[1]:.4f}"]
+    expected += [f"evaluated 1: {losses[1]}", "saved 2", f"evaluated 2: {losses[1]}"]
+    assert get_notes(first) == expected
+    assert get_notes(second) == [line for line in expected if not line.startswith("step 0")]
+
+
+def test_the_best_weights_can_be_the_initial_ones(tmp_path: Path) -> None:
+    class EvaluateFirst(Callback):
+        def pre_train(self) -> None:
+            self.control.evaluate()
+
+    config = make_small_config(tmp_path, *BASE, "cluster.workers=0", "cluster.device=cpu", "optimizer.lr=10")
+    result = train(config, callbacks=[EvaluateFirst(), KeepBest()], quiet=True)
+    assert result.outcome == "done" and (tmp_path / "checkpoints/step-00000000").is_dir()
+    assert train(config, callbacks=[EvaluateFirst(), KeepBest()], quiet=True).steps == 4  # a complete run stays so
 
 
 def test_evaluation_without_a_validation_split_is_refused(tmp_path: Path) -> None:
