@@ -212,12 +212,11 @@ class RayWorkerGroup:
             from raytrain_hpc.data.loader.ray_loader import start_feeder  # slow import that few runs need
 
             self._feeder = start_feeder(spec.stream_spec, spec.block_plan)
-        spec_ref = ray.put(spec)  # serialize once for all ranks
+        spec_ref = self._pool.put_spec(spec)
         self._rank_of_run = {
             worker.actor.run.remote(spec_ref, rank, rendezvous, self._feeder): rank
             for rank, worker in enumerate(self._workers)
         }
-        self._pool.warmup_spec = spec
         for spare in (worker for worker in self._pool.ready if worker not in self._workers):
             spare.actor.warm_up.remote(spec_ref)
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)

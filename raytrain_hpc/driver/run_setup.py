@@ -135,8 +135,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     store = CheckpointStore(directory.checkpoints)
     _check_directory(config, directory, store)
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    samples = custom.dataset if isinstance(custom, CustomModel) else None
-    dataset = samples or open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
+    dataset = _get_own_dataset(custom) or open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     check_optimizer(config, custom)
     _check_group_patterns(config, custom, model_spec)
@@ -168,6 +167,12 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     if world is not None:
         prepared.resolve_layout(world)
     return prepared
+
+
+def _get_own_dataset(custom: CustomModel | Script | None) -> SampleDataset | None:
+    """Return the user's dataset, or None if the run reads token shards."""
+    dataset = custom.dataset if isinstance(custom, CustomModel) else None
+    return dataset if isinstance(dataset, SampleDataset) else None
 
 
 def _open_stream(config: Config, dataset: Dataset | SampleDataset) -> LocalStream | SampleStream:

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.dataset_store import DatasetStore
 from raytrain_hpc.driver.node_names import NodeNames
 from raytrain_hpc.driver.ray_messages import describe_actor_death
 from raytrain_hpc.elastic.state_partition import StatePart
@@ -63,7 +64,8 @@ class ActorPool:
         self._num_started, self._failed_starts, self._is_started = 0, 0, False
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
         self._node_names = NodeNames(cluster)
-        self.warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
+        self._warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
+        self._dataset_store = DatasetStore()
         self._placement_groups: list[PlacementGroup] = []
         workers_by_node = assign_workers_to_nodes(count, cluster, config.parallel.tp)
         # Name the nodes only if racks matter; otherwise Ray chooses those that are free.
@@ -132,6 +134,14 @@ class ActorPool:
         self._register_started(ready)
         return len(self.ready) > count
 
+    def put_spec(self, spec: WorkerSpec) -> Any:
+        """Serialize the spec of a generation once for all actors, and return the reference to it.
+
+        Actors that start later warm up with it. A user's dataset was serialized by the first call.
+        """
+        self._warmup_spec = self._dataset_store.store_dataset(spec)
+        return ray.put(self._warmup_spec)
+
     def replace_worker(self, worker: Worker) -> None:
         """Kill an actor in any state. Its replacement is started by a later `poll_started` or `wait_for_workers`."""
         if worker in self.ready:
@@ -183,7 +193,7 @@ class ActorPool:
                 placement_group=slot[0], placement_group_bundle_index=slot[1]
             ),
         ).remote(self._cluster.device, self._config.cluster.cpu_threads)
-        description_ref = actor.describe.remote(self._config, self.warmup_spec)
+        description_ref = actor.describe.remote(self._config, self._warmup_spec)
         self._starting.append(Worker(self._num_started, actor, slot, description_ref))
         self._num_started += 1
 

@@ -24,13 +24,20 @@ ForwardFunction: TypeAlias = "Callable[[nn.Module, Any], Any]"
 
 
 @dataclass(frozen=True)
+class DatasetReference:
+    """Ray's reference to the SampleDataset of a run, which it carries in place of the dataset on its way to workers."""
+
+    object_ref: Any
+
+
+@dataclass(frozen=True)
 class CustomModel:
     """A user's module and loss, trained instead of the decoder, on tokens or on a dataset of the user."""
 
     factory: ModelFactory
     loss: LossFunction
     plan: Mapping[str, str] | None = None  # blocks and tensor parallelism: see parallel/module_plan.py
-    dataset: SampleDataset | None = None  # of the user; None: the token shards of the config
+    dataset: SampleDataset | DatasetReference | None = None  # of the user; None: the token shards of the config
     run: ForwardFunction | None = None  # (module, batch) -> output; None: the module is called with the tokens
     hf_config: dict[str, Any] | None = None  # config.json of a transformers model
 

@@ -16,7 +16,7 @@ from raytrain_hpc.data.samples.sample_reader import SampleReader
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.runtime.control_channel import ControlChannel
-from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
+from raytrain_hpc.runtime.worker_spec import CustomModel, DatasetReference, WorkerSpec
 from raytrain_hpc.training.device_loader import DeviceLoader, TokenEvalBatches
 from raytrain_hpc.training.evaluator import EvalBatches, Evaluator
 from raytrain_hpc.training.forward_backward import ForwardBackward
@@ -40,9 +40,10 @@ class Loader(Protocol):
 
 def open_data(spec: WorkerSpec) -> Dataset | SampleDataset:
     """Return the dataset of a run: the user's own, or the token shards of the config."""
-    if isinstance(spec.custom, CustomModel) and spec.custom.dataset is not None:
-        return spec.custom.dataset
-    return spec.stream_spec.open_dataset()
+    dataset = spec.custom.dataset if isinstance(spec.custom, CustomModel) else None
+    if isinstance(dataset, DatasetReference):
+        raise TypeError("the spec still refers to the dataset in the object store; resolve it before the rank is built")
+    return dataset or spec.stream_spec.open_dataset()
 
 
 def build_loader(

@@ -20,6 +20,7 @@ from raytrain_hpc.worker.malloc import use_single_malloc_arena
 
 if TYPE_CHECKING:
     from raytrain_hpc.config.schema import Config
+    from raytrain_hpc.data.samples.sample_dataset import SampleDataset
     from raytrain_hpc.distributed.rendezvous import Rendezvous
     from raytrain_hpc.elastic.fault_attribution import CollectiveCall
     from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
@@ -50,6 +51,7 @@ class WorkerActor:
         self._heartbeat = Heartbeat(get_blocking_files())
         self._control, self._snapshots = ControlChannel(heartbeat=self._heartbeat), SnapshotStore()
         self._run_start_ns, self._is_warmed_up = time.time_ns(), False
+        self._dataset: SampleDataset | None = None
         self._start_unix, self._imported_unix = start, time.time()
 
     def describe(self, config: Config, spec: WorkerSpec | None) -> dict[str, Any]:
@@ -89,11 +91,14 @@ class WorkerActor:
         }
 
     def warm_up(self, spec: WorkerSpec) -> None:
-        """Train a tiny model of the same kind for one step, to load libraries and kernels. Later calls do nothing."""
+        """Fetch the user's dataset, or train a tiny model of the same kind for one step, to load libraries and kernels.
+
+        Later calls do nothing.
+        """
         if not self._is_warmed_up:
             from raytrain_hpc.training.warmup import run_warmup_step
 
-            run_warmup_step(spec, self._device)
+            run_warmup_step(self._resolve_dataset(spec), self._device)
             self._is_warmed_up = True
 
     def collect_host_info(self, path: str, marker: str, driver: tuple[str, int]) -> dict[str, Any]:
@@ -169,8 +174,23 @@ class WorkerActor:
             from raytrain_hpc.data.loader.ray_loader import RayBlockSource
 
             blocks = RayBlockSource(feeder, spec.block_plan, rank)
+        spec = self._resolve_dataset(spec)
         runner = build_rank_trainer(spec, rank, self._device, rendezvous, self._control, blocks, self._snapshots)
         return runner.run(spec.start_step, spec.end_step)
+
+    def _resolve_dataset(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return the spec with the dataset that it refers to, if any. The object store is read once per process.
+
+        Arrays in the dataset are those of the object store, not copies.
+        """
+        from raytrain_hpc.runtime.worker_spec import CustomModel, DatasetReference
+
+        custom = spec.custom
+        if not isinstance(custom, CustomModel) or not isinstance(custom.dataset, DatasetReference):
+            return spec
+        if self._dataset is None:
+            self._dataset = ray.get(custom.dataset.object_ref)
+        return replace(spec, custom=replace(custom, dataset=self._dataset))
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:

@@ -10,10 +10,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+from ray import cloudpickle
 
 from raytrain_hpc import start, train
+from raytrain_hpc.driver.worker_group import ActorPool
+from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from tests.data.samples import image_task
 from tests.data.samples.test_sample_training import VALIDATION, count_epochs
 from tests.warm_pool import SMALL_OVERRIDES, make_small_config
@@ -30,11 +34,13 @@ class SlowLedger(image_task.Ledger):
             time.sleep(0.3)
 
 
-def run_images(directory: Path, *words: str, resizes: tuple[int, ...] = ()) -> list[float]:
+def run_images(
+    directory: Path, *words: str, resizes: tuple[int, ...] = (), dataset: Any = None, **options: Any
+) -> list[float]:
     """Train on a cluster, resize in turn, and return the losses of all steps."""
     config = make_small_config(directory, *BASE, *words)
     (directory / "slow").touch()
-    parts: dict[str, Any] = {"loss": image_task.recording_loss, "dataset": image_task.Images()}
+    parts: dict[str, Any] = {"loss": image_task.recording_loss, "dataset": dataset or image_task.Images(), **options}
     run = start(config, model=image_task.build, val_dataset=VALIDATION, callbacks=[SlowLedger()], **parts)
     for size in resizes:
         run.resize(size)
@@ -65,6 +71,41 @@ def test_every_sample_is_used_once_per_epoch_through_faults(
     assert count_epochs(tmp_path) == [Counter(range(image_task.SIZE))] * 12
     incidents = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert [incident["kind"] for incident in incidents] == ["died"]
+
+
+class Counted(image_task.Images):
+    """Images beside an array of `nbytes`; every serialization adds a byte to a file."""
+
+    def __init__(self, log: Path, nbytes: int):
+        super().__init__()
+        self._log, self._array = log, np.ones(nbytes, dtype=np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._log.open("ab") as file:
+            file.write(b".")
+        return self.__dict__
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert not self._array.flags.writeable, "the array is not that of the object store"
+        return super().__getitem__(index)
+
+
+def test_dataset_is_serialized_once_per_run(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a kill, a shrink and a growth, in which workers start anew; what is sent instead does not grow."""
+    sent: list[int] = []
+
+    def put_spec(self: ActorPool, spec: WorkerSpec) -> Any:
+        reference = original(self, spec)
+        sent.append(len(cloudpickle.dumps(ray.get(reference))))
+        return reference
+
+    original = ActorPool.put_spec
+    monkeypatch.setattr(ActorPool, "put_spec", put_spec)
+    dataset = Counted(tmp_path / "pickles", 32 << 20)
+    fault = "fault.inject=[{kind: kill, rank: 1, step: 4}]"
+    run_images(tmp_path, "cluster.workers=3", fault, resizes=(2, 4), dataset=dataset)
+    assert len((tmp_path / "pickles").read_bytes()) == 1
+    assert len(sent) >= 4 and max(sent) < 32 << 10
 
 
 SCRIPT = """
