@@ -306,6 +306,7 @@ def _build_custom_model(
 ) -> CustomModel | None:
     """Return the user's parts, or None for the built-in decoder on tokens. Raises ModelError if one is missing."""
     from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
+    from raytrain_hpc.data.samples.stream_settings import fit_settings
     from raytrain_hpc.planner.module_plan_styles import OWN_PLAN, check_plan
     from raytrain_hpc.runtime.worker_spec import CustomModel
 
@@ -330,7 +331,9 @@ def _build_custom_model(
         return CustomModel(model, loss, styles)
     if not config.origin("train.seq_len"):
         config.train.seq_len = 1  # throughput counts samples
-    return CustomModel(model, loss, styles, dataset=make_sample_dataset(dataset, val_dataset, collate_fn, lengths))
+    samples = make_sample_dataset(dataset, val_dataset, collate_fn, lengths)
+    fit_settings(config, samples)
+    return CustomModel(model, loss, styles, dataset=samples)
 
 
 def _build_transformers_model(config: Config, plan: Mapping[str, str] | None) -> CustomModel:

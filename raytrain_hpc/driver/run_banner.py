@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrain_hpc.config.schema import AUTO, Config, get_fields
 from raytrain_hpc.config.value_types import format_value
+from raytrain_hpc.data.samples.dataset_form import find_form
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.observability.console import format_count
@@ -110,12 +111,22 @@ def compute_state_bytes_per_rank(prepared: PreparedRun, layout: Layout) -> int |
     return compute_state_bytes(parameters, layout, config.train.dtype, config.optimizer.name, config.parallel.offload)
 
 
+def _describe_own_data(dataset: SampleDataset, order: str) -> str:
+    """Return types and sizes of a user's datasets; a stream has an order of its own."""
+    sizes = [
+        f"{len(d) if find_form('', d) == 'map' else 'a stream'} for validation{f' {name}' if name else ''}"
+        for name, d in dataset.validation.items()
+    ]
+    is_map = dataset.form == "map"
+    train = f"{len(dataset.train)} samples for training" if is_map else "a stream for training"
+    counts = ", ".join([train, *(sizes or ["none for validation"])])
+    return f"{type(dataset.train).__name__} of the caller: {counts}{f'; order {order}' if is_map else ''}"
+
+
 def _describe_data(prepared: PreparedRun) -> str:
     data, dataset = prepared.config.data, prepared.dataset
     if isinstance(dataset, SampleDataset):
-        sizes = [f"{len(d)} for validation{f' {name}' if name else ''}" for name, d in dataset.validation.items()]
-        counts = ", ".join([f"{len(dataset.train)} samples for training", *(sizes or ["none for validation"])])
-        return f"{type(dataset.train).__name__} of the caller: {counts}; order {data.order}"
+        return _describe_own_data(dataset, data.order)
     name = data.path if not data.sources else " + ".join(source.path for source in data.sources)
     kind = "random tokens" if dataset.tokenizer is None else f"{dataset.tokenizer.name} tokens"
     counts = f"{format_count(sum(shard.num_tokens for shard in dataset.train))} for training"

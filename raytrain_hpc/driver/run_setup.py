@@ -178,7 +178,8 @@ def _get_own_dataset(custom: CustomModel | Script | None) -> SampleDataset | Non
 def _open_stream(config: Config, dataset: Dataset | SampleDataset) -> LocalStream | SampleStream:
     """Return the stream of the training data. Raises DataError for invalid sizes."""
     if isinstance(dataset, SampleDataset):
-        dataset.open_order(config, 1)
+        if dataset.form == "map":
+            dataset.open_order(config, 1)
         return SampleStream(dataset, config.run.seed, config.train.global_batch_size)
     return open_stream(
         dataset,
@@ -226,7 +227,7 @@ def _warn_about_samples(
 ) -> None:
     """Warn if samples repeat within a step, or if padded samples lose tokens of long documents."""
     if isinstance(dataset, SampleDataset):
-        if stream.source_sizes[0] < stream.global_batch_size:
+        if stream.source_sizes and stream.source_sizes[0] < stream.global_batch_size:
             warn(
                 f"dataset: it has {stream.source_sizes[0]} samples, a step takes {stream.global_batch_size}; some "
                 "repeat within a step"

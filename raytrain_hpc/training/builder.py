@@ -37,7 +37,7 @@ from raytrain_hpc.training.callback_builder import add_common_callbacks, build_c
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
-from raytrain_hpc.training.data_builder import build_evaluator, build_loader, list_eval_metrics, open_data
+from raytrain_hpc.training.data_builder import Loader, build_evaluator, build_loader, list_eval_metrics, open_data
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.expert_bias import ExpertBias
 from raytrain_hpc.training.loss_reduction import LossReducer
@@ -63,6 +63,7 @@ from raytrain_hpc.training.step_callbacks import EvaluationSchedule, RankStatist
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics
+from raytrain_hpc.training.stream_loader import StreamLoader
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.trainer import PendingWork, Trainer
 from raytrain_hpc.training.weight_exchange import WeightExchange
@@ -112,7 +113,8 @@ def _build_with_callbacks(
         build_optimizer(model, spec, context.rank),
         _make_recent_losses(spec.config, context.device),
     )
-    callback_state = _start_callbacks(callbacks, model, optimizer)
+    loader = build_loader(spec, dataset, context, block_source, control)
+    callback_state = _start_callbacks(callbacks, loader, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
     replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
@@ -120,7 +122,6 @@ def _build_with_callbacks(
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
     checkpointer = _build_checkpointer(spec, state, peer_info, context, store, control)
     optimizer.release_memory()
-    loader = build_loader(spec, dataset, context, block_source, control)
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
     timers, emit = PhaseTimer(context.device), control.emit if context.rank == 0 else _ignore_record
@@ -337,13 +338,17 @@ def _build_rollback(
     )
 
 
-def _start_callbacks(callbacks: CallbackList, model: ParallelModel, optimizer: Optimizer) -> CallbackState:
+def _start_callbacks(
+    callbacks: CallbackList, loader: Loader, model: ParallelModel, optimizer: Optimizer
+) -> CallbackState:
     """Give the model to the callbacks, start their generation, and return their state, not restored yet."""
+    stream_states = (loader.state,) if isinstance(loader, StreamLoader) else ()
+    callbacks.add(*stream_states)
     context = callbacks.context
     context.modules, context.parameters = model.modules, get_local_slices(model.trainable_parameters)
     context.get_gradients = optimizer.get_gradients
     callbacks.run("on_generation_start")
-    return CallbackState(callbacks.user, callbacks.dropped, model)
+    return CallbackState((*callbacks.user, *stream_states), callbacks.dropped, model)
 
 
 def _build_trainer_callbacks(

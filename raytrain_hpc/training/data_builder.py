@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 from raytrain_hpc.data.dataset.sources import Dataset
@@ -11,8 +12,12 @@ from raytrain_hpc.data.loader.block_stream import BlockSource, BlockStream
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.data.loader.packing import build_packing
 from raytrain_hpc.data.loader.stream import Stream
+from raytrain_hpc.data.samples.dataset_form import find_form, get_loader_batch_size
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.data.samples.sample_reader import SampleReader
+from raytrain_hpc.data.samples.stream_reader import StreamReader
+from raytrain_hpc.data.samples.stream_settings import check_loader
+from raytrain_hpc.data.samples.stream_source import StreamSource
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.runtime.control_channel import ControlChannel
@@ -21,6 +26,8 @@ from raytrain_hpc.training.device_loader import DeviceLoader, TokenEvalBatches
 from raytrain_hpc.training.evaluator import EvalBatches, Evaluator
 from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.sample_loader import SampleEvalBatches, SampleLoader
+from raytrain_hpc.training.stream_loader import StreamEvalBatches, StreamLoader
+from raytrain_hpc.training.stream_state import StreamState
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import AnyBatch
 
@@ -57,6 +64,8 @@ def build_loader(
     layout, config = spec.layout, spec.config
     microbatches = spec.batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
     if isinstance(dataset, SampleDataset):
+        if dataset.form != "map":
+            return _build_stream_loader(spec, dataset, context, control)
         reader = SampleReader(dataset.train, dataset.collate, config.run.seed)
         order = dataset.open_order(config, spec.batching.size)
         return SampleLoader(reader, order, microbatches, context.device, config.data)
@@ -64,6 +73,23 @@ def build_loader(
     log = control.log if context.rank == 0 else _ignore_line
     stream: Stream = local_stream if blocks is None else BlockStream(local_stream, blocks, log)
     return DeviceLoader(stream, spec.batching, microbatches, context.device, config.data)
+
+
+def _build_stream_loader(
+    spec: WorkerSpec, dataset: SampleDataset, context: ParallelContext, control: ControlChannel
+) -> StreamLoader:
+    layout, config, batching = spec.layout, spec.config, spec.batching
+    is_partitioned = dataset.form == "function"
+    part = (layout.get_dp_rank(context.rank), layout.dp_size) if is_partitioned else (0, 1)
+    source = StreamSource(dataset.train, part=part, has_peers=context.world_group is not None)
+    microbatches = batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
+    reader = StreamReader(source, dataset.collate, config.run.seed, (batching.count, batching.size), microbatches)
+    if is_partitioned and reader.yields_batches:
+        check_loader(config, batching.size, reader.batch_size)
+    log = control.log if context.rank == 0 else _ignore_line
+    state = StreamState(context, is_partitioned=is_partitioned)
+    on_wait = partial(control.set_phase, "loading")
+    return StreamLoader(reader, state, part, context.device, config.data, log, on_wait)
 
 
 def build_evaluator(
@@ -93,19 +119,27 @@ def _build_eval_sets(
     """Return the batches of the validation sets, by name; a single one has the name ""."""
     config, batch_size = spec.config, spec.batching.size
     if isinstance(dataset, SampleDataset):
-        readers = {
-            name: SampleReader(validation, dataset.collate, config.run.seed, f"val {name}")
-            for name, validation in dataset.validation.items()
-        }
-        return {
-            name: SampleEvalBatches(reader, batch_size, config.eval.samples, context.device)
-            for name, reader in readers.items()
-        }
+        return {name: _build_own_eval_set(spec, dataset, context, name) for name in dataset.validation}
     if dataset.val is None:
         return {}
     packing = build_packing(config.data.packing, config.train.seq_len)
     eval_set = EvaluationSet(dataset.val, packing, batch_size, max_samples=config.eval.samples)
     return {"": TokenEvalBatches(eval_set, context.device)}
+
+
+def _build_own_eval_set(spec: WorkerSpec, dataset: SampleDataset, context: ParallelContext, name: str) -> EvalBatches:
+    """Return the batches of a user's validation set. Every rank reads the whole of a stream."""
+    validation, config, layout = dataset.validation[name], spec.config, spec.layout
+    label, random_name, seed = f"val_dataset {name}".rstrip(), f"val {name}", config.run.seed
+    if (form := find_form(label, validation)) == "map":
+        reader = SampleReader(validation, dataset.collate, seed, random_name)
+        return SampleEvalBatches(reader, spec.batching.size, config.eval.samples, context.device)
+    batch_size = (get_loader_batch_size(validation) if form == "batches" else None) or spec.batching.size
+    dp_rank = layout.get_dp_rank(context.rank)
+    source = StreamSource(validation, label, has_peers=context.world_group is not None)
+    batching, kept = (layout.dp_size, batch_size), range(dp_rank, dp_rank + 1)
+    stream_reader = StreamReader(source, dataset.collate, seed, batching, kept, random_name)
+    return StreamEvalBatches(stream_reader, label, config.eval.samples, context.device)
 
 
 def _ignore_line(text: str) -> None:

@@ -168,10 +168,9 @@ class TokenEvalBatches:
     eval_set: EvaluationSet
     device: torch.device
 
-    @property
-    def num_batches(self) -> int:
-        """Number of batches per evaluation."""
-        return self.eval_set.num_batches
+    def count_batches(self, first: int, limit: int) -> int:
+        """Return how many of the `limit` batches from `first` on exist."""
+        return min(limit, self.eval_set.num_batches - first)
 
     def get_batch(self, index: int, *, is_padding: bool) -> Batch:
         """Return a batch. `is_padding`: it has weight zero."""

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.errors import DataError
 from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.runtime.control_channel import ControlChannel
@@ -24,12 +26,17 @@ _STOP_CHECK_INTERVAL = 8  # evaluation passes between two checks for a stop requ
 class EvalBatches(Protocol):
     """Batches of a validation set."""
 
-    @property
-    def num_batches(self) -> int:
-        """Number of batches per evaluation, at least 1."""
+    def count_batches(self, first: int, limit: int) -> int:
+        """Return how many of the `limit` batches from `first` on exist. 0 begins an evaluation; at least one exists.
+
+        Call for consecutive ranges: a stream is read up to the end of the range.
+        """
 
     def get_batch(self, index: int, *, is_padding: bool) -> AnyBatch:
-        """Return batch `index` on the device. `is_padding`: it has weight zero."""
+        """Return this rank's batch `index` of the range counted last, or batch 0, on the device.
+
+        `is_padding`: it has weight zero.
+        """
 
 
 @dataclass
@@ -64,32 +71,49 @@ class Evaluator:
 
     def _evaluate_set(self, eval_set: EvalBatches) -> tuple[float, float] | None:
         """Return the sum of losses and the number of targets of a set, or None if a stop was requested."""
-        layout, num_batches = self.context.layout, eval_set.num_batches
-        # Every rank runs the same number of passes, because forward passes can contain collectives.
-        num_passes = -(-num_batches // layout.dp_size)
-        shape = (num_passes, layout.dp_size, layout.cp, 2)
-        sums = torch.zeros(shape, dtype=torch.float64, device=self.context.device)
-        local_sums = sums[:, layout.get_dp_rank(self.context.rank), self.context.coordinates["cp"]]
-        for first_pass in range(0, num_passes, _STOP_CHECK_INTERVAL):
-            if self._is_stop_agreed():
+        dp_size = self.context.layout.dp_size
+        limit = _STOP_CHECK_INTERVAL * dp_size
+        losses, num_batches, count = [], 0, limit
+        while count == limit:
+            self.control.set_phase("evaluating")
+            count = eval_set.count_batches(num_batches, limit)
+            if self._is_stop_agreed(count):
                 return None
-            count = min(_STOP_CHECK_INTERVAL, num_passes - first_pass)
-            losses = self.model_step.evaluate(count, partial(self._read_batch, eval_set, first_pass))
-            local_sums[first_pass : first_pass + count] = mask_duplicates(losses, self.context)
-        all_reduce(sums, self.context)
+            # Every rank runs the same number of passes, because forward passes can contain collectives.
+            num_passes = -(-count // dp_size)
+            read_batch = partial(self._read_batch, eval_set, num_batches, num_batches + count)
+            losses.append(mask_duplicates(self.model_step.evaluate(num_passes, read_batch), self.context))
+            num_batches += count
+        return self._sum_over_ranks(torch.cat(losses), num_batches)
+
+    def _sum_over_ranks(self, losses: Tensor, num_batches: int) -> tuple[float, float]:
+        """Return the sum of losses and the number of targets. `losses`: this rank's, fp64 [passes, 2]."""
+        context, layout = self.context, self.context.layout
+        shape = (len(losses), layout.dp_size, layout.cp, 2)
+        sums = torch.zeros(shape, dtype=torch.float64, device=context.device)
+        sums[:, layout.get_dp_rank(context.rank), context.coordinates["cp"]] = losses
+        all_reduce(sums, context)
         loss_sum, num_targets = sum_pairwise(sums.sum(2).view(-1, 2)[:num_batches]).tolist()
         return loss_sum, num_targets
 
-    def _is_stop_agreed(self) -> bool:
-        """Return whether any rank was asked to stop. Collective; the same answer on all ranks."""
-        requests = torch.tensor([float(self.control.stop_requested)], dtype=torch.float64, device=self.context.device)
-        all_reduce(requests, self.context)
-        return bool(requests.item() > 0)
+    def _is_stop_agreed(self, num_batches: int) -> bool:
+        """Return whether any rank was asked to stop. Collective; the same answer on all ranks.
 
-    def _read_batch(self, eval_set: EvalBatches, first_pass: int, number: int) -> AnyBatch:
-        """Read this rank's batch of pass `first_pass + number`; past the end of the set, a padding batch."""
+        Raises DataError if ranks have counted other numbers of batches.
+        """
+        values = [float(self.control.stop_requested), float(num_batches)]
+        totals = torch.tensor(values, dtype=torch.float64, device=self.context.device)
+        all_reduce(totals, self.context)
+        num_requests, total = totals.tolist()
+        if total != num_batches * self.context.layout.world_size:
+            raise DataError(
+                "val_dataset: ranks read different numbers of batches; its content must be the same for all"
+            )
+        return bool(num_requests > 0)
+
+    def _read_batch(self, eval_set: EvalBatches, first: int, end: int, number: int) -> AnyBatch:
+        """Read this rank's batch of a pass over the batches from `first` on; from `end` on, a padding batch."""
         self.control.set_phase("evaluating")
         layout = self.context.layout
-        index = (first_pass + number) * layout.dp_size + layout.get_dp_rank(self.context.rank)
-        is_padding = index >= eval_set.num_batches
-        return eval_set.get_batch(0 if is_padding else index, is_padding=is_padding)
+        index = first + number * layout.dp_size + layout.get_dp_rank(self.context.rank)
+        return eval_set.get_batch(0 if index >= end else index, is_padding=index >= end)

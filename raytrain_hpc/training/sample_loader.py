@@ -66,7 +66,7 @@ class SampleLoader:
             self._last_batch = self._read_here(step, self._microbatches[slot])
         else:
             samples, _ = self._order.locate(step, self._microbatches[slot])
-            self._last_batch = _to_batch(next(self._ahead), samples, self._device)
+            self._last_batch = to_batch(next(self._ahead), samples, self._device)
         return self._last_batch
 
     def reread(self, step: int, slot: int) -> SampleBatch:
@@ -76,7 +76,7 @@ class SampleLoader:
 
     def _read_here(self, step: int, microbatch: int) -> SampleBatch:
         samples, indexes = self._order.locate(step, microbatch)
-        return _to_batch(self._reader.read(samples, indexes), samples, self._device)
+        return to_batch(self._reader.read(samples, indexes), samples, self._device)
 
 
 @dataclass
@@ -88,10 +88,9 @@ class SampleEvalBatches:
     max_samples: int
     device: torch.device
 
-    @property
-    def num_batches(self) -> int:
-        """Number of batches per evaluation; the last one can be smaller."""
-        return -(-self._num_samples // self.batch_size)
+    def count_batches(self, first: int, limit: int) -> int:
+        """Return how many of the `limit` batches from `first` on exist; the last one can be smaller."""
+        return min(limit, -(-self._num_samples // self.batch_size) - first)
 
     @property
     def _num_samples(self) -> int:
@@ -101,10 +100,11 @@ class SampleEvalBatches:
         """Return a batch on the device. `is_padding`: it has weight zero."""
         rows = np.arange(index * self.batch_size, min((index + 1) * self.batch_size, self._num_samples))
         indexes = rows * len(self.reader) // self._num_samples
-        return replace(_to_batch(self.reader.read(indexes, indexes), indexes, self.device), is_padding=is_padding)
+        return replace(to_batch(self.reader.read(indexes, indexes), indexes, self.device), is_padding=is_padding)
 
 
-def _to_batch(content: Any, samples: Ints, device: torch.device) -> SampleBatch:
+def to_batch(content: Any, samples: Ints, device: torch.device) -> SampleBatch:
+    """Return a batch on a device. `samples`: their numbers, int64[n]."""
     return SampleBatch(move_content(content, device), torch.from_numpy(samples))
 
 

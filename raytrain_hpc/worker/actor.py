@@ -179,7 +179,7 @@ class WorkerActor:
         return runner.run(spec.start_step, spec.end_step)
 
     def _resolve_dataset(self, spec: WorkerSpec) -> WorkerSpec:
-        """Return the spec with the dataset that it refers to, if any. The object store is read once per process.
+        """Return the spec with the dataset that it refers to, if any. A map-style one is read once per process.
 
         Arrays in the dataset are those of the object store, not copies.
         """
@@ -188,7 +188,7 @@ class WorkerActor:
         custom = spec.custom
         if not isinstance(custom, CustomModel) or not isinstance(custom.dataset, DatasetReference):
             return spec
-        if self._dataset is None:
+        if self._dataset is None or self._dataset.form != "map":  # a stream has a position: begin with another copy
             self._dataset = ray.get(custom.dataset.object_ref)
         return replace(spec, custom=replace(custom, dataset=self._dataset))
 

@@ -1,1 +1,1 @@
-"""Map-style datasets of the user: their order, their readers, and what identifies them."""
+"""Datasets of the user, map-style and streams: their order, their readers, and what identifies them."""

@@ -1,4 +1,4 @@
-"""A user's map-style dataset, with validation sets and the function that forms batches."""
+"""A user's dataset in any form, with validation sets and the function that forms batches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.sampler import Ints
 from raytrain_hpc.data.loader.stream import DataState
+from raytrain_hpc.data.samples.dataset_form import DatasetForm, describe_identity, find_form
 from raytrain_hpc.data.samples.sample_order import SampleOrder
 from raytrain_hpc.errors import DataError
 
@@ -21,7 +22,7 @@ _VOCAB_SIZE = 1  # of the spec of the built-in decoder, which is not used
 
 @dataclass(frozen=True)
 class SampleDataset:
-    """Objects with `__len__` and `__getitem__`: a torch Dataset, a Hugging Face dataset, an array or a list.
+    """Datasets in one of the forms of `find_form`: a torch Dataset, an array, an IterableDataset, a DataLoader.
 
     `validation`: by name; "" for a single one without a name. `collate`: forms a batch of a list of samples; None:
     torch's default. `lengths`: of the training samples, to put samples of similar length into one microbatch.
@@ -40,10 +41,14 @@ class SampleDataset:
         return self.validation or None
 
     @property
+    def form(self) -> DatasetForm:
+        """The form of the training data."""
+        return find_form("dataset", self.train)
+
+    @property
     def dataset_hash(self) -> str:
-        """Hash of what identifies the dataset without reading it: its type, length, and columns if it has some."""
-        columns = getattr(self.train, "column_names", "")  # of Hugging Face datasets
-        identity = f"{type(self.train).__name__} {len(self.train)} {columns}"
+        """Hash of what identifies the dataset without reading it."""
+        identity = describe_identity(self.train)
         if self.lengths is not None:  # the order depends on them
             identity += f" {hashlib.sha256(self.lengths.tobytes()).hexdigest()}"
         return hashlib.sha256(identity.encode()).hexdigest()
@@ -64,19 +69,30 @@ class SampleDataset:
 def make_sample_dataset(
     train: Any, validation: Any = None, collate: CollateFunction | None = None, lengths: Any = None
 ) -> SampleDataset:
-    """Return the dataset of a run. Raises DataError if an object is no map-style dataset, or is empty.
+    """Return the dataset of a run. Raises DataError if an object is no dataset, or is a map-style one and empty.
 
-    `validation`: a dataset, or a mapping from names to datasets. `lengths`: a sequence of numbers, one per sample.
+    `validation`: a dataset, or a mapping from names to datasets. `lengths`: a sequence of numbers, one per sample of a
+    map-style dataset.
     """
     sets = {} if validation is None else dict(validation) if _is_mapping(validation) else {"": validation}
     for name, dataset in (("dataset", train), *((f"val_dataset {name}".rstrip(), d) for name, d in sets.items())):
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise DataError(f"{name}: {type(dataset).__name__} has no __len__ and __getitem__; wrap it in a Dataset")
-        if len(dataset) < 1:
+        form = find_form(name, dataset)
+        if form == "map" and len(dataset) < 1:
             raise DataError(f"{name}: it is empty")
+        if form != "map" and name == "dataset" and lengths is not None:
+            raise DataError(
+                "lengths: a stream cannot be sorted by length, which needs samples that are not read yet; leave it "
+                "out, or pass a dataset with __len__ and __getitem__"
+            )
     if wrong := [name for name in sets if not isinstance(name, str) or "/" in name]:
         raise DataError(f"val_dataset: {wrong[0]!r} is no name of a validation set; use text without a slash")
     return SampleDataset(train, sets, collate, None if lengths is None else np.asarray(lengths, dtype=np.int64))
+
+
+def _describe_size(dataset: Any) -> str:
+    """Return the size of a dataset for a message."""
+    is_map = find_form("dataset", dataset) == "map"
+    return f"of {len(dataset)} samples" if is_map else f"stream ({type(dataset).__name__})"
 
 
 def _is_mapping(validation: Any) -> bool:
@@ -86,7 +102,7 @@ def _is_mapping(validation: Any) -> bool:
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Data position of a run on a map-style dataset; what `LocalStream` is for tokens."""
+    """Data position of a run on a user's dataset; what `LocalStream` is for tokens."""
 
     dataset: SampleDataset
     seed: int
@@ -94,8 +110,8 @@ class SampleStream:
 
     @property
     def source_sizes(self) -> tuple[int, ...]:
-        """Samples per epoch."""
-        return (len(self.dataset.train),)
+        """Samples per epoch; none for a stream, which has no known size."""
+        return (len(self.dataset.train),) if self.dataset.form == "map" else ()
 
     def get_state(self, step: int) -> DataState:
         """Return the data state after `step` committed steps."""
@@ -107,7 +123,7 @@ class SampleStream:
         """Return the step to resume from a saved state. Raises DataError if the dataset is another one."""
         if state.dataset_hash != self.dataset.dataset_hash:
             raise DataError(
-                f"dataset: the run was trained with another one than this of {len(self.dataset.train)} samples; pass "
+                f"dataset: the run was trained with another one than this {_describe_size(self.dataset.train)}; pass "
                 "the same, or choose another run.dir"
             )
         return state.next_sample // self.global_batch_size

@@ -1,0 +1,72 @@
+"""Streams of the images of `image_task`, as users would write them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.data.samples import image_task
+
+
+class PlainStream:
+    """An iterable without a state. Its order in an epoch and its augmentation come from the generators."""
+
+    def __init__(self, size: int = image_task.SIZE, **options: Any):
+        self.images = image_task.Images(size, **options)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        order = list(range(len(self.images)))
+        random.shuffle(order)
+        for index in order:
+            yield self.images[index]
+
+
+class StatefulStream(IterableDataset[dict[str, Any]]):
+    """Part `rank` of `world_size`, dealt round-robin, with a state that holds the order of the epoch."""
+
+    num_read = 0  # by this process
+
+    def __init__(self, rank: int = 0, world_size: int = 1):
+        self._images, self._part = image_task.Images(), (rank, world_size)
+        self._epoch, self._next = 0, 0
+        self._generator = np.random.default_rng(3)
+        self._resume: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._next = 0
+        if self._resume is not None:
+            self._epoch, self._next = self._resume
+            self._resume = None
+        order = np.random.default_rng([7, self._epoch]).permutation(len(self._images))[self._part[0] :: self._part[1]]
+        while self._next < len(order):
+            self._next += 1
+            StatefulStream.num_read += 1
+            yield self._images[int(order[self._next - 1])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "place": (self._epoch, self._next),
+            "generator": self._generator.bit_generator.state,
+            0: torch.tensor([self._epoch, self._next]),
+            "bytes": bytes([self._next]),
+        }
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        assert tuple(state[0].tolist()) == state["place"] and state["bytes"] == bytes([state["place"][1]])
+        self._generator.bit_generator.state = state["generator"]
+        self._resume = state["place"]
+
+
+def deal_images(rank: int, world_size: int) -> Iterator[dict[str, Any]]:
+    """A generator function: the images in order, dealt round-robin."""
+    images = image_task.Images()
+    for index in range(rank, len(images), world_size):
+        yield images[index]
