@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterable
@@ -14,7 +15,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.node_agent import HeartbeatPaths, NodeAgent, NodeHealth
 from raytrain_hpc.driver.ray_topology import get_raylet_addresses
-from raytrain_hpc.elastic.watchdog import Suspect, WorkerHealth, find_lost_nodes
+from raytrain_hpc.elastic.watchdog import (
+    Suspect,
+    WorkerHealth,
+    exclude_waiting,
+    find_lost_nodes,
+    is_waiting_for_data,
+)
 
 _POLL_INTERVAL_S = 0.1  # between the reply of a remote agent and the next request
 _MAX_POLLS_PER_S = 1000  # to all agents together
@@ -108,6 +115,7 @@ class HealthMonitor:
         self._local_node: str = ray.get_runtime_context().get_node_id()
         self._local_agent = NodeAgent(config)
         self._remote_agents: dict[str, _RemoteAgent] = {}
+        self._last_wait_for_data = -math.inf  # monotonic time
 
     def start_agents(self, nodes: Iterable[str]) -> None:
         """Start an agent on each of these nodes that has none. Call before workers are started on them."""
@@ -132,9 +140,16 @@ class HealthMonitor:
             self._remote_agents[node].watch(heartbeats)
 
     def find_suspects(self) -> list[Suspect]:
-        """Return the ranks that the last readings of all agents report as unresponsive, and request new readings."""
+        """Return the ranks that the last readings of all agents report as unresponsive, and request new readings.
+
+        Ranks that wait for one that loads data are not among them.
+        """
         self._poll_agents()
-        return [suspect for node_health in self._collect_node_health() for suspect in node_health.suspects]
+        readings = self._collect_node_health()
+        suspects = [suspect for node_health in readings for suspect in node_health.suspects]
+        if is_waiting_for_data(suspects, [health for reading in readings for health in reading.workers.values()]):
+            self._last_wait_for_data = time.monotonic()
+        return exclude_waiting(suspects, time.monotonic() - self._last_wait_for_data)
 
     def collect_health(self) -> dict[int, WorkerHealth]:
         """Return the last known health of every rank."""

@@ -131,6 +131,24 @@ def find_suspects(workers: Sequence[WorkerHealth], timeouts: Timeouts) -> list[S
     return certain or suspects
 
 
+def is_waiting_for_data(suspects: Sequence[Suspect], workers: Collection[WorkerHealth]) -> bool:
+    """Return whether stalled suspects may be waiting for a rank that is no suspect, because it loads data.
+
+    Call with the suspects and the health samples of all nodes.
+    """
+    ranks = {suspect.rank for suspect in suspects}
+    is_loading = any(worker.phase == "loading" and worker.rank not in ranks for worker in workers)
+    return is_loading and any(suspect.kind == "stalled" for suspect in suspects)
+
+
+def exclude_waiting(suspects: Sequence[Suspect], since_loading_s: float) -> list[Suspect]:
+    """Return the suspects without stalled ones for which the others have had no time to catch up.
+
+    `since_loading_s`: seconds since `is_waiting_for_data` was last true; the timeout counts from then.
+    """
+    return [suspect for suspect in suspects if suspect.kind != "stalled" or since_loading_s > suspect.timeout_s]
+
+
 def find_stragglers(
     previous: Mapping[int, WorkerHealth],
     current: Mapping[int, WorkerHealth],

@@ -93,8 +93,8 @@ class StreamLoader:
         unit = "batches" if self._reader.yields_batches else "samples"
         if positions and len(positions) != count:
             self._log(
-                f"data    {count} ranks instead of {len(positions)} read parts of the dataset: each opens its part anew "
-                f"and skips {num_replayed} {unit}; exact only if the parts are dealt round-robin"
+                f"data    {count} ranks instead of {len(positions)} read parts of the dataset: each opens its part "
+                f"anew and skips {num_replayed} {unit}; exact only if the parts are dealt round-robin"
             )
         elif num_replayed:
             self._log(f"data    {num_replayed} {unit} of the dataset are read again to resume at step {start_step}")

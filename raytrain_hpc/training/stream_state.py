@@ -48,8 +48,8 @@ class StreamState(Callback):
         self._text = json.dumps(positions).encode()
         if len(self._text) > _MAX_BYTES:
             raise DataError(
-                f"dataset: the state_dict of {len(positions)} streams has {len(self._text)} bytes; at most {_MAX_BYTES} "
-                "are kept: leave samples out of it, or remove state_dict, so that samples are read again on resume"
+                f"dataset: the state_dict of {len(positions)} streams has {len(self._text)} bytes; at most "
+                f"{_MAX_BYTES} are kept: leave samples out of it, or remove it, so that a resume reads samples again"
             )
 
     def state_dict(self) -> dict[str, Any]:

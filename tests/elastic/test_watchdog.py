@@ -14,10 +14,12 @@ from raytrain_hpc.elastic.watchdog import (
     Timeouts,
     WorkerHealth,
     compute_timeouts,
+    exclude_waiting,
     find_lost_nodes,
     find_stragglers,
     find_suspects,
     is_deadlocked,
+    is_waiting_for_data,
 )
 
 HEALTHY = WorkerHealth(0, True, False, 0.05, 0.1, "training", 12, 0.2)
@@ -52,6 +54,24 @@ def test_ranks_waiting_for_a_frozen_rank_are_not_suspects() -> None:
     frozen = replace(HEALTHY, rank=1, is_frozen=True, heartbeat_age_s=1.5, progress_age_s=1.5)
     assert find_suspects([*waiting, frozen], TIMEOUTS) == [Suspect(1, "frozen", 1.5, 0.6)]
     assert len(find_suspects(waiting, TIMEOUTS)) == 2
+
+
+def test_ranks_waiting_for_one_that_loads_data_are_not_suspects() -> None:
+    """Nor until it has had the time of a timeout to catch up. A rank that loads for too long is a suspect itself."""
+    waiting = [replace(HEALTHY, rank=rank, progress_age_s=4.0) for rank in (0, 2)]
+    for phase, progress_age_s, is_waiting in (
+        ("loading", 4.0, True),
+        ("loading", 301.0, False),
+        ("training", 0.2, False),
+    ):
+        workers = [*waiting, replace(HEALTHY, rank=1, phase=phase, progress_age_s=progress_age_s)]
+        assert is_waiting_for_data(find_suspects(workers, TIMEOUTS), workers) == is_waiting
+    suspects = find_suspects(waiting, TIMEOUTS)
+    assert exclude_waiting(suspects, 0.9) == [] and exclude_waiting(suspects, 1.1) == suspects
+    frozen = Suspect(1, "frozen", 1.5, 0.6)
+    assert exclude_waiting([frozen], 0.0) == [frozen]
+    workers = [replace(HEALTHY, rank=0, phase="loading")]
+    assert not is_waiting_for_data([frozen], workers) and not is_waiting_for_data([], workers)
 
 
 def test_timeouts_follow_step_times_and_are_ordered() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from raytrain_hpc.data.samples.sample_reader import make_reader_context
 from raytrain_hpc.ray_private import pickle_by_value
 
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")  # of a DataLoader, sent to its workers
@@ -38,7 +39,7 @@ def start_workers_afresh(loader: Any) -> Iterator[None]:
     if not getattr(loader, "num_workers", 0) or getattr(loader, "multiprocessing_context", None) is not None:
         yield
         return
-    loader.multiprocessing_context = "forkserver"
+    loader.multiprocessing_context = make_reader_context()
     attributes = vars(loader)  # a DataLoader refuses to set them
     parts = {name: attributes[name] for name in _PARTS if attributes.get(name) is not None}
     attributes.update({name: _ByValue(part) for name, part in parts.items()})

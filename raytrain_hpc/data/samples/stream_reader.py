@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from raytrain_hpc.data.loader.sampler import Ints, derive_key
 from raytrain_hpc.data.samples.dataset_form import get_loader_batch_size, is_loader
 from raytrain_hpc.data.samples.sample_dataset import CollateFunction
-from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
+from raytrain_hpc.data.samples.sample_reader import make_reader_context, restore_generators, seed_generators
 from raytrain_hpc.data.samples.stream_source import END, ItemIterator, StreamPosition, StreamSource
 from raytrain_hpc.errors import RaytrainError
 from raytrain_hpc.ray_private import pickle_by_value
@@ -62,12 +63,12 @@ class StreamReader:
         self.__dict__.update(state)
         self._source, self._collate = pickle.loads(state["_source"])
 
-    @property
+    @cached_property
     def yields_batches(self) -> bool:
         """Whether an item of the stream is a finished batch."""
         return is_loader(self._open())
 
-    @property
+    @cached_property
     def batch_size(self) -> int | None:
         """Number of samples in the finished batches of the stream, if it knows."""
         return get_loader_batch_size(self._open())
@@ -86,7 +87,7 @@ class StreamReader:
 
         Generators of this process keep their state.
         """
-        items = ItemIterator(self._source, self._open(), self._seed, self._name, self._get_number)
+        items = self._make_iterator()
         with restore_generators():
             items.seek(position)
         while items.num_items < self.count_items(step):
@@ -104,7 +105,7 @@ class StreamReader:
         `max_samples`: end after so many, with the batch that holds the last of them; 0: never. None stands for a batch
         that is neither the first nor one of this rank's microbatches, modulo V.
         """
-        items, index = ItemIterator(self._source, self._open(), self._seed, self._name, self._get_number), 0
+        items, index = self._make_iterator(), 0
         count, size = self._items_per_microbatch, self._batching[1]
         max_items = -(-max_samples * count // size) if max_samples else sys.maxsize
         while True:
@@ -157,6 +158,12 @@ class StreamReader:
         if self._stream is None:
             self._stream = self._source.open()
         return self._stream
+
+    def _make_iterator(self) -> ItemIterator:
+        stream = self._open()
+        if hasattr(stream, "__next__"):  # a generator serves one epoch
+            self._stream = None
+        return ItemIterator(self._source, stream, self._seed, self._name, self._get_number)
 
     @property
     def _items_per_microbatch(self) -> int:
@@ -221,7 +228,7 @@ def iter_steps_in_reader(
         num_workers=1,
         prefetch_factor=num_ahead,
         pin_memory=pin_memory,
-        multiprocessing_context="forkserver",
+        multiprocessing_context=make_reader_context(),
         generator=torch.Generator(),
     )
     return _raise_errors(iter(loader))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
+from raytrain_hpc import Config
 from tests.data.samples import image_task
 
 
@@ -70,3 +73,54 @@ def deal_images(rank: int, world_size: int) -> Iterator[dict[str, Any]]:
     images = image_task.Images()
     for index in range(rank, len(images), world_size):
         yield images[index]
+
+
+class InOrder:
+    """Rows as a stream."""
+
+    def __init__(self, rows: list[Any]):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+class OfThisProcess:
+    """A stream of a length that differs between processes, which no dataset should have."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        images = image_task.Images()
+        yield from (images[index] for index in range(4 + 4 * (torch.distributed.get_rank())))
+
+
+class WithOpenFile(InOrder):
+    """A stream whose state cannot be saved."""
+
+    def __init__(self) -> None:
+        super().__init__([image_task.Images()[index] for index in range(12)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": io.BytesIO()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class WithLargeState(WithOpenFile):
+    """A stream that keeps samples in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": "x" * (2 << 20)}
+
+
+def read_rows(rank: int, world_size: int) -> Iterator[dict[str, Any]]:
+    """The validation rows, for a set that is a function; every rank asks for the whole of it."""
+    assert (rank, world_size) == (0, 1)
+    images = image_task.Images(11, 1, augment=False)
+    return (images[index] for index in range(11))
+
+
+def build_without_dropout(config: Config) -> nn.Module:
+    model = image_task.Classifier()
+    model.dropout.p = 0.0
+    return model

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import ray
 from ray import cloudpickle
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from raytrain_hpc import start, train
 from raytrain_hpc.driver.worker_group import ActorPool
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
-from tests.data.samples import image_task
+from tests.data.samples import image_task, stream_task
 from tests.data.samples.test_sample_training import VALIDATION, count_epochs
 from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
@@ -39,6 +40,7 @@ def run_images(
 ) -> list[float]:
     """Train on a cluster, resize in turn, and return the losses of all steps."""
     config = make_small_config(directory, *BASE, *words)
+    directory.mkdir(exist_ok=True)
     (directory / "slow").touch()
     parts: dict[str, Any] = {"loss": image_task.recording_loss, "dataset": dataset or image_task.Images(), **options}
     run = start(config, model=image_task.build, val_dataset=VALIDATION, callbacks=[SlowLedger()], **parts)
@@ -71,6 +73,30 @@ def test_every_sample_is_used_once_per_epoch_through_faults(
     assert count_epochs(tmp_path) == [Counter(range(image_task.SIZE))] * 12
     incidents = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert [incident["kind"] for incident in incidents] == ["died"]
+
+
+def make_stateful_loader() -> StatefulDataLoader:
+    images = image_task.Images(augment=False)  # a worker of the loader draws other bits after a resume
+    return StatefulDataLoader(images, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize(
+    ("make_stream", "words"),
+    [(stream_task.PlainStream, ["data.num_readers=1"]), (make_stateful_loader, ["parallel.zero=3"])],
+)
+def test_streams_are_used_once_per_epoch_through_faults(
+    ray_cluster: None, tmp_path: Path, make_stream: Any, words: list[str]
+) -> None:
+    """The bits are those of a run in this process."""
+    fault = "fault.inject=[{kind: kill, rank: 1, step: 4}]"
+    losses = run_images(tmp_path / "faults", "cluster.workers=3", fault, *words, resizes=(2, 4), dataset=make_stream())
+    epochs = count_epochs(tmp_path / "faults")
+    assert len(epochs) >= 11 and epochs == [Counter(range(image_task.SIZE))] * len(epochs)
+    config = make_small_config(tmp_path / "local", *BASE, "cluster.workers=0")
+    options: dict[str, Any] = {"loss": image_task.recording_loss, "val_dataset": VALIDATION, "quiet": True}
+    train(config, model=image_task.build, dataset=make_stream(), **options)
+    lines = (tmp_path / "local" / "metrics.jsonl").read_text().splitlines()
+    assert losses == [json.loads(line)["train/loss"] for line in lines]
 
 
 class Counted(image_task.Images):
