@@ -75,8 +75,9 @@ def train(
             the plan that a transformers model has itself.
         dataset: Training data with `__len__` and `__getitem__`, such as a torch Dataset, a Hugging Face dataset or an
             array, instead of the token shards of `data.path`. Every sample is read once per epoch, in an order that no
-            number of workers changes.
-        val_dataset: Validation data of the same kind, or a mapping from names to several.
+            number of workers changes. Or a stream: an iterable of samples, a DataLoader of batches, a function
+            (rank, world_size) that returns either, or a Ray Data dataset; see docs/own_data.md for their guarantees.
+        val_dataset: Validation data in any of these forms, or a mapping from names to several.
         collate_fn: Forms a batch of a list of samples; default: torch's `default_collate`.
         lengths: Length of each training sample, to put samples of similar length into one microbatch.
         callbacks: Instances of `Callback`, which run on every rank, and of `DriverCallback`; in addition to those of
@@ -135,7 +136,10 @@ def start(
     lr_schedule: Callable[[int], float] | None = None,
     quiet: bool = True,
 ) -> Run:
-    """Start a training run in a background thread and return a handle to it. Arguments as of `train`."""
+    """Start a training run in a background thread and return a handle to it.
+
+    Arguments as of `train`, datasets and streams included.
+    """
     stop = threading.Event()
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
@@ -305,8 +309,8 @@ def _build_custom_model(
     lengths: Any,
 ) -> CustomModel | None:
     """Return the user's parts, or None for the built-in decoder on tokens. Raises ModelError if one is missing."""
+    from raytrain_hpc.data.samples.dataset_settings import fit_settings
     from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
-    from raytrain_hpc.data.samples.stream_settings import fit_settings
     from raytrain_hpc.planner.module_plan_styles import OWN_PLAN, check_plan
     from raytrain_hpc.runtime.worker_spec import CustomModel
 

@@ -96,7 +96,7 @@ class DataConfig(Section):
     num_readers: int | Auto = key(
         AUTO,
         "Reader processes. Of engine=ray: one CPU each; auto: one per node, limited by free CPUs. Of a dataset of your "
-        "own: per worker; 0: none; auto: 2 with a GPU, else 0.",
+        "own: per worker, of a stream at most 1; 0: none; auto: 2 with a GPU, else 0.",
         minimum=0,
     )
     bucket_steps: int = key(

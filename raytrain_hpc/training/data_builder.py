@@ -13,10 +13,10 @@ from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.data.loader.packing import build_packing
 from raytrain_hpc.data.loader.stream import Stream
 from raytrain_hpc.data.samples.dataset_form import find_form, get_loader_batch_size
+from raytrain_hpc.data.samples.dataset_settings import check_loader
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.data.samples.sample_reader import SampleReader
 from raytrain_hpc.data.samples.stream_reader import StreamReader
-from raytrain_hpc.data.samples.stream_settings import check_loader
 from raytrain_hpc.data.samples.stream_source import StreamSource
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.observability.metrics import get_eval_key

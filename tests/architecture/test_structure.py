@@ -93,7 +93,7 @@ def may_import_ray(module: str) -> bool:
     return (
         get_package(module) in ("driver", "bench")
         or module in ("worker.actor", "ray_private")
-        or module in ("data.loader.ray_loader", "data.preprocess.ray_executor")
+        or module in ("data.loader.ray_loader", "data.preprocess.ray_executor", "data.samples.ray_data_rows")
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,11 @@ class SampleDataset:
         return find_form("dataset", self.train)
 
     @property
+    def is_ray_data(self) -> bool:
+        """Whether the training data are the rows of a Ray Data dataset."""
+        return hasattr(self.train, "__module__") and type(self.train).__module__.endswith(".ray_data_rows")
+
+    @property
     def dataset_hash(self) -> str:
         """Hash of what identifies the dataset without reading it."""
         identity = describe_identity(self.train)
@@ -75,6 +81,7 @@ def make_sample_dataset(
     map-style dataset.
     """
     sets = {} if validation is None else dict(validation) if _is_mapping(validation) else {"": validation}
+    train, sets = _open_ray_data(train), {name: _open_ray_data(dataset) for name, dataset in sets.items()}
     for name, dataset in (("dataset", train), *((f"val_dataset {name}".rstrip(), d) for name, d in sets.items())):
         form = find_form(name, dataset)
         if form == "map" and len(dataset) < 1:
@@ -87,6 +94,16 @@ def make_sample_dataset(
     if wrong := [name for name in sets if not isinstance(name, str) or "/" in name]:
         raise DataError(f"val_dataset: {wrong[0]!r} is no name of a validation set; use text without a slash")
     return SampleDataset(train, sets, collate, None if lengths is None else np.asarray(lengths, dtype=np.int64))
+
+
+def _open_ray_data(dataset: Any) -> Any:
+    """Return the rows of a Ray Data dataset, which is executed; other datasets as they are."""
+    ray_data = sys.modules.get("ray.data")
+    if ray_data is None or not isinstance(dataset, ray_data.Dataset):
+        return dataset
+    from raytrain_hpc.data.samples.ray_data_rows import RayDataRows  # imports Ray
+
+    return RayDataRows(dataset)
 
 
 def _describe_size(dataset: Any) -> str:

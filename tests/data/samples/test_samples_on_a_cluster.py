@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import ray.data
 from ray import cloudpickle
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from raytrain_hpc import start, train
+from raytrain_hpc import ConfigError, start, train
 from raytrain_hpc.driver.worker_group import ActorPool
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from tests.data.samples import image_task, stream_task
@@ -42,8 +43,9 @@ def run_images(
     config = make_small_config(directory, *BASE, *words)
     directory.mkdir(exist_ok=True)
     (directory / "slow").touch()
-    parts: dict[str, Any] = {"loss": image_task.recording_loss, "dataset": dataset or image_task.Images(), **options}
-    run = start(config, model=image_task.build, val_dataset=VALIDATION, callbacks=[SlowLedger()], **parts)
+    parts: dict[str, Any] = {"loss": image_task.recording_loss, "val_dataset": VALIDATION, **options}
+    parts["dataset"] = image_task.Images() if dataset is None else dataset
+    run = start(config, model=image_task.build, callbacks=[SlowLedger()], **parts)
     for size in resizes:
         run.resize(size)
         deadline = time.monotonic() + 60
@@ -132,6 +134,29 @@ def test_dataset_is_serialized_once_per_run(ray_cluster: None, tmp_path: Path, m
     run_images(tmp_path, "cluster.workers=3", fault, resizes=(2, 4), dataset=dataset)
     assert len((tmp_path / "pickles").read_bytes()) == 1
     assert len(sent) >= 4 and max(sent) < 32 << 10
+
+
+def delay_first_block(batch: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(1.0 if 0 in batch["index"] else 0.0)
+    return batch
+
+
+def test_rows_of_ray_data_have_the_bits_of_a_list(ray_cluster: None, tmp_path: Path) -> None:
+    """Through a kill and a shrink, in order although the first block is ready last. The dataset keeps its settings."""
+    images = [image_task.Images(augment=False)[index] for index in range(image_task.SIZE)]
+    rows = [{**row, "image": row["image"].numpy()} for row in images]
+    blocks = ray.data.from_items(rows, override_num_blocks=3).map_batches(delay_first_block)
+    expected = run_images(tmp_path / "rows", "cluster.workers=1", "train.steps=20", dataset=rows, val_dataset=rows)
+    words = ["cluster.workers=3", "train.steps=20", "fault.inject=[{kind: kill, rank: 1, step: 4}]"]
+    losses = run_images(tmp_path / "blocks", *words, dataset=blocks, val_dataset=blocks, resizes=(2,))
+    assert losses == expected
+    files = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("rows", "blocks")]
+    validation_losses = [json.loads(lines[-1])["val/loss"] for lines in files]
+    assert validation_losses[0] == validation_losses[1]
+    assert not blocks.context.execution_options.preserve_order
+    config = make_small_config(tmp_path / "readers", "data.num_readers=1")
+    with pytest.raises(ConfigError, match="data.num_readers=1.*a reader process cannot read Ray's object store"):
+        train(config, model=image_task.build, loss=image_task.loss, dataset=blocks, quiet=True)
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""Settings of a run on a stream: those that follow from the dataset, and those that a stream cannot follow."""
+"""Settings of a run that follow from a user's dataset, and those that its form excludes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.errors import ConfigError
 
 _ORIGIN = "batch_size of the dataset"
+_OWN_WORKERS = "a DataLoader has workers of its own; set its num_workers, and leave the key out"
 
 
 def fit_settings(config: Config, dataset: SampleDataset) -> None:
-    """Take `train.micro_batch_size` from a loader. Raises ConfigError for settings that a stream cannot follow."""
+    """Take `train.micro_batch_size` from a loader. Raises ConfigError for settings that the form excludes."""
     if dataset.form == "map":
+        if dataset.is_ray_data:
+            _refuse_readers(config, "a reader process cannot read Ray's object store; leave the key out")
+            config.data.num_readers = 0
         return
     if config.data.order == "random":
         _refuse(config, "data.order", "a stream has an order of its own; leave the key out")
     if dataset.form == "batches":
         _fit_batch_size(config, get_loader_batch_size(dataset.train))
-        _check_readers(config)
+        _refuse_readers(config, _OWN_WORKERS)
 
 
 def check_loader(config: Config, micro_batch_size: int, batch_size: int | None) -> None:
@@ -26,14 +30,12 @@ def check_loader(config: Config, micro_batch_size: int, batch_size: int | None) 
     if batch_size not in (None, micro_batch_size):
         remedy = f"the function returned a DataLoader with batches of {batch_size}, and the run has microbatches of "
         _refuse(config, "train.micro_batch_size", f"{remedy}{micro_batch_size}; set the key to its batch_size")
-    _check_readers(config)
+    _refuse_readers(config, _OWN_WORKERS)
 
 
-def _check_readers(config: Config) -> None:
+def _refuse_readers(config: Config, remedy: str) -> None:
     if config.data.num_readers not in (AUTO, 0):
-        _refuse(
-            config, "data.num_readers", "a DataLoader has workers of its own; set its num_workers, and leave this out"
-        )
+        _refuse(config, "data.num_readers", remedy)
 
 
 def _fit_batch_size(config: Config, batch_size: int | None) -> None:
