@@ -194,9 +194,9 @@ def prepare_run_on_cpu(config: Config, custom: Any = None) -> PreparedRun:
     return replace(prepared, config=config)
 
 
-def make_worker_spec(config: Config, world_size: int, *, steps_to: int) -> Any:
+def make_worker_spec(config: Config, world_size: int, *, steps_to: int, custom: Any = None) -> Any:
     """Return the worker spec of a first generation that trains to `steps_to`, as the driver builds it."""
-    return _make_worker_spec(prepare_run_on_cpu(config), world_size, 1, None, steps_to)
+    return _make_worker_spec(prepare_run_on_cpu(config, custom), world_size, 1, None, steps_to)
 
 
 def _make_worker_spec(

@@ -81,7 +81,7 @@ def _build_stream_loader(
     layout, config, batching = spec.layout, spec.config, spec.batching
     is_partitioned = dataset.form == "function"
     part = (layout.get_dp_rank(context.rank), layout.dp_size) if is_partitioned else (0, 1)
-    source = StreamSource(dataset.train, part=part, has_peers=context.world_group is not None)
+    source = StreamSource(dataset.train, part=part, is_worker=config.cluster.workers != 0)
     microbatches = batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
     reader = StreamReader(source, dataset.collate, config.run.seed, (batching.count, batching.size), microbatches)
     if is_partitioned and reader.yields_batches:
@@ -136,7 +136,7 @@ def _build_own_eval_set(spec: WorkerSpec, dataset: SampleDataset, context: Paral
         return SampleEvalBatches(reader, spec.batching.size, config.eval.samples, context.device)
     batch_size = (get_loader_batch_size(validation) if form == "batches" else None) or spec.batching.size
     dp_rank = layout.get_dp_rank(context.rank)
-    source = StreamSource(validation, label, has_peers=context.world_group is not None)
+    source = StreamSource(validation, label, is_worker=config.cluster.workers != 0)
     batching, kept = (layout.dp_size, batch_size), range(dp_rank, dp_rank + 1)
     stream_reader = StreamReader(source, dataset.collate, seed, batching, kept, random_name)
     return StreamEvalBatches(stream_reader, label, config.eval.samples, context.device)

@@ -79,11 +79,12 @@ class Evaluator:
             count = eval_set.count_batches(num_batches, limit)
             if self._is_stop_agreed(count):
                 return None
-            # Every rank runs the same number of passes, because forward passes can contain collectives.
-            num_passes = -(-count // dp_size)
-            read_batch = partial(self._read_batch, eval_set, num_batches, num_batches + count)
-            losses.append(mask_duplicates(self.model_step.evaluate(num_passes, read_batch), self.context))
-            num_batches += count
+            if count:
+                # Every rank runs the same number of passes, because forward passes can contain collectives.
+                num_passes = -(-count // dp_size)
+                read_batch = partial(self._read_batch, eval_set, num_batches, num_batches + count)
+                losses.append(mask_duplicates(self.model_step.evaluate(num_passes, read_batch), self.context))
+                num_batches += count
         return self._sum_over_ranks(torch.cat(losses), num_batches)
 
     def _sum_over_ranks(self, losses: Tensor, num_batches: int) -> tuple[float, float]:

@@ -102,7 +102,7 @@ class StreamReader:
     def iter_epoch(self, max_samples: int) -> Iterator[tuple[Any, Ints] | None]:
         """Yield the batches of the first epoch with their sample numbers int64[n]; the last one can be smaller.
 
-        `max_samples`: end after so many, with the batch that holds the last of them; 0: never. None stands for a batch
+        `max_samples`: end with the batch that holds the last of that many samples; 0: read all. None stands for a batch
         that is neither the first nor one of this rank's microbatches, modulo V.
         """
         items, index = self._make_iterator(), 0

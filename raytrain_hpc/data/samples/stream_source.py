@@ -24,13 +24,13 @@ _SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"  # class of Hugging Face data
 class StreamSource:
     """A user's stream as a rank opens it. `name`: that of the argument, for messages.
 
-    `part`: (rank, world size) for a function. `has_peers`: other ranks would wait if the death of this one were hidden.
+    `part`: (rank, world size) for a function. `is_worker`: this process is a worker, whose death others must see.
     """
 
     dataset: Any
     name: str = "dataset"
     part: tuple[int, int] = (0, 1)
-    has_peers: bool = False
+    is_worker: bool = False
 
     @property
     def is_partitioned(self) -> bool:
@@ -120,8 +120,8 @@ class ItemIterator:
         return StreamPosition(self._epoch, self._epoch_start, self._num_items, state)
 
     def _iterate(self) -> Iterator[Any]:
-        is_guarded = self._source.has_peers and is_loader(self._stream)
-        with start_workers_afresh(self._stream) if is_guarded else nullcontext():
+        has_workers = self._source.is_worker and is_loader(self._stream)
+        with start_workers_afresh(self._stream) if has_workers else nullcontext():
             return iter(self._stream)
 
     def _prepare_epoch(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from raytrain_hpc import ConfigError, DataError, train
 from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
 from raytrain_hpc.data.samples.state_format import decode_state, encode_state
 from raytrain_hpc.data.samples.stream_reader import count_rows
+from raytrain_hpc.elastic.state_partition import plan_replication_pairs
+from raytrain_hpc.planner.placement import Site
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.data.samples import image_task, stream_task
 from tests.data.samples.test_sample_training import build_sentence_model, get_losses, pad, sentence_loss
-from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
+from tests.training.test_memory_recovery import run_generation
+from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 BASE = ["train.steps=8", "train.micro_batch_size=2", "train.deterministic=elastic", "eval.interval=0"]
 STOP = 5  # 60 samples: epoch 2 of 41 samples has begun inside step 4
@@ -87,12 +92,21 @@ def single_process(pool: WarmPool) -> dict[str, list[float]]:
     return {name: run(pool, None, make())[0] for name, (make, _) in SHARED.items()}
 
 
-@pytest.mark.parametrize("words", [["cluster.workers=2"], ["cluster.workers=3", "parallel.zero=3"]])
-@pytest.mark.parametrize("name", ["iterable", "stateful loader", "hugging face"])
+LAYOUTS = {
+    "2": ["cluster.workers=2"],
+    "zero3-3": ["cluster.workers=3", "parallel.zero=3"],
+    "hsdp-4": ["cluster.workers=4", "parallel.zero=2", "parallel.dp_replicate=2"],  # microbatches: 1, 2, 1, 2
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*product(["iterable", "stateful loader", "hugging face"], ["2", "zero3-3"]), ("loader of iterable", "hsdp-4")],
+)
 def test_every_layout_has_the_bits_of_one_process(
-    pool: WarmPool, single_process: dict[str, list[float]], name: str, words: list[str]
+    pool: WarmPool, single_process: dict[str, list[float]], name: str, layout: str
 ) -> None:
-    losses, notes = run(pool, None, SHARED[name][0](), *words, "train.global_batch_size=12")
+    losses, notes = run(pool, None, SHARED[name][0](), *LAYOUTS[layout])
     assert (losses, notes) == (single_process[name], [])
 
 
@@ -120,6 +134,22 @@ def test_parts_of_ranks_resume_exactly_on_as_many_ranks(pool: WarmPool, tmp_path
     second, notes = run(pool, tmp_path, make(), *words, resume_step=STOP)
     assert first + second == undisturbed
     assert [" read again " in note for note in notes] == [True] * reads_again
+
+
+@pytest.mark.parametrize(("name", "layout"), [("class", []), ("loaders", ["parallel.zero=1"]), ("generator", [])])
+def test_parts_survive_the_loss_of_a_rank(pool: WarmPool, name: str, layout: list[str]) -> None:
+    """Process 1 has lost its memory, and the ranks have changed places."""
+    words = ["cluster.workers=3", *layout]
+    undisturbed, _ = run(pool, None, PARTS[name][0](), *words)
+    config = make_small_config(None, *BASE, *words)
+    first = make_worker_spec(config, 3, steps_to=STOP, custom=PARTS[name][0]())
+    sites = [Site("", "a")] * 3
+    first = replace(first, replication_pairs=plan_replication_pairs(first.layout, sites), is_single_node=True)
+    pool.call(run_generation, 3, [first], (0, 1, 2), (0, 1, 2))
+    second = replace(first, memory_step=STOP, end_step=8)
+    results = pool.call(run_generation, 3, [second], (2, 0, 1), (1,))
+    (records,) = [records for rank, _, _, records in results if rank == 0]
+    assert [metrics["train/loss"] for metrics in get_step_metrics(records)] == undisturbed[STOP:]
 
 
 def read_ledger(directory: Path, step: int) -> list[int]:
