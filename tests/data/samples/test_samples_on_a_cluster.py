@@ -162,6 +162,7 @@ def test_rows_of_ray_data_have_the_bits_of_a_list(ray_cluster: None, tmp_path: P
 SCRIPT = """
 import sys
 import torch
+from torch.utils.data import DataLoader
 import raytrain_hpc as rt
 
 class Squares(torch.utils.data.Dataset):
@@ -176,11 +177,15 @@ def loss(model, batch):
 if __name__ == "__main__":
     config = rt.load_config(None, sys.argv[1:])
     result = rt.train(config, model=lambda config: torch.nn.Linear(3, 1), loss=loss, dataset=Squares())
-    print("loss", result.train_loss)
+    config = rt.load_config(None, [*sys.argv[1:], "data.num_readers=auto", f"run.dir={config.run.dir}-loader"])
+    collate = lambda rows: torch.utils.data.default_collate(rows)
+    loader = DataLoader(Squares(), batch_size=2, num_workers=1, collate_fn=collate)
+    streamed = rt.train(config, model=lambda config: torch.nn.Linear(3, 1), loss=loss, dataset=loader)
+    print("loss", result.train_loss, streamed.train_loss)
 """
 
 
-def test_classes_of_a_script_reach_workers_and_readers(ray_cluster: None, tmp_path: Path) -> None:
+def test_classes_of_a_script_reach_workers_readers_and_workers_of_loaders(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     outputs = []
     for number, words in enumerate((["cluster.workers=0"], ["cluster.workers=2", "data.num_readers=1"])):
