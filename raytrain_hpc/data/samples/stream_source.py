@@ -83,7 +83,7 @@ class ItemIterator:
             self._prepare_epoch()
             self._stream.load_state_dict(decode_state(position.state))
             self._num_items = position.num_items
-            seed_generators(self._derive_key(self._num_items))
+            seed_generators(self._derive_key(self._epoch_start))  # a loader may read the epoch again by itself
             self._iterator = self._iterate()
 
     def read(self) -> Any:
@@ -125,15 +125,17 @@ class ItemIterator:
             return iter(self._stream)
 
     def _prepare_epoch(self) -> None:
-        """Tell the parts of the stream which epoch begins, and seed their own generators for it."""
-        batch_sampler = getattr(self._stream, "batch_sampler", None)
-        parts = [self._stream, batch_sampler]
-        parts += [getattr(self._stream, name, None) for name in ("dataset", "sampler")]
-        parts.append(getattr(batch_sampler, "sampler", None))
+        """Tell the stream, and the parts of a loader, which epoch begins; seed the generators of a loader for it."""
+        parts = [self._stream]
+        if is_loader(self._stream):
+            batch_sampler = getattr(self._stream, "batch_sampler", None)
+            parts += [getattr(self._stream, name, None) for name in ("dataset", "sampler")]
+            parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
         for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
-            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+            generator = getattr(part, "generator", None) if is_loader(self._stream) else None
+            if isinstance(generator, torch.Generator):
                 generator.manual_seed(self._derive_key(self._epoch_start))
 
     def _derive_key(self, item: int) -> int:

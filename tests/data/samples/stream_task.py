@@ -29,6 +29,10 @@ class PlainStream:
             yield self.images[index]
 
 
+class PlainIterable(PlainStream, IterableDataset[dict[str, Any]]):  # type: ignore[misc]
+    """The same as torch's class, which a DataLoader needs."""
+
+
 class StatefulStream(IterableDataset[dict[str, Any]]):
     """Part `rank` of `world_size`, dealt round-robin, with a state that holds the order of the epoch."""
 

@@ -67,6 +67,7 @@ SHARED: dict[str, tuple[Callable[[], CustomModel], bool]] = {
     ),
     "stateful loader": (lambda: make_images(StatefulDataLoader(image_task.Images(), 2, shuffle=True)), False),
     "loader of iterable": (lambda: make_images(make_loader()), False),
+    "loader that reads again": (lambda: make_images(StatefulDataLoader(stream_task.PlainIterable(), 2)), False),
     "hugging face": (lambda: make_sentences(make_hf_stream()), False),
     "hugging face buffer": (lambda: make_sentences(make_hf_stream(16)), True),
 }
@@ -134,6 +135,16 @@ def test_parts_of_ranks_resume_exactly_on_as_many_ranks(pool: WarmPool, tmp_path
     second, notes = run(pool, tmp_path, make(), *words, resume_step=STOP)
     assert first + second == undisturbed
     assert [" read again " in note for note in notes] == [True] * reads_again
+
+
+def test_tensor_parallel_ranks_read_the_same_part(pool: WarmPool) -> None:
+    losses = []
+    for workers, plan in ((2, None), (4, {"head": "rowwise_split_input"})):
+        dataset = make_sample_dataset(stream_task.StatefulStream)
+        custom = CustomModel(stream_task.build_without_dropout, image_task.loss, plan, dataset=dataset)
+        words = ["train.deterministic=true", f"cluster.workers={workers}", f"parallel.tp={workers // 2}"]
+        losses.append(run(pool, None, custom, *words)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("class", []), ("loaders", ["parallel.zero=1"]), ("generator", [])])
