@@ -14,7 +14,7 @@ _OWN_WORKERS = "a DataLoader has workers of its own; set its num_workers, and le
 def fit_settings(config: Config, dataset: SampleDataset) -> None:
     """Take `train.micro_batch_size` from a loader. Raises ConfigError for settings that the form excludes."""
     if dataset.form == "map":
-        if dataset.is_ray_data:
+        if dataset.reads_object_store:
             _refuse_readers(config, "a reader process cannot read Ray's object store; leave the key out")
             config.data.num_readers = 0
         return

@@ -22,6 +22,8 @@ class RayDataRows:
     The blocks stay in the object store, or on its disk, as long as this object exists in the driver.
     """
 
+    reads_object_store = True
+
     def __init__(self, dataset: Dataset):
         """Execute the dataset. Its own settings are those of before afterwards."""
         with _preserve_order(dataset.context):

@@ -47,9 +47,9 @@ class SampleDataset:
         return find_form("dataset", self.train)
 
     @property
-    def is_ray_data(self) -> bool:
-        """Whether the training data are the rows of a Ray Data dataset."""
-        return hasattr(self.train, "__module__") and type(self.train).__module__.endswith(".ray_data_rows")
+    def reads_object_store(self) -> bool:
+        """Whether reading a training sample needs Ray, which reader processes do not have."""
+        return bool(getattr(self.train, "reads_object_store", False))
 
     @property
     def dataset_hash(self) -> str:

@@ -65,16 +65,46 @@ def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> 
     return [json.loads(line)["train/loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+class Counted(image_task.Images):
+    """Images beside an array of `nbytes`; every serialization adds a byte to a file."""
+
+    def __init__(self, log: Path, nbytes: int):
+        super().__init__()
+        self._log, self._array = log, np.ones(nbytes, dtype=np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._log.open("ab") as file:
+            file.write(b".")
+        return self.__dict__
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert not self._array.flags.writeable, "the array is not that of the object store"
+        return super().__getitem__(index)
+
+
 @pytest.mark.parametrize("words", [[], ["parallel.zero=3", "data.num_readers=1"]])
 def test_every_sample_is_used_once_per_epoch_through_faults(
-    undisturbed: list[float], tmp_path: Path, words: list[str]
+    undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
+    """The dataset is serialized once, also for workers that start later, and what is sent instead does not grow."""
+    sent: list[int] = []
+
+    def put_spec(self: ActorPool, spec: WorkerSpec) -> Any:
+        reference = original(self, spec)
+        sent.append(len(cloudpickle.dumps(ray.get(reference))))
+        return reference
+
+    original = ActorPool.put_spec
+    monkeypatch.setattr(ActorPool, "put_spec", put_spec)
+    dataset = image_task.Images() if words else Counted(tmp_path / "pickles", 32 << 20)
     fault = "fault.inject=[{kind: kill, rank: 1, step: 4}]"
-    losses = run_images(tmp_path, "cluster.workers=3", fault, *words, resizes=(2, 4))
+    losses = run_images(tmp_path, "cluster.workers=3", fault, *words, resizes=(2, 4), dataset=dataset)
     assert losses == undisturbed
     assert count_epochs(tmp_path) == [Counter(range(image_task.SIZE))] * 12
     incidents = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert [incident["kind"] for incident in incidents] == ["died"]
+    assert len(sent) >= 4 and max(sent) < 32 << 10
+    assert words or len((tmp_path / "pickles").read_bytes()) == 1
 
 
 def make_stateful_loader() -> StatefulDataLoader:
@@ -101,41 +131,6 @@ def test_streams_are_used_once_per_epoch_through_faults(
     assert losses == [json.loads(line)["train/loss"] for line in lines]
 
 
-class Counted(image_task.Images):
-    """Images beside an array of `nbytes`; every serialization adds a byte to a file."""
-
-    def __init__(self, log: Path, nbytes: int):
-        super().__init__()
-        self._log, self._array = log, np.ones(nbytes, dtype=np.uint8)
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._log.open("ab") as file:
-            file.write(b".")
-        return self.__dict__
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        assert not self._array.flags.writeable, "the array is not that of the object store"
-        return super().__getitem__(index)
-
-
-def test_dataset_is_serialized_once_per_run(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a kill, a shrink and a growth, in which workers start anew; what is sent instead does not grow."""
-    sent: list[int] = []
-
-    def put_spec(self: ActorPool, spec: WorkerSpec) -> Any:
-        reference = original(self, spec)
-        sent.append(len(cloudpickle.dumps(ray.get(reference))))
-        return reference
-
-    original = ActorPool.put_spec
-    monkeypatch.setattr(ActorPool, "put_spec", put_spec)
-    dataset = Counted(tmp_path / "pickles", 32 << 20)
-    fault = "fault.inject=[{kind: kill, rank: 1, step: 4}]"
-    run_images(tmp_path, "cluster.workers=3", fault, resizes=(2, 4), dataset=dataset)
-    assert len((tmp_path / "pickles").read_bytes()) == 1
-    assert len(sent) >= 4 and max(sent) < 32 << 10
-
-
 def delay_first_block(batch: dict[str, Any]) -> dict[str, Any]:
     time.sleep(1.0 if 0 in batch["index"] else 0.0)
     return batch
@@ -146,7 +141,7 @@ def test_rows_of_ray_data_have_the_bits_of_a_list(ray_cluster: None, tmp_path: P
     images = [image_task.Images(augment=False)[index] for index in range(image_task.SIZE)]
     rows = [{**row, "image": row["image"].numpy()} for row in images]
     blocks = ray.data.from_items(rows, override_num_blocks=3).map_batches(delay_first_block)
-    expected = run_images(tmp_path / "rows", "cluster.workers=1", "train.steps=20", dataset=rows, val_dataset=rows)
+    expected = run_images(tmp_path / "rows", "cluster.workers=0", "train.steps=20", dataset=rows, val_dataset=rows)
     words = ["cluster.workers=3", "train.steps=20", "fault.inject=[{kind: kill, rank: 1, step: 4}]"]
     losses = run_images(tmp_path / "blocks", *words, dataset=blocks, val_dataset=blocks, resizes=(2,))
     assert losses == expected
