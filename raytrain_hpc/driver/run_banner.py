@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_hpc.config.schema import AUTO, Config, get_fields
 from raytrain_hpc.config.value_types import format_value
-from raytrain_hpc.data.samples.dataset_form import find_form
+from raytrain_hpc.data.samples.dataset_form import find_form, get_name
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.observability.console import format_count
@@ -120,7 +120,7 @@ def _describe_own_data(dataset: SampleDataset, order: str) -> str:
     is_map = dataset.form == "map"
     train = f"{len(dataset.train)} samples for training" if is_map else "a stream for training"
     counts = ", ".join([train, *(sizes or ["none for validation"])])
-    return f"{type(dataset.train).__name__} of the caller: {counts}{f'; order {order}' if is_map else ''}"
+    return f"{get_name(dataset.train)} of the caller: {counts}{f'; order {order}' if is_map else ''}"
 
 
 def _describe_data(prepared: PreparedRun) -> str:

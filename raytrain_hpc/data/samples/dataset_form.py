@@ -49,9 +49,16 @@ def get_loader_batch_size(loader: Any) -> int | None:
     return size
 
 
+def get_name(dataset: Any) -> str:
+    """Return the name of a dataset for messages: that of a function, or else of its class."""
+    return str(getattr(dataset, "__name__", type(dataset).__name__))
+
+
 def describe_identity(dataset: Any) -> str:
     """Return what identifies a dataset without reading it: types, length of a map-style one, and columns if any."""
     form, content = find_form("dataset", dataset), getattr(dataset, "dataset", dataset)
+    if form == "function":
+        return form
     inner_type = f"{type(content).__name__} " if form == "batches" else ""
     length = f"{len(dataset)} " if form == "map" else ""
     columns = getattr(content if form == "batches" else dataset, "column_names", "")  # of Hugging Face datasets

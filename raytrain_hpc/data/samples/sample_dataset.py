@@ -13,7 +13,7 @@ import numpy as np
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.sampler import Ints
 from raytrain_hpc.data.loader.stream import DataState
-from raytrain_hpc.data.samples.dataset_form import DatasetForm, describe_identity, find_form
+from raytrain_hpc.data.samples.dataset_form import DatasetForm, describe_identity, find_form, get_name
 from raytrain_hpc.data.samples.sample_order import SampleOrder
 from raytrain_hpc.errors import DataError
 
@@ -109,7 +109,7 @@ def _open_ray_data(dataset: Any) -> Any:
 def _describe_size(dataset: Any) -> str:
     """Return the size of a dataset for a message."""
     is_map = find_form("dataset", dataset) == "map"
-    return f"of {len(dataset)} samples" if is_map else f"stream ({type(dataset).__name__})"
+    return f"of {len(dataset)} samples" if is_map else f"stream ({get_name(dataset)})"
 
 
 def _is_mapping(validation: Any) -> bool:
