@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +18,9 @@ from tests.warm_pool import PRELOADED_MODULES, WarmPool
 from tests.warm_ray_workers import WarmRayWorkers
 
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
+if TYPE_CHECKING:
+    from tests.training.elastic_runs import RunOnce
+
 MODEL_MODULES = ["transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "test_ray_private",
@@ -98,6 +102,14 @@ def pool() -> Iterator[WarmPool]:
     warm_pool = WarmPool()
     yield warm_pool
     warm_pool.close()
+
+
+@pytest.fixture(scope="session")
+def run_once(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
+    """A function as `elastic_runs.run_bits`, which trains with the same settings only once per session."""
+    from tests.training.elastic_runs import run_bits
+
+    return cache(lambda *words: run_bits(pool, tmp_path_factory.mktemp("once"), *words))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import random
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,8 @@ def iter_batches_in_readers(
     """
     from torch.utils.data import DataLoader
 
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the server imports torch once, instead of every reader
     loader: DataLoader[Any] = DataLoader(
         reader,  # type: ignore[arg-type]
         batch_sampler=([key] for key in keys),  # type: ignore[arg-type]
@@ -97,7 +100,7 @@ def iter_batches_in_readers(
         num_workers=num_readers,
         prefetch_factor=max(1, num_ahead // num_readers),
         pin_memory=pin_memory,
-        multiprocessing_context="forkserver",
+        multiprocessing_context=context,
     )
     yield from loader
 

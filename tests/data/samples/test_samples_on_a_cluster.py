@@ -55,12 +55,15 @@ def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> 
     return [json.loads(line)["train/loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("words", [[], ["parallel.zero=3", "data.num_readers=1"]])
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [(["cluster.workers=3"], (2, 4)), (["cluster.workers=2", "parallel.zero=3", "data.num_readers=1"], (3,))],
+)
 def test_every_sample_is_used_once_per_epoch_through_faults(
-    undisturbed: list[float], tmp_path: Path, words: list[str]
+    undisturbed: list[float], tmp_path: Path, words: list[str], sizes: tuple[int, ...]
 ) -> None:
     fault = "fault.inject=[{kind: kill, rank: 1, step: 4}]"
-    losses = run_images(tmp_path, "cluster.workers=3", fault, *words, resizes=(2, 4))
+    losses = run_images(tmp_path, fault, *words, resizes=sizes)
     assert losses == undisturbed
     assert count_epochs(tmp_path) == [Counter(range(image_task.SIZE))] * 12
     incidents = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
