@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.warm_pool import WarmPool
+from tests.warm_pool import PRELOADED_MODULES, WarmPool
+from tests.warm_ray_workers import WarmRayWorkers
 
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
+if TYPE_CHECKING:
+    from tests.training.elastic_runs import RunOnce
+
+MODEL_MODULES = ["transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "test_ray_private",
     "callbacks/test_callbacks_on_a_cluster",
@@ -101,19 +107,30 @@ def pool() -> Iterator[WarmPool]:
 
 
 @pytest.fixture(scope="session")
+def run_once(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
+    """A function as `elastic_runs.run_bits`, which trains with the same settings only once per session."""
+    from tests.training.elastic_runs import run_bits
+
+    return cache(lambda *words: run_bits(pool, tmp_path_factory.mktemp("once"), *words))
+
+
+@pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray cluster for all tests that need one; runs connect to it and leave it running."""
     import ray
 
+    workers = WarmRayWorkers([*PRELOADED_MODULES, *MODEL_MODULES])
     ray.init(
         address="local",
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=OBJECT_STORE_BYTES,
+        runtime_env=workers.runtime_env,
     )
     yield
     ray.shutdown()
+    workers.close()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -17,6 +17,7 @@ from raytrain_hpc.planner.pipeline_schedule import Action, PipelineOrder, Pipeli
 from raytrain_hpc.planner.pipeline_timeline import Span
 
 Message = tuple[str, int, int]  # (kind: "F" or "B", destination stage, microbatch)
+Send = tuple[int, dist.Work, Tensor]  # (position of the action that uses it in the destination's order, transfer, data)
 
 
 class Stage(Protocol):
@@ -84,6 +85,15 @@ class Pipeline:
         return spans
 
 
+def _index_messages(order: PipelineOrder) -> dict[Message, int]:
+    """Return the position of the action of a rank that uses a message, for those that could be sent to it."""
+    return {
+        ("F" if action.kind == "F" else "B", action.stage, action.microbatch): position
+        for position, action in enumerate(order)
+        if action.kind != "W"
+    }
+
+
 def _run_action(action: Action, stage: Stage, received: Tensor | None) -> Tensor | None:
     if action.kind == "F":
         return stage.forward(action.microbatch, received)
@@ -109,7 +119,8 @@ class _P2PQueue:
     ):
         self._schedule, self._rank, self._groups, self._make_buffer = schedule, rank, groups, make_buffer
         self._received: dict[Message, Tensor] = {}
-        self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending_sends: dict[int, deque[Send]] = {q: deque() for p, q in groups.groups if p == rank}
+        self._positions = {neighbor: _index_messages(orders[neighbor]) for neighbor in self._pending_sends}
         sources = sorted(source for source, destination in groups.groups if destination == rank)
         self._expected_messages = {source: deque(self._list_messages(orders[source])) for source in sources}
         self._posted_receives: dict[int, tuple[Message, Tensor, dist.Work]] = {}
@@ -124,6 +135,7 @@ class _P2PQueue:
             received_message, tensor, work = self._posted_receives.pop(source)
             wait_all([work])
             self._received[received_message] = tensor
+            self._release_sends(source, received_message)
             self._post_receive(source)
         return self._received.pop(message)
 
@@ -133,17 +145,30 @@ class _P2PQueue:
         if destination == self._rank:
             self._received[message] = tensor
             return
-        while self._pending_sends and self._pending_sends[0][0].is_completed():
-            self._pending_sends.popleft()
+        pending = self._pending_sends[destination]
+        while pending and pending[0][1].is_completed():
+            pending.popleft()
         group, send_buffer = self._groups.groups[self._rank, destination], tensor.contiguous()
         work = dist.isend(send_buffer, self._groups.global_ranks[destination], group)
         self._groups.traffic.elements += send_buffer.numel()
         if work is not None:
-            self._pending_sends.append((work, send_buffer))
+            pending.append((self._positions[destination][message], work, send_buffer))
 
     def wait_for_sends(self) -> None:
         """Wait until all sends have completed."""
-        wait_all(work for work, _ in self._pending_sends)
+        wait_all(work for pending in self._pending_sends.values() for _, work, _ in pending)
+
+    def _release_sends(self, neighbor: int, message: Message) -> None:
+        """Free what `neighbor` had received when it sent this message, which its order tells.
+
+        With gloo, a send counts as completed only once it has been waited for: every buffer would stay until the end.
+        """
+        kind, stage, microbatch = message
+        sent_at = self._positions[neighbor][kind, stage - 1 if kind == "F" else stage + 1, microbatch]
+        pending = self._pending_sends[neighbor]
+        # Messages are received in the order in which they are sent, and may be used in another.
+        count = max((number for number, (used_at, _, _) in enumerate(pending, 1) if used_at <= sent_at), default=0)
+        wait_all(pending.popleft()[1] for _ in range(count))
 
     def _list_messages(self, order: PipelineOrder) -> Iterable[Message]:
         """Yield the messages that a rank with these actions sends to this rank, in order."""

@@ -34,7 +34,7 @@ from raytrain_hpc.checkpoint.shard_io import read_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 from tests.callbacks.test_callback_state import LAYOUTS
-from tests.training.test_memory_recovery import run_generation
+from tests.training.generations import run_generation
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 BASE = ["train.steps=6", "train.micro_batch_size=2", "train.deterministic=elastic", "eval.interval=2"]

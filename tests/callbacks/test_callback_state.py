@@ -15,7 +15,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CallbackError
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateShard
 from tests.callbacks.recording_callbacks import Counters, FixedState, Requester, get_notes
-from tests.training.test_memory_recovery import run_generation
+from tests.training.generations import run_generation
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 BASE = ["train.steps=6", "train.micro_batch_size=2", "train.deterministic=elastic", "checkpoint.interval=3"]

@@ -18,7 +18,7 @@ from raytrain_hpc.callbacks import plugins
 from tests.callbacks.recording_callbacks import Counters
 from tests.warm_pool import make_small_config
 
-STEPS = 60
+STEPS = 30
 BASE = [f"train.steps={STEPS}", "train.micro_batch_size=2", "train.deterministic=elastic", "eval.interval=4"]
 
 
@@ -31,7 +31,7 @@ class WritingCounters(Counters):
     def post_step(self, metrics: dict[str, Any]) -> None:
         super().post_step(metrics)
         if (self.context.run_dir / "slow").exists():  # until workers have joined
-            time.sleep(0.3)
+            time.sleep(0.6)
 
     def close(self) -> None:
         state = {"start": self.start, "steps": self.num_steps, "losses": self.losses}

@@ -35,14 +35,20 @@ KILL = "fault.inject=[{kind: kill, rank: 1, step: 6}]"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Return the losses that the plain scripts print."""
-    losses = {}
-    for name, (template, parts, _, steps) in SCRIPTS.items():
-        path = tmp_path_factory.mktemp("plain") / "script.py"
+    directory = tmp_path_factory.mktemp("plain")
+    paths = [directory / f"script{number}.py" for number in range(len(SCRIPTS))]
+    for path, (template, parts, _, _) in zip(paths, SCRIPTS.values(), strict=True):
         path.write_text(template.format(**parts))
-        process = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100)
-        assert process.returncode == 0, process.stderr
-        losses[name] = [float(line.split()[-1]) for line in process.stdout.splitlines() if "loss" in line]
-        assert len(losses[name]) == steps
+    # One after another in one process, which imports torch and transformers once.
+    code = "import runpy, sys\nfor path in sys.argv[1:]: print('script'); runpy.run_path(path)"
+    process = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    outputs = process.stdout.split("script\n")[1:]
+    losses = {
+        name: [float(line.split()[-1]) for line in output.splitlines() if "loss" in line]
+        for name, output in zip(SCRIPTS, outputs, strict=True)
+    }
+    assert [len(values) for values in losses.values()] == [steps for *_, steps in SCRIPTS.values()]
     return losses
 
 

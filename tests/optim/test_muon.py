@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -32,12 +31,10 @@ from tests.optim.dense_training import (
     train_layout,
 )
 from tests.parallel.layout_run import GPT2, LLAMA, ODD, load_full_state
-from tests.training.test_elastic_determinism import BASE as ELASTIC_BASE
-from tests.training.test_elastic_determinism import LAYOUTS as ELASTIC_LAYOUTS
-from tests.training.test_elastic_determinism import MODELS as ELASTIC_MODELS
-from tests.training.test_elastic_determinism import compute_digest, run_bits
-from tests.training.test_memory_recovery import run_generation
-from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, make_worker_spec
+from tests.training import elastic_runs
+from tests.training.elastic_runs import RunOnce, run_bits, run_through_layouts
+from tests.training.generations import train_with_changed_ranks
+from tests.warm_pool import RankFailedError, WarmPool, make_small_config
 
 MUON = "optimizer.name=muon"
 MODELS = {
@@ -125,45 +122,34 @@ def test_every_layout_agrees_with_plain_code_on_whole_matrices(
 
 @pytest.mark.parametrize("layout", ["ddp-2", "ddp-5", "zero1-2", "zero2-3", "zero3-4", "hsdp2-2x2"])
 def test_elastic_runs_have_the_bits_of_one_process(
-    pool: WarmPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, layout: str
+    pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str
 ) -> None:
-    words = [MUON, *ELASTIC_MODELS["gpt2"]]
-    expected = run_bits(pool, tmp_path_factory.mktemp("one"), *words)
-    assert run_bits(pool, tmp_path, *words, *ELASTIC_LAYOUTS[layout]) == expected
+    words = [MUON, *elastic_runs.MODELS["gpt2"]]
+    assert run_bits(pool, tmp_path, *words, *elastic_runs.LAYOUTS[layout]) == run_once(*words)
 
 
 def test_elastic_runs_with_experts_or_tensor_parallelism_have_the_same_bits(pool: WarmPool, tmp_path: Path) -> None:
-    moe = [MUON, *ELASTIC_MODELS["moe"]]
+    moe = [MUON, *elastic_runs.MODELS["moe"]]
     one, sharded = (
         run_bits(pool, tmp_path / "a", *moe),
-        run_bits(pool, tmp_path / "b", *moe, *ELASTIC_LAYOUTS["zero3-4"]),
+        run_bits(pool, tmp_path / "b", *moe, *elastic_runs.LAYOUTS["zero3-4"]),
     )
     assert one == sharded
-    tp = [MUON, *ELASTIC_MODELS["llama"], "parallel.tp=2"]
+    tp = [MUON, *elastic_runs.MODELS["llama"], "parallel.tp=2"]
     replicated = run_bits(pool, tmp_path / "c", *tp, "cluster.workers=4")
     assert replicated == run_bits(pool, tmp_path / "d", *tp, "cluster.workers=4", "parallel.zero=3")
 
 
-def test_a_run_that_changes_its_layout_keeps_the_bits(pool: WarmPool, tmp_path: Path) -> None:
-    words, losses = [*ELASTIC_BASE, MUON, *ELASTIC_MODELS["gpt2"]], []
-    for step, layout in enumerate(("zero2-3", "ddp-5", "hsdp2-2x2", "ddp-2", "zero1-2", "zero3-4")):
-        config = make_small_config(tmp_path / "run", *words, *ELASTIC_LAYOUTS[layout])
-        losses += get_step_metrics(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
-    expected, digest = run_bits(pool, tmp_path / "one", MUON, *ELASTIC_MODELS["gpt2"])
-    assert [step["train/loss"] for step in losses] == [step[0] for step in expected]
-    assert compute_digest(tmp_path / "run") == digest
+def test_a_run_that_changes_its_layout_keeps_the_bits(pool: WarmPool, run_once: RunOnce, tmp_path: Path) -> None:
+    words = [MUON, *elastic_runs.MODELS["gpt2"]]
+    losses, digest = run_through_layouts(pool, tmp_path, *words)
+    expected, expected_digest = run_once(*words)
+    assert losses == [step[0] for step in expected] and digest == expected_digest
 
 
 def test_momentum_is_recovered_from_the_memory_of_other_ranks(pool: WarmPool, tmp_path: Path) -> None:
-    words = [MUON, "train.steps=6", "train.micro_batch_size=2", "train.deterministic=elastic", "parallel.zero=1"]
-    undisturbed = get_step_metrics(pool.train(make_small_config(None, *words, "cluster.workers=3"))[0])
-    first = make_worker_spec(make_small_config(tmp_path, *words, "cluster.workers=3"), 3, steps_to=3)
-    pool.call(run_generation, 3, [first], (0, 1, 2), (0, 1, 2))
-    second = replace(first, memory_step=3, end_step=6, generation=first.generation + 1)
-    results = pool.call(run_generation, 3, [second], (2, 0, 1), ())
-    (records,) = [records for rank, _, _, records in results if rank == 0]
-    losses = [metrics["train/loss"] for metrics in get_step_metrics(records)]
-    assert losses == [metrics["train/loss"] for metrics in undisturbed[3:]]
+    losses, undisturbed = train_with_changed_ranks(pool, tmp_path, MUON)
+    assert losses == undisturbed
 
 
 @pytest.mark.parametrize("shape", [(33, 50), (50, 33), (40, 40)])

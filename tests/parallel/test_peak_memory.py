@@ -36,6 +36,7 @@ LAYOUTS = {
     "tp-2": ["cluster.workers=2", "parallel.tp=2"],
     "cp-2": ["cluster.workers=2", "parallel.cp=2"],
     "pp-2": ["cluster.workers=2", "parallel.pp=2"],
+    "pp-2, many microbatches": ["cluster.workers=2", "parallel.pp=2", "train.global_batch_size=64"],
     "pp-2, gpipe": ["cluster.workers=2", "parallel.pp=2", "parallel.pp_schedule=gpipe"],
     "pp-2 x tp-2": ["cluster.workers=4", "parallel.pp=2", "parallel.tp=2"],
     "zero3-2 x tp-2": ["cluster.workers=4", "parallel.zero=3", "parallel.tp=2"],

@@ -33,6 +33,7 @@ LAYOUTS = [
     Layout(dp_replicate=4, dp_shard=2, zero=1),
     Layout(dp_replicate=2, dp_shard=2, pp=2, zero=1),
     Layout(dp_shard=4, tp=2, zero=3),
+    Layout(dp_replicate=2, tp=4),
 ]
 
 
@@ -155,6 +156,9 @@ def test_as_few_racks_and_nodes_as_possible_are_used() -> None:
     assert assign_workers_to_nodes(16, racked) == {"n3": 8, "n4": 8}
     assert assign_workers_to_nodes(20, racked) == {"n3": 8, "n4": 8, "n0": 4}, "the largest rack, then the next"
     assert assign_workers_to_nodes(6, make_topology((3, ""), (4, ""), (2, "")), group_size=2) == {"n1": 4, "n0": 2}
+    uneven = make_topology((4, ""), (4, ""), (3, ""))
+    assert assign_workers_to_nodes(8, uneven, group_size=4) == {"n0": 4, "n1": 4}
+    assert assign_workers_to_nodes(11, uneven) == {"n0": 4, "n1": 4, "n2": 3}, "every slot"
     with pytest.raises(ClusterError, match="use cluster.workers=9"):
         assign_workers_to_nodes(10, make_topology((3, ""), (4, ""), (2, "")))
     with pytest.raises(ClusterError, match="smaller parallel.tp"):

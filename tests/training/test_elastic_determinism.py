@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 
@@ -15,40 +14,9 @@ from raytrain_hpc.optim.grad_norm import ExactGradientNorm
 from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, list_open_nodes, sum_pairwise
 from raytrain_hpc.planner.layout import check_axes
 from raytrain_hpc.runtime.worker_spec import CustomModel
-from tests.parallel.layout_run import GPT2, LLAMA, load_full_state
+from tests.training.elastic_runs import LAYOUTS, MODELS, RunOnce, run_bits, run_through_layouts
 from tests.training.normalized_bigram import build_normalized_bigram
-from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
-
-STEPS = 6
-# 12 sequences in 6 microbatches, so that five ranks get 1, 1, 1, 1, 2; clipping and dropout on, odd sizes.
-BASE = [
-    "train.deterministic=elastic",
-    "train.micro_batch_size=2",
-    "optimizer.lr=3e-3",
-    f"train.steps={STEPS}",
-    "eval.interval=3",
-    "train.max_grad_norm=0.5",
-    "model.dropout=0.1",
-    "model.vocab_size=65",
-    "model.ffn_size=50",
-    "train.seq_len=15",
-]
-MODELS = {
-    "gpt2": [*GPT2, "model.tie_embeddings=true"],
-    "llama": [*LLAMA, "model.num_kv_heads=2", "model.tie_embeddings=false"],
-    "moe": [*LLAMA, "model.num_experts=5", "model.num_kv_heads=1"],
-}
-LAYOUTS = {
-    "ddp-2": ["cluster.workers=2"],
-    "ddp-3": ["cluster.workers=3", "parallel.bucket_mib=1"],
-    "ddp-5": ["cluster.workers=5"],
-    "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
-    "zero2-3": ["cluster.workers=3", "parallel.zero=2"],
-    "zero3-4": ["cluster.workers=4", "parallel.zero=3"],
-    "zero3-5, recompute": ["cluster.workers=5", "parallel.zero=3", "parallel.activation_checkpointing=full"],
-    "hsdp2-2x2": ["cluster.workers=4", "parallel.zero=2", "parallel.dp_replicate=2", "parallel.dp_shard=2"],
-}
-
+from tests.warm_pool import WarmPool, make_small_config
 
 OTHER_AXES = {
     **LAYOUTS,
@@ -62,38 +30,11 @@ OTHER_AXES = {
 }
 
 
-def compute_digest(directory: Path) -> str:
-    """Return a hash of the whole state after the last step."""
-    state, digest = load_full_state(directory, STEPS), hashlib.sha256()
-    for name in sorted(state):
-        digest.update(name.encode() + state[name].numpy().tobytes())
-    return digest.hexdigest()
-
-
-def run_bits(
-    pool: WarmPool, directory: Path, *overrides: str, custom: CustomModel | None = None
-) -> tuple[list[tuple[float, ...]], str]:
-    """Return loss, gradient norm and validation loss of every step, and a hash of the state after the last one."""
-    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *overrides), custom=custom)[0])
-    keys = ("train/loss", "train/grad_norm", "val/loss")
-    return [tuple(step[key] for key in keys if key in step) for step in records], compute_digest(directory)
-
-
-@pytest.fixture(scope="module")
-def baseline(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory):
-    results = {}
-
-    def run_baseline(*overrides: str):
-        if overrides not in results:
-            results[overrides] = run_bits(pool, tmp_path_factory.mktemp("baseline"), *overrides)
-        return results[overrides]
-
-    return run_baseline
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, baseline, tmp_path: Path, layout: str) -> None:
-    assert run_bits(pool, tmp_path, *MODELS["gpt2"], *LAYOUTS[layout]) == baseline(*MODELS["gpt2"])
+def test_every_degree_and_stage_gives_the_same_bits(
+    pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str
+) -> None:
+    assert run_bits(pool, tmp_path, *MODELS["gpt2"], *LAYOUTS[layout]) == run_once(*MODELS["gpt2"])
 
 
 @pytest.mark.parametrize(
@@ -112,18 +53,18 @@ def test_every_degree_and_stage_gives_the_same_bits(pool: WarmPool, baseline, tm
     ],
 )
 def test_every_other_axis_gives_the_same_bits_at_any_dp_degree(
-    pool: WarmPool, baseline, tmp_path: Path, model: str, overrides: list[str], layout: str
+    pool: WarmPool, run_once: RunOnce, tmp_path: Path, model: str, overrides: list[str], layout: str
 ) -> None:
     """Compare with a run on two ranks of that axis only."""
     base = [*MODELS[model], *overrides, f"cluster.workers={2 if 'parallel' in ''.join(overrides) else 1}"]
-    assert run_bits(pool, tmp_path, *base, *OTHER_AXES[layout]) == baseline(*base)
+    assert run_bits(pool, tmp_path, *base, *OTHER_AXES[layout]) == run_once(*base)
 
 
-def test_bits_differ_without_elastic_determinism(pool: WarmPool, baseline, tmp_path: Path) -> None:
+def test_bits_differ_without_elastic_determinism(pool: WarmPool, run_once: RunOnce, tmp_path: Path) -> None:
     """The comparison above can detect a difference."""
     bits = run_bits(pool, tmp_path / "ddp", *MODELS["gpt2"], *LAYOUTS["ddp-3"], "train.deterministic=true")
-    assert bits[1] != baseline(*MODELS["gpt2"])[1]
-    assert bits[0] != baseline(*MODELS["gpt2"])[0]
+    assert bits[1] != run_once(*MODELS["gpt2"])[1]
+    assert bits[0] != run_once(*MODELS["gpt2"])[0]
 
 
 def test_running_statistics_have_the_same_bits(pool: WarmPool, tmp_path: Path) -> None:
@@ -137,14 +78,10 @@ def test_running_statistics_have_the_same_bits(pool: WarmPool, tmp_path: Path) -
     assert others == [single] * 2
 
 
-def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, baseline, tmp_path: Path) -> None:
-    overrides, losses = [*BASE, *MODELS["gpt2"]], []
-    for step, layout in enumerate(("zero2-3", "ddp-5", "hsdp2-2x2", "ddp-2", "zero1-2", "zero3-4")):
-        config = make_small_config(tmp_path, *overrides, *LAYOUTS[layout])
-        losses += get_step_metrics(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
-    expected, digest = baseline(*MODELS["gpt2"])
-    assert [step["train/loss"] for step in losses] == [step[0] for step in expected]
-    assert compute_digest(tmp_path) == digest
+def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, run_once: RunOnce, tmp_path: Path) -> None:
+    losses, digest = run_through_layouts(pool, tmp_path, *MODELS["gpt2"])
+    expected, expected_digest = run_once(*MODELS["gpt2"])
+    assert losses == [step[0] for step in expected] and digest == expected_digest
 
 
 @pytest.mark.parametrize("override", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.pp_schedule=zbv"])

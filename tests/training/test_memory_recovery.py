@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,31 +16,11 @@ from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.snapshot.shared_memory import SharedMemoryHandle
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
+from tests.training.generations import run_generation
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 OVERRIDES = ["train.steps=6", "train.micro_batch_size=2", "train.deterministic=elastic", "model.dropout=0.1"]
 LAYOUTS = {"replicas": ["parallel.zero=0"], "zero-1": ["parallel.zero=1"], "zero-3": ["parallel.zero=3"]}
-
-
-def run_generation(
-    number: int, rendezvous: Any, specs: Sequence[Any], ranks: Sequence[int], newcomers: Sequence[int]
-) -> Any:
-    """Train one generation in process `number`; `newcomers` have no state. Return (rank, steps, replicas, records)."""
-    import torch
-
-    from raytrain_hpc.runtime.control_channel import ControlChannel
-    from raytrain_hpc.snapshot.memory_store import SnapshotStore
-    from raytrain_hpc.training.builder import build_trainer
-
-    process_state = sys.modules.setdefault("state_kept_between_generations", types.ModuleType("process_state"))
-    if number in newcomers:
-        process_state.memory = SnapshotStore()
-    rank, control, spec = ranks[number], ControlChannel(), specs[0]
-    trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, control, None, process_state.memory)
-    trainer.run(spec.start_step, spec.end_step)
-    process_state.memory.copy_live()
-    process_state.memory.revoke_live()
-    return rank, process_state.memory.steps, process_state.memory.replica_steps, control.drain()
 
 
 @pytest.mark.parametrize(
