@@ -63,9 +63,9 @@ class ScriptRun:
         """Yield the numbers of the remaining steps, starting at 0 in a new run. `count` must equal train.steps.
 
         A step is committed when the next one is requested: recovery restores models, optimizers, other objects and the
-        generators of torch, NumPy and `random` as of that moment. A rank may take minutes between two calls of
-        `backward`, in which the others wait for it. All ranks continue with the generators of rank 0, so that they draw
-        the same batches; forward passes of the models draw from a stream of their own on each rank.
+        generators of torch, NumPy and `random` as of that moment. A rank may take minutes outside of `backward` and of
+        loops over `microbatches`; the others wait for it. All ranks continue with the generators of rank 0, so that
+        they draw the same batches; forward passes of the models draw from a stream of their own.
         """
         if self._rank is not None:
             yield from self._rank.steps(count)
@@ -151,21 +151,22 @@ class ScriptRun:
         """Return the mean loss over all batches, which are divided among the ranks, and record it as `val/loss`.
 
         Models are in evaluation mode, without gradients; random generators keep their state. All ranks must pass the
-        same batches. Callbacks for evaluations are called. Before the first optimizer step of a step, the result
-        belongs to the last committed one, after it to this one.
+        same batches. Callbacks for evaluations are called. Before the first optimizer step of a step, and after
+        the loop, the result belongs to the last committed one, after it to this one; that of step 0 is printed only.
 
         Args:
             batches: A torch DataLoader, of which each rank reads only its batches, or other batches.
             loss: `loss(batch)` returns the mean loss over the rows of a batch, or (sum, count).
             name: Of the validation set, if there are several: recorded as `val/NAME/loss`.
         """
+        from raytrain_hpc.observability.metrics import get_eval_key
         from raytrain_hpc.training.script_evaluation import evaluate
 
         if self._rank is None:
             return evaluate(self._models, batches, loss, _count_rows, None)
         with self._rank.evaluation() as metrics:
             value = evaluate(self._models, batches, loss, _count_rows, self._rank)
-            metrics[f"val/{name}/loss" if name else "val/loss"] = value
+            metrics[get_eval_key(name)] = value
         return value
 
     def save(self) -> None:
@@ -209,10 +210,10 @@ def _count_rows(batch: Any) -> int:
     if isinstance(items, list | tuple):
         sizes = {_count_rows(item) for item in items}
         if len(sizes) != 1:
-            raise ModelError(f"local_batch: tensors have {sorted(sizes)} rows; all need the same number")
+            raise ModelError(f"batch: tensors have {sorted(sizes)} rows; all need the same number")
         return sizes.pop()
     if not hasattr(items, "to") or not getattr(items, "shape", None):
-        raise ModelError(f"local_batch: a batch holds {type(items).__name__}; pass tensors with one row per sample")
+        raise ModelError(f"batch: it holds {type(items).__name__}; pass tensors with one row per sample")
     return int(items.shape[0])
 
 

@@ -318,7 +318,7 @@ class Supervisor:
             callbacks=self._rank_callbacks,
             lr_schedule=self._lr_schedule,
             start_metrics=find_step_metrics(prepared, step, recorder.totals.last_metrics)
-            if self._rank_callbacks
+            if self._rank_callbacks or isinstance(self._custom, Script)
             else None,
             resume_step=None if newest is None else step,
             memory_step=membership.step,

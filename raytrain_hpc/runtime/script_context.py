@@ -75,6 +75,9 @@ class ScriptRank(Protocol):
     def evaluation(self) -> AbstractContextManager[dict[str, float]]:
         """Return a context for an evaluation, with the dict that takes its metrics."""
 
+    def count_progress(self) -> None:
+        """Tell the watchdog that an evaluation goes on."""
+
     def all_reduce(self, values: Tensor) -> None:
         """Sum values over all ranks, in place."""
 

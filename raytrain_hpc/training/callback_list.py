@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.callbacks.callback import Callback, TrainingContext, TrainingControl
+from raytrain_hpc.data.samples.sample_reader import restore_generators
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.errors import CallbackError, RaytrainError
@@ -73,6 +74,7 @@ class CallbackList:
         self._own_metrics = {*(key for key in METRIC_KEYS if not key.startswith("val/")), *eval_metrics}
         self._parallel_context = parallel_context
         self.user = tuple(user)
+        self.keeps_generators = False  # whether random generators have their state after a hook
         self._callbacks: list[Callback] = []
         self.dropped: set[Callback] = set()  # optional ones that have failed on any rank
         self.add(*user)
@@ -99,8 +101,10 @@ class CallbackList:
 
     def run(self, hook: Hook, *arguments: Any) -> None:
         """Call a hook of all callbacks that override it."""
-        for call in self._hooks[hook]:
-            call(*arguments)
+        calls = self._hooks[hook]
+        with restore_generators() if calls and self.keeps_generators else nullcontext():
+            for call in calls:
+                call(*arguments)
 
     def agree_requests(self, *, always: bool = False) -> CallbackRequests:
         """Return and clear the requests of all ranks, and drop callbacks that have failed on any.

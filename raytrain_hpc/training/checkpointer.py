@@ -66,6 +66,10 @@ class Checkpointer:
             return self._last_step
         return step // int(interval) * int(interval) if interval else 0
 
+    def has_saved(self, step: int) -> bool:
+        """Return whether the last `save` in this generation was that of `step`."""
+        return step == self._last_step > 0
+
     def save(self, step: int) -> float:
         """Copy the state of `step` and write it in the background. Return the seconds that training waited.
 

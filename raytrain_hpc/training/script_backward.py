@@ -73,10 +73,19 @@ class ScriptBackward:
         self._step = -1  # outside of the steps
         self._pass: _Pass | None = None
         self._num_passes = 0
+        self._is_incomplete = False
+
+    def check_complete(self) -> None:
+        """Raise ModelError if a loop over microbatches of this step was left before its end."""
+        if self._is_incomplete and self._pass is None:
+            raise ModelError(
+                f"step {self._step}: the loop over run.microbatches was left before its end; the gradients of other "
+                "ranks are missing"
+            )
 
     def begin_step(self, step: int) -> None:
         """Begin a step, the one that follows `step` committed ones."""
-        self.totals, self._step, self._pass, self._num_passes = None, step, None, 0
+        self.totals, self._step, self._pass, self._num_passes, self._is_incomplete = None, step, None, 0, False
         self.batches.begin_step()
 
     def run(self, loss: Tensor) -> Tensor:
@@ -87,6 +96,7 @@ class ScriptBackward:
         """
         if self._pass is not None:
             return self._run_microbatch(self._pass, loss)
+        self.check_complete()
         if self.is_elastic:
             raise ModelError(
                 f"step {self._step}: train.deterministic=elastic adds gradients in the order of microbatches; call "
@@ -104,12 +114,14 @@ class ScriptBackward:
 
         Raises ModelError if `run` is not called once for each.
         """
+        self.check_complete()
         microbatches = self.batches.split_rows(num_local_rows, self._step)
         losses = torch.zeros(microbatches[0].count, dtype=torch.float64, device=self.context.device)
         self._pass = current = _Pass(losses, microbatches[0])
+        self._is_incomplete = True
         self._num_passes += 1
         try:
-            with self.generators.isolate_microbatches(enabled=self.is_elastic) as seed_microbatch:
+            with self.generators.isolate_microbatches() as seed_microbatch:
                 for number, microbatch in enumerate(microbatches):
                     current.microbatch, current.number, current.has_backward = microbatch, number, False
                     current.is_last = number == len(microbatches) - 1
@@ -121,8 +133,10 @@ class ScriptBackward:
                         raise ModelError(f"step {self._step}: run.backward was not called for a microbatch")
             all_reduce(losses, self.context)
             self._end_pass(float(sum_pairwise(losses)))
+            self._is_incomplete = False
         finally:
             self._pass = None
+            self.control.set_phase("evaluating")  # code outside of the passes may take minutes
 
     def _run_microbatch(self, current: _Pass, loss: Tensor) -> Tensor:
         microbatch = current.microbatch

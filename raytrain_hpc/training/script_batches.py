@@ -71,13 +71,15 @@ class ScriptBatches:
 
     def split_rows(self, num_local_rows: int, step: int) -> list[MicrobatchRows]:
         """Return the microbatches of this rank's rows, equally many on all ranks. Raises ModelError for other rows."""
-        self.use_rows(step)
-        expected, num_rows = self._row_counts[-1] if self._row_counts else (num_local_rows, num_local_rows)
-        if num_local_rows != expected:
+        fitting = [(rows, total) for rows, total in self._row_counts if rows == num_local_rows]
+        if self._row_counts and not fitting:
             raise ModelError(
-                f"microbatches: {num_local_rows} rows, but this rank has {expected}; pass what run.local_batch or "
-                "run.loader has returned"
+                f"microbatches: {num_local_rows} rows, but this rank has {self._row_counts[-1][0]}; pass what "
+                "run.local_batch or run.loader has returned"
             )
+        self._row_counts = fitting
+        self.use_rows(step)
+        num_rows = fitting[-1][1] if fitting else num_local_rows
         size = self._batching.size
         counts = [-(-len(rows) // size) for rows in self._divide(num_rows)]  # microbatches of each rank
         first, total = sum(counts[: self._dp_rank]), sum(counts)

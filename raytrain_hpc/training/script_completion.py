@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
@@ -63,7 +64,9 @@ class ScriptCompletion:
     def __post_init__(self) -> None:
         self._logged: dict[str, float] = {}  # metrics of the script in this step
         self._is_updated = False  # whether an optimizer has changed the weights since the last commit
-        self._last_record = self.spec.start_metrics
+        self._is_save_requested = False  # by the script, on this rank
+        self._step = self.spec.start_step  # committed steps
+        self._last_record, self._is_pending = self.spec.start_metrics, False  # pending: not reported yet
         self._carried = CallbackRequests()  # of an evaluation in this step
 
     def begin(self) -> TrainOutcome | None:
@@ -73,11 +76,15 @@ class ScriptCompletion:
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
         is_from_memory = self.spec.memory_step is not None
-        is_requested = is_from_memory and (requests.save or self.progress.requested_step == step > 0)
-        if self.spec.has_pending_checkpoint or is_requested:
+        is_requested = requests.save or requests.stop or self.progress.requested_step == step > 0
+        if self.spec.has_pending_checkpoint or (is_from_memory and is_requested):
             self._save(step, requests)
         self.timer = StepTimer()
         return "done" if requests.stop else None
+
+    def request_save(self) -> None:
+        """Request a checkpoint of the current step. A request of any rank counts."""
+        self._is_save_requested = True
 
     def before_update(self) -> None:
         """Call before each step of an optimizer."""
@@ -93,7 +100,7 @@ class ScriptCompletion:
         self._logged |= {str(key): float(value) for key, value in metrics.items()}
 
     def commit(self, step: int) -> TrainOutcome | None:
-        """Commit a step. Return the outcome if training ends after it."""
+        """Commit a step. Return the outcome if a request ends training after it; "done": that of a callback."""
         totals = self.backward.totals or StepTotals()
         self.progress.num_rows += self._num_step_rows
         record = self._build_metrics(step, totals.loss) | self._logged
@@ -101,6 +108,8 @@ class ScriptCompletion:
         self.callbacks.run("post_step", record)
         self.generators.capture()
         requests, is_end, paused = self._carried, step == self.spec.end_step, totals.pause
+        if self._is_save_requested:
+            self.callbacks.control.save()
         try:
             self.generators.sync()
             requests = requests.union(self.callbacks.agree_requests(always=True))
@@ -117,38 +126,61 @@ class ScriptCompletion:
         if self.checkpointer.should_save(step) or totals.save or is_end or stopped or requests.save:
             with self.timer.exclude():
                 record["time/checkpoint_s"] = self._save(step, requests)
-        self._emit(record)
-        self._logged, self._carried, self._is_updated, self._last_record = {}, CallbackRequests(), False, record
+        self._logged, self._carried, self._is_updated, self._is_save_requested = {}, CallbackRequests(), False, False
+        self._step, self._last_record, self._is_pending = step, record, True
+        if is_end or stopped or paused:
+            self.report()
         return "done" if requests.stop else "stopped" if stopped else "paused" if paused else None
 
-    def begin_evaluation(self, step: int) -> None:
-        """Call before an evaluation in the step that follows `step` committed ones."""
-        self.callbacks.context.step = step + 1 if self._is_updated else step
-        self.callbacks.run("pre_eval")
+    def report(self) -> None:
+        """Hand the record of the last committed step to the driver. Call when it can no longer be evaluated."""
+        if self._is_pending and self._last_record is not None and self.context.rank == 0:
+            self.control.emit({"type": "step", "metrics": self._last_record})
+        self._is_pending = False
 
-    def finish_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of an evaluation, and act on what callbacks request.
+    @contextmanager
+    def evaluation(self) -> Iterator[dict[str, float]]:
+        """Call the hooks around an evaluation; yield the dict that takes its metrics.
 
         Before an update, the evaluation is that of the last committed step: its record is completed, and a checkpoint
-        that a callback requests is saved now. After an update, it is that of this step.
+        that a callback requests is saved now. After an update, it is that of the step that is not committed yet.
         """
+        callbacks, metrics = self.callbacks, dict[str, float]()
+        callbacks.context.step = self._step + self._is_updated
+        self.control.set_phase("evaluating")
+        with self.timer.exclude():
+            try:
+                callbacks.run("pre_eval")
+                yield metrics
+                self._finish_evaluation(metrics)
+            finally:
+                self.exchange.undo()
+                callbacks.context.step = self._step
+
+    def _finish_evaluation(self, metrics: dict[str, float]) -> None:
         callbacks, record = self.callbacks, None if self._is_updated else self._last_record
         of_training = {key: value for key, value in (record or {}).items() if not key.startswith("val/")}
-        callbacks.run("post_eval", {"step": callbacks.context.step, **of_training, **metrics})
+        seen = {"step": callbacks.context.step, **of_training, **metrics}
+        callbacks.run("post_eval", seen)
+        metrics |= {key: value for key, value in seen.items() if key != "step" and key not in of_training}
         self.exchange.undo()
         requests = callbacks.agree_requests()
         if requests.save and not self._is_updated:
-            self._save(step, requests)
+            self._save(self._step, requests)
             self.control.set_phase("evaluating")
             requests = CallbackRequests(stop=requests.stop)
         self._carried = self._carried.union(requests)
-        callbacks.context.step = step
-        if record is None:
-            self._logged |= metrics
-        else:
+        if record is not None:
             record |= metrics
             self.control.amend_metrics(record)
-            self._emit(record)
+            if not self._is_pending:  # of an earlier generation, or of the last step
+                self._is_pending = True
+                self.report()
+        elif self._is_updated or self._step:
+            self._logged |= metrics
+        elif self.context.rank == 0:  # metrics.jsonl has no line for the initial weights
+            losses = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+            self.control.emit({"type": "note", "text": f"step 0: {losses}"})
 
     @property
     def _num_step_rows(self) -> int:
@@ -156,17 +188,16 @@ class ScriptCompletion:
         return self.backward.batches.num_rows or 1
 
     def _save(self, step: int, requests: CallbackRequests) -> float:
-        """Save the current state in the background. Return the seconds waited."""
+        """Save the current state in the background, unless it is saved. Return the seconds waited."""
+        if self.checkpointer.has_saved(step):
+            self.checkpointer.label(step, requests.labels)
+            return 0.0
         self.callbacks.run("pre_checkpoint_saved")
         self.control.set_phase("saving")
         waited_s = self.checkpointer.save(step)
         self.checkpointer.label(step, requests.labels)
         self.callbacks.run("post_checkpoint_saved")
         return waited_s
-
-    def _emit(self, record: Record) -> None:
-        if self.context.rank == 0:
-            self.control.emit({"type": "step", "metrics": record})
 
     def _build_metrics(self, step: int, loss: float) -> Record:
         world_size, seconds = self.context.layout.world_size, self.timer.end_step()

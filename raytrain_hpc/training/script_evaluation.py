@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_hpc.data.samples.sample_reader import restore_generators
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.runtime.script_context import ScriptRank
+from raytrain_hpc.training.script_random import keep_generators
 
 
 def evaluate(
@@ -30,8 +30,11 @@ def evaluate(
     """
     number, world_size = (0, 1) if rank is None else (rank.rank, rank.world_size)
     sums: list[tuple[float, float]] = []  # of the losses of a batch, and their count, in every round
-    with _eval_mode(models), restore_generators(), torch.no_grad():
+    device = torch.device("cpu") if rank is None else rank.device
+    with _eval_mode(models), keep_generators(device), torch.no_grad():
         for item, is_counted in _deal(batches, number, world_size):
+            if rank is not None:
+                rank.count_progress()
             batch = item if rank is None else rank.move_to_device(item)
             total, count = _check_loss(loss(batch), batch, count_rows)
             sums.append((total, count) if is_counted else (0.0, 0.0))
@@ -64,14 +67,14 @@ def _deal(batches: Iterable[Any], number: int, world_size: int) -> Iterator[tupl
 
 def _check_loss(value: Any, batch: Any, count_rows: Callable[[Any], int]) -> tuple[float, float]:
     """Return the sum of the losses of a batch, and their count: its rows unless the function returned (sum, count)."""
-    try:
-        if isinstance(value, tuple):
-            total, count = value
-            return float(total), float(count)
-        num_rows = count_rows(batch)
-        return float(value) * num_rows, float(num_rows)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(f"evaluate: return the mean loss of a batch, or (sum, count): {error}") from error
+    total, count = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    for number in (total, 0.0 if count is None else count):
+        if not isinstance(number, int | float) and getattr(number, "numel", lambda: 0)() != 1:
+            raise ModelError("evaluate: return the mean loss of a batch, or (sum, count), as scalars")
+    if count is not None:
+        return float(total), float(count)
+    num_rows = count_rows(batch)
+    return float(total) * num_rows, float(num_rows)
 
 
 @contextmanager

@@ -112,6 +112,7 @@ class ScriptModels:
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Scale gradients down to a norm of at most `max_norm`; return the norm before. Arithmetic of torch."""
+        self.free_gathered_weights()  # `module.parameters()` yields these instead, if it is called before
         parameters = list(parameters)
         norm = self.compute_grad_norm(parameters)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

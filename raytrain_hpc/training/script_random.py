@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
+from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.state.keyed_rng import derive_seed
 
 _TORCH_BYTES = 5056  # torch's CPU generator
@@ -27,8 +28,9 @@ class ScriptGenerators:
     of its own on each rank, since ranks have different rows.
     """
 
-    def __init__(self, seed: int, rank: int, group: dist.ProcessGroup | None, device: torch.device):
-        self._seed, self._rank, self._group, self._device = seed, rank, group, device
+    def __init__(self, seed: int, context: ParallelContext, *, is_elastic: bool):
+        self._seed, self._group, self._device, self._is_elastic = seed, context.world_group, context.device, is_elastic
+        self._stream = 0 if is_elastic else context.rank  # ranks that must draw alike share one
         self.state = torch.zeros(_NUM_BYTES, dtype=torch.uint8)
         self._depth = 0
         self.begin_step(0)
@@ -52,29 +54,34 @@ class ScriptGenerators:
 
     def begin_step(self, step: int) -> None:
         """Begin the streams of a step: this rank's own one, and that of the GPU."""
-        key = derive_seed(self._seed, "script", step, self._rank)
+        key = derive_seed(self._seed, "script", step, self._stream)
         self._local_state = torch.Generator().manual_seed(key).get_state()
         if self._device.type == "cuda":
             torch.cuda.manual_seed(key)
 
     def isolate_forward(self, module: nn.Module) -> None:
-        """Let forward passes of a module draw from this rank's own stream. A single rank has no other."""
-        if self._group is None:
+        """Let forward passes of a module draw from their own stream. Does nothing on one rank, unless `is_elastic`."""
+        if self._group is None and not self._is_elastic:
             return
         module.register_forward_pre_hook(lambda module, inputs: self._enter())
         module.register_forward_hook(lambda module, inputs, output: self._exit(), always_call=True)
 
     @contextmanager
-    def isolate_microbatches(self, *, enabled: bool) -> Iterator[Callable[[int, int, int], None]]:
-        """Yield a function that seeds the generators for a microbatch; restore them at the end.
+    def isolate_microbatches(self) -> Iterator[Callable[[int, int, int], None]]:
+        """Yield a function that seeds the generators for a microbatch, if `is_elastic`; restore them at the end.
 
         Its arguments are the step, the number of the loop over microbatches in the step, and that of the microbatch.
+        Forward passes inside draw from the same generators.
         """
-        if not enabled:
+        if not self._is_elastic:
             yield lambda step, loop, microbatch: None
             return
-        with restore_generators():
-            yield self._seed_microbatch
+        self._depth += 1  # forward passes do not change the stream
+        try:
+            with keep_generators(self._device):
+                yield self._seed_microbatch
+        finally:
+            self._depth -= 1
 
     def _seed_microbatch(self, step: int, loop: int, microbatch: int) -> None:
         key = derive_seed(self._seed, "script microbatch", step, loop, microbatch)
@@ -93,6 +100,18 @@ class ScriptGenerators:
         if self._depth == 0:
             self._local_state = torch.get_rng_state()
             torch.set_rng_state(self._shared_state)
+
+
+@contextmanager
+def keep_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of torch (CPU and `device`), NumPy and `random` at the end of the context."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        with restore_generators():
+            yield
+    finally:
+        if state is not None:
+            torch.cuda.set_rng_state(state, device)
 
 
 def pack_generators() -> Tensor:

@@ -22,11 +22,11 @@ from raytrain_hpc.data.loader.sampler import derive_key
 from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
-from raytrain_hpc.distributed.process_groups import ParallelContext, init_process_groups
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext, init_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.state_partition import compute_state_partition
-from raytrain_hpc.errors import ModelError, RunFailedError
+from raytrain_hpc.errors import ModelError, RaytrainError, RunFailedError
 from raytrain_hpc.optim.optimizer import get_local_slices
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
@@ -51,6 +51,8 @@ from raytrain_hpc.training.state_loader import restore_state
 from raytrain_hpc.training.step_completion import TrainOutcome
 from raytrain_hpc.training.weight_exchange import WeightExchange
 
+_RUN_ERRORS = (RaytrainError, GenerationAbortedError)  # and not those of the script's own code
+
 
 class _ScriptExit(BaseException):
     """Control flow that ends the script early. Not an Exception, so that `except Exception` does not catch it."""
@@ -74,6 +76,7 @@ class ScriptTrainer:
             rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
         )
         self._callbacks = build_callback_list(spec, self.context, control)
+        self._callbacks.keeps_generators = True  # the script draws from the same ones
         self._is_elastic = spec.config.train.deterministic == "elastic"
         self._batches = ScriptBatches(spec.layout, rank, spec.batching, is_elastic=self._is_elastic)
         self._outcome: TrainOutcome | None = None
@@ -140,9 +143,9 @@ class ScriptTrainer:
         spec, config, context = self._spec, self._config, self.context
         self._models = ScriptModels(models, optimizers, plan, config, context, spec.batching)
         progress = ScriptProgress()
-        self._script_state = ScriptState(models, optimizers, {**objects, "progress": progress})
-        self._generators = ScriptGenerators(config.run.seed, context.rank, context.world_group, self.device)
-        for module in () if self._is_elastic else models.values():  # `microbatches` seeds them for each microbatch
+        self._script_state = ScriptState(models, optimizers, {**objects, "script progress": progress})
+        self._generators = ScriptGenerators(config.run.seed, context, is_elastic=self._is_elastic)
+        for module in models.values():
             self._generators.isolate_forward(module)
         callback_state = self._start_callbacks(models)
         state = self._script_state.to_sharded_state(self._generators.state, callback_state.list_shards())
@@ -238,6 +241,7 @@ class ScriptTrainer:
         )
 
     def _before_update(self) -> None:
+        self._backward.check_complete()
         with self._exit_on_error():
             self._completion.before_update()
 
@@ -275,6 +279,7 @@ class ScriptTrainer:
             self._generators.begin_step(step)
             self._num_batches_read = 0
             yield step
+            self._backward.check_complete()
             if self._backward.totals is None:
                 raise ModelError(f"step {step}: backward was not called; call run.backward(loss), not loss.backward()")
             self._outcome = self._completion.commit(step + 1)
@@ -317,12 +322,14 @@ class ScriptTrainer:
         An error ends the script, so that the run can recover.
         """
         self._check_started("backward")
+        self._completion.report()
         with self._exit_on_error():
             return self._backward.run(loss)
 
     def iter_microbatches(self, num_local_rows: int) -> Iterator[slice]:
         """Yield the rows of this rank's microbatches; see `script.ScriptRun.microbatches`. Errors as in `backward`."""
         self._check_started("microbatches")
+        self._completion.report()
         rows = self._backward.iter_microbatches(num_local_rows)
         while True:
             with self._exit_on_error():
@@ -340,7 +347,7 @@ class ScriptTrainer:
     @property
     def loss(self) -> float:
         """Loss of the step so far; 0 before the first pass of a step is complete."""
-        totals = self._backward.totals if self._step is not None else None
+        totals = self._backward.totals if self._is_attached else None
         return 0.0 if totals is None else totals.loss
 
     def _check_started(self, name: str) -> None:
@@ -349,13 +356,13 @@ class ScriptTrainer:
             raise ModelError(f"{name}: called outside of the steps of run.steps()")
 
     @contextmanager
-    def _exit_on_error(self) -> Iterator[None]:
+    def _exit_on_error(self, kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
         """End the script on an error, which it must not catch. Mistakes in the script are raised in it."""
         try:
             yield
         except ModelError:
             raise
-        except Exception as error:
+        except kinds as error:
             self._error = error
             raise _ScriptExit from error
 
@@ -366,20 +373,25 @@ class ScriptTrainer:
 
     def save(self) -> None:
         """Request a checkpoint of this step."""
-        self._callbacks.control.save()
+        self._completion.request_save()
 
     @contextmanager
     def evaluation(self) -> Iterator[dict[str, float]]:
-        """Call the hooks around an evaluation; yield the dict that takes its metrics."""
-        self._check_started("evaluate")
-        step, metrics = self._step or 0, dict[str, float]()
-        with self._exit_on_error():
-            self._completion.begin_evaluation(step)
-        yield metrics
-        with self._exit_on_error():
-            self._completion.finish_evaluation(step, metrics)
+        """Call the hooks around an evaluation; yield the dict that takes its metrics. Allowed after the steps too."""
+        if not self.has_started:
+            self._check_started("evaluate")
+        with self._exit_on_error(_RUN_ERRORS), self._completion.evaluation() as metrics:
+            yield metrics
+        if self._step is None:
+            self._control.set_phase("idle")
+
+    def count_progress(self) -> None:
+        """Tell the watchdog that an evaluation goes on."""
+        self._control.set_phase("evaluating")
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum values over all ranks, in place."""
         with self._exit_on_error():
             all_reduce(values, self.context)
+            if self._control.is_aborted:
+                raise GenerationAbortedError("collectives were aborted")

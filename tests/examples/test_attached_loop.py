@@ -137,7 +137,7 @@ WRONG_SCRIPTS = {
     "have \\[2, 3\\] rows": "for step in run.steps(): run.local_batch((torch.zeros(2), torch.zeros(3)))",
     "attach: called twice": "rt.attach(model, optimizer)",
     "steps: called twice": "next(iter(run.steps())); next(iter(run.steps()))",
-    "a batch holds str": "for step in run.steps(): run.local_batch(['a', 'b'])",
+    "batch: it holds str": "for step in run.steps(): run.local_batch(['a', 'b'])",
     "ended with exit code 3": "raise SystemExit(3)",
     "outside of the steps": "run.backward(torch.zeros(()))",
     "before run.steps() was exhausted": "pass",
