@@ -76,7 +76,7 @@ class ScriptRank(Protocol):
         """Return a context for an evaluation, with the dict that takes its metrics."""
 
     def count_progress(self) -> None:
-        """Tell the watchdog that an evaluation goes on."""
+        """Tell the watchdog that an evaluation makes progress."""
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum values over all ranks, in place."""

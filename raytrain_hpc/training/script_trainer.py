@@ -386,7 +386,7 @@ class ScriptTrainer:
             self._control.set_phase("idle")
 
     def count_progress(self) -> None:
-        """Tell the watchdog that an evaluation goes on."""
+        """Tell the watchdog that an evaluation makes progress."""
         self._control.set_phase("evaluating")
 
     def all_reduce(self, values: Tensor) -> None:
