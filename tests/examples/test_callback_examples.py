@@ -43,8 +43,8 @@ def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_keep_best_keeps_two_checkpoints(tmp_path: Path) -> None:
-    """The rate is high, so that the last evaluation is not the best one."""
-    output = run_callback_example(tmp_path, "keep_best", "optimizer.lr=2.0")
+    """The rate rises until the loss is ten times as large, so that the last evaluation is not the best one."""
+    output = run_callback_example(tmp_path, "keep_best", "optimizer.lr=10", "lr_scheduler.warmup_steps=30")
     losses = {
         line["step"]: line["val/loss"] for line in read_metrics(tmp_path / "runs/keep_best") if "val/loss" in line
     }

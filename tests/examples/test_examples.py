@@ -112,7 +112,8 @@ def test_interrupting_the_kernel_stops_the_display_but_not_the_run(ray_cluster: 
         num_metrics = int(run_code("print(len(run.metrics()))"))
         run_code(f"while len(run.metrics()) < {num_metrics + 20}: time.sleep(0.1)")
         assert run_code("print(run.running)") == "True"
-        assert run_code("run.stop(); print(run.result(60).outcome)").splitlines()[-1] == "stopped"
+        lines = run_code("run.stop(); print(run.result(60).outcome)").splitlines()  # Ray may print more
+        assert "stopped" in lines, lines
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
