@@ -8,15 +8,20 @@ Ray is imported when a function needs it: runs without Ray use this file too.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+Reducer = Callable[[Any], Any]  # returns how to rebuild a value, as `__reduce__` does
 LogPrinter = Callable[..., None]  # takes a batch of lines: a dict with "lines", "pid", "ip" and more
 
 
@@ -123,13 +128,26 @@ def is_working_dir_copy(path: Path) -> bool:
     return "working_dir_files" in path.parts
 
 
-def pickle_by_value(value: object) -> bytes:
+def pickle_by_value(value: object, reducers: Mapping[type, Reducer] = MappingProxyType({})) -> bytes:
     """Pickle a value with the cloudpickle that Ray brings, if this process has loaded Ray, and with pickle otherwise.
 
     In a worker, classes of the user's script exist only as Ray has received them, by value, and pickle cannot find
-    them.
+    them. `reducers`: for values of exactly these types, as in `copyreg.dispatch_table`. `ray.cloudpickle.CloudPickler`:
+    all versions.
     """
-    return pickle_with_ray(value) if "ray" in sys.modules else pickle.dumps(value)
+    base: Any = pickle.Pickler
+    general: dict[type, Reducer] | ChainMap[type, Reducer] = copyreg.dispatch_table
+    if "ray" in sys.modules:
+        from ray.cloudpickle import CloudPickler
+
+        base, general = CloudPickler, CloudPickler.dispatch_table
+
+    class Pickler(base):  # type: ignore[misc]
+        dispatch_table = ChainMap(dict(reducers), general)  # read by the constructor
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
 
 
 def pickle_with_ray(value: object) -> bytes:

@@ -190,3 +190,13 @@ def record_memory_history(max_entries: int | None) -> None:
 def dump_memory_snapshot(path: str) -> None:
     """Write what `record_memory_history` has recorded, as a pickle for torch's memory viewer. All versions."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def is_storage_shared(storage: Any) -> bool:
+    """Return whether the memory of a tensor on the CPU is shared between processes.
+
+    `storage`: an UntypedStorage, or the TypedStorage that tensors are pickled with. Its public `is_shared` warns.
+    `_untyped_storage`: all versions.
+    """
+    untyped = getattr(storage, "_untyped_storage", storage)
+    return bool(untyped.device.type == "cpu" and untyped.is_shared())

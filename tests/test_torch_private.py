@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+import warnings
 import weakref
 from functools import partial
 from pathlib import Path
@@ -221,3 +222,11 @@ def test_boxes_of_dtensors_and_their_caches(pool: WarmPool) -> None:
     assert [box for box, _, _ in results] == [((3, 3), (0, 0)), ((2, 3), (3, 0))]
     assert [box for _, box, _ in results] == [((2, 2), (0, 0)), ((2, 2), (2, 0))]
     assert [is_freed for _, _, is_freed in results] == [True, True]
+
+
+@pytest.mark.filterwarnings("error")
+def test_storages_say_whether_they_are_shared() -> None:
+    for tensor, expected in ((torch.zeros(3), False), (torch.zeros(3).share_memory_()[1:], True)):
+        with warnings.catch_warnings(action="ignore"):
+            storages = [tensor.untyped_storage(), tensor.storage()]
+        assert [torch_private.is_storage_shared(storage) for storage in storages] == [expected, expected]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -146,7 +147,7 @@ class WarmPool:
     def _run_jobs(self, jobs: list[Any]) -> list[list[dict[str, Any]]]:
         """Run one job per process and return the results. Raises RankFailedError if any failed or timed out."""
         for (_, connection), job in zip(self._processes, jobs, strict=False):
-            connection.send(job)
+            connection.send_bytes(pickle.dumps(job))  # `send` would share the memory of tensors between ranks
         answers = []
         for _, connection in self._processes[: len(jobs)]:
             if not connection.poll(self._timeout_s):
@@ -173,7 +174,7 @@ def _serve(connection: Connection) -> None:
     gc.freeze()
     while True:
         try:
-            job = connection.recv()
+            job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:

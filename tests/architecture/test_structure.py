@@ -42,7 +42,7 @@ ALLOWED_IMPORTS = {
     "parallel": "errors torch_private config planner state model",
     "snapshot": "errors state",
     "distributed": "errors callbacks torch_private config planner elastic state parallel snapshot",
-    "data": "errors ray_private config",
+    "data": "errors ray_private torch_private config",
     "runtime": "errors callbacks config planner elastic state parallel distributed data",
     "checkpoint": "errors config state snapshot",
     "observability": "errors callbacks config planner",

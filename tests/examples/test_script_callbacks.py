@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,19 @@ class CountHooks(rt.Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts."""
         self.counts = state
+
+
+class KillAfterCommit(rt.Callback):
+    """Kills a rank once, when it has committed a step."""
+
+    def __init__(self, rank: int, step: int, marker: str) -> None:
+        self.rank, self.step, self.marker = rank, step, Path(marker)
+
+    def post_commit(self, metrics: dict[str, Any]) -> None:
+        """Kill the process of the rank."""
+        if (self.context.rank, self.context.step) == (self.rank, self.step) and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_evaluating(directory: Path, callbacks: list[Any], *words: str, first: bool) -> Any:
@@ -110,6 +125,26 @@ def test_early_stopping_ends_the_loop_and_runs_what_follows(tmp_path: Path) -> N
     assert (tmp_path / "run/checkpoints/step-00000006/manifest.json").exists()
     again = run_evaluating(tmp_path, callbacks, "cluster.workers=0", first=False)
     assert (again.outcome, again.steps) == ("done", 6)
+
+
+@pytest.mark.parametrize("words", [[], ["parallel.zero=3"]], ids=["ddp", "zero3"])
+def test_early_stopping_is_interrupted_between_commit_and_checkpoint(
+    ray_cluster: None, tmp_path: Path, words: list[str]
+) -> None:
+    """The generation that follows has no step left, but the checkpoint of the last one is still to be saved."""
+    stopping = [rt.EarlyStopping(patience=2, min_delta=10.0)]
+    callbacks = [*stopping, KillAfterCommit(rank=1, step=6, marker=str(tmp_path / "killed"))]
+    words = ["cluster.workers=3", *words]
+    result = run_evaluating(tmp_path, callbacks, *words, first=False)
+    assert (tmp_path / "killed").exists()
+    assert (result.outcome, result.steps) == ("done", 6)
+    (incident,) = [json.loads(line) for line in (tmp_path / "run/incidents.jsonl").read_text().splitlines()]
+    assert (incident["rank"], incident["steps_lost"]) == (1, 0)
+    assert [step["step"] for step in read_metrics(tmp_path / "run")] == list(range(1, 7))
+    assert (tmp_path / "run/checkpoints/step-00000006/manifest.json").exists()
+    assert run_evaluating(tmp_path, stopping, *words, first=False).steps == 6, (
+        "the request to stop is in the checkpoint"
+    )
 
 
 def test_an_evaluation_that_is_no_number_is_refused() -> None:

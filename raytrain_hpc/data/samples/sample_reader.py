@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
@@ -99,6 +101,7 @@ def iter_batches_in_readers(
         num_workers=num_readers,
         prefetch_factor=max(1, num_ahead // num_readers),
         pin_memory=pin_memory,
+        worker_init_fn=exit_with_parent,
         multiprocessing_context=make_reader_context(),
     )
     yield from loader
@@ -109,6 +112,23 @@ def make_reader_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "torch.utils.data"])
     return context
+
+
+def exit_with_parent(worker_id: int) -> None:
+    """End this worker process of a DataLoader when the process that started it has died. `worker_id` is not used.
+
+    torch's workers compare the process id of their parent, which is that of the server: it outlives a killed rank, as
+    long as a worker does.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:  # not a worker process
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
 
 
 def _unpack(batches: list[Any]) -> Any:

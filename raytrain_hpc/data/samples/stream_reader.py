@@ -16,7 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from raytrain_hpc.data.loader.sampler import Ints, derive_key
 from raytrain_hpc.data.samples.dataset_form import get_loader_batch_size, is_loader
 from raytrain_hpc.data.samples.sample_dataset import CollateFunction
-from raytrain_hpc.data.samples.sample_reader import make_reader_context, restore_generators, seed_generators
+from raytrain_hpc.data.samples.sample_reader import (
+    exit_with_parent,
+    make_reader_context,
+    restore_generators,
+    seed_generators,
+)
 from raytrain_hpc.data.samples.stream_source import END, ItemIterator, StreamPosition, StreamSource
 from raytrain_hpc.errors import RaytrainError
 from raytrain_hpc.ray_private import pickle_by_value
@@ -228,6 +233,7 @@ def iter_steps_in_reader(
         num_workers=1,
         prefetch_factor=num_ahead,
         pin_memory=pin_memory,
+        worker_init_fn=exit_with_parent,
         multiprocessing_context=make_reader_context(),
         generator=torch.Generator(),
     )
