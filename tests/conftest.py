@@ -98,10 +98,14 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives workers the lowest priority
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pool-device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks in `pool`")
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WarmPool]:
-    """A pool of ranks on gloo, without Ray."""
-    warm_pool = WarmPool()
+def pool(pytestconfig: pytest.Config) -> Iterator[WarmPool]:
+    """A pool of ranks without Ray: on gloo, or with --pool-device=cuda on NCCL, all of them on the first GPU."""
+    warm_pool = WarmPool(device=pytestconfig.getoption("pool_device"))
     yield warm_pool
     warm_pool.close()
 

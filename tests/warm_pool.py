@@ -1,4 +1,4 @@
-"""Warm worker processes for tests: real ranks on gloo, without Ray between the test and the trainer."""
+"""Warm worker processes for tests: real ranks on gloo or NCCL, without Ray between the test and the trainer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 
 if TYPE_CHECKING:
+    import torch
+
     from raytrain_hpc.distributed.rendezvous import Rendezvous
     from raytrain_hpc.driver.run_setup import PreparedRun
     from raytrain_hpc.planner.layout import Batching
@@ -52,9 +54,14 @@ class RankFailedError(Exception):
 class WarmPool:
     """A pool of worker processes that run one generation after another; created on demand and kept warm."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Create an empty pool. `timeout_s`: limit for the answers of all ranks to one call."""
+    def __init__(self, timeout_s: float = TIMEOUT_S, device: str = "cpu") -> None:
+        """Create an empty pool.
+
+        `timeout_s`: limit for the answers of all ranks to one call. `device`: of the trainers, "cpu" or "cuda". All
+        ranks share the first GPU (see `_share_one_gpu`).
+        """
         self._timeout_s = timeout_s
+        self._device = device
         self._context = make_forkserver_context()
         self._processes: list[tuple[Any, Connection]] = []
         self._store: Any = None
@@ -84,7 +91,7 @@ class WarmPool:
         prepared.directory.path.mkdir(parents=True, exist_ok=True)  # in a driver, the lease creates it
         spec = _make_worker_spec(prepared, world_size, self._generation, resume_step, steps_to)
         spec = replace(spec, callbacks=tuple(callbacks), start_metrics=start_metrics, lr_schedule=lr_schedule)
-        records = self._call_on_ranks(_train, world_size, spec)
+        records = self._call_on_ranks(_train, world_size, spec, self._device)
         self._publish(prepared, spec.batching, records)
         return records
 
@@ -97,7 +104,7 @@ class WarmPool:
         prepared = prepare_run_on_cpu(config)
         spec = _make_worker_spec(prepared, world_size, self._generation + 1, None, None)
         if build:
-            return self.call(_inspect_trainer, world_size, spec, function)
+            return self.call(_inspect_trainer, world_size, spec, function, self._device)
         return self.call(function, world_size, spec)
 
     def call(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -139,7 +146,7 @@ class WarmPool:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._processes) < world_size:
             own_end, worker_end = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(worker_end,), daemon=True)
+            process = self._context.Process(target=_serve, args=(worker_end, len(self._processes)), daemon=True)
             process.start()
             worker_end.close()
             self._processes.append((process, own_end))
@@ -161,8 +168,18 @@ class WarmPool:
         return answers
 
 
-def _serve(connection: Connection) -> None:
+def _share_one_gpu(rank: int) -> None:
+    """Let NCCL form groups of ranks that share a GPU; it refuses two ranks of one host on the same device.
+
+    Each rank claims to be a host of its own, and they communicate through sockets as on different nodes.
+    """
+    os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ |= {"NCCL_NET": "Socket", "NCCL_MAX_NCHANNELS": "2"}
+
+
+def _serve(connection: Connection, rank: int) -> None:
     """Run jobs in a worker process until the pool closes the connection."""
+    _share_one_gpu(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a daemon process cannot have children
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -219,23 +236,27 @@ def _make_worker_spec(
     )
 
 
-def _inspect_trainer(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, function: Callable[..., Any]) -> Any:
-    import torch
-
+def _inspect_trainer(
+    rank: int, rendezvous: Rendezvous, spec: WorkerSpec, function: Callable[..., Any], device: str
+) -> Any:
     from raytrain_hpc.runtime.control_channel import ControlChannel
     from raytrain_hpc.training.builder import build_trainer
 
-    return function(build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel()))
+    return function(build_trainer(spec, rank, _get_device(device), rendezvous, ControlChannel()))
 
 
-def _train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec) -> list[dict[str, Any]]:
+def _get_device(name: str) -> torch.device:
     import torch
 
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
+def _train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, device: str) -> list[dict[str, Any]]:
     from raytrain_hpc.runtime.control_channel import ControlChannel
     from raytrain_hpc.training.builder import build_trainer
 
     control = ControlChannel()
-    trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, control)
+    trainer = build_trainer(spec, rank, _get_device(device), rendezvous, control)
     trainer.run(spec.start_step, spec.end_step)
     return control.drain()
 

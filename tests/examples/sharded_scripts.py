@@ -178,7 +178,7 @@ optimizers = {
 run = rt.attach({"model": model, "critic": critic}, optimizers)
 for step, batch in zip(run.steps(9), run.loader(DataLoader(Noisy(), batch_size=12, shuffle=True, drop_last=True))):
     for x, y in run.microbatches(batch):
-        run.backward((model(x + 0.1 * torch.randn(x.shape)).squeeze(1) - y.float()).square().mean())
+        run.backward((model(x + 0.1 * torch.randn_like(x)).squeeze(1) - y.float()).square().mean())
     run.log({"critic/before": run.loss})
     for x, _ in run.microbatches(batch):
         run.backward(nn.functional.softplus(critic(x)).mean() + model(x).mean() * 0.01)
@@ -190,7 +190,7 @@ for step, batch in zip(run.steps(9), run.loader(DataLoader(Noisy(), batch_size=1
     if step % 4 == 3:
         model.eval()
         with torch.no_grad():
-            run.log({"running": model(torch.ones(3, 6)).sum()})
+            run.log({"running": model(torch.ones(3, 6, device=run.device)).sum()})
         model.train()
 """
 
