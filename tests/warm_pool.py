@@ -175,6 +175,7 @@ def _share_one_gpu(rank: int) -> None:
     """
     os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     os.environ |= {"NCCL_NET": "Socket", "NCCL_MAX_NCHANNELS": "2"}
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # as in a worker
 
 
 def _serve(connection: Connection, rank: int) -> None:

@@ -8,7 +8,7 @@ or stay sharded (ZeRO). Context-parallel ranks each have a part of every microba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -200,8 +200,16 @@ class DeterministicReduceScatter:
     def all_reduce_hook(self, output: Tensor) -> None:
         """Fill `output` with the sum over replicas at the last microbatch. FSDP2 calls it after the reduce-scatter."""
         if self._cursor.is_last:
+            _record_use(self._tree.open_nodes.values())  # allocated on the stream of the reduce-scatter
             all_reduce_pairwise(self._replica_group, self._replicas, self._tree, output)
             self._tree = PairwiseSum(self._shards.num_microbatches)
+
+
+def _record_use(tensors: Iterable[Tensor]) -> None:
+    """Keep memory that another stream allocated from being used again before the current stream has read it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
     modules = {stage: train_module.build(stage).to(get_param_dtype(config.train.dtype)) for stage in stages}
     if context.mesh is not None:
         for module in modules.values():
-            _broadcast_initial_weights(module)
+            _broadcast_initial_weights(module, context.device)
     is_elastic = config.train.deterministic == "elastic"
     model = parallelize(
         modules,
@@ -138,8 +138,13 @@ def _init_weights(train_module: TrainModule, model: ParallelModel, name_part: st
                     shard.tensor.copy_(global_tensor[shard.box.to_slices(Box.from_shape(shard.shape))])
 
 
-def _broadcast_initial_weights(module: nn.Module) -> None:
-    """Broadcast weights and buffers from rank 0: a user's model factory need not be deterministic."""
+def _broadcast_initial_weights(module: nn.Module, device: torch.device) -> None:
+    """Broadcast weights and buffers from rank 0: a user's model factory need not be deterministic.
+
+    `device`: on which ranks communicate. The module can still be on the CPU, which NCCL does not support.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
-            dist.broadcast(tensor.detach(), 0)
+            received = tensor.detach().to(device)
+            dist.broadcast(received, 0)
+            tensor.detach().copy_(received)

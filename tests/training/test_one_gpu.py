@@ -21,21 +21,29 @@ from tests.warm_pool import make_small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ON_GPU = ["cluster.workers=0", "cluster.device=cuda"]
-IMAGES = ["train.steps=12", "train.global_batch_size=32", "train.micro_batch_size=8", "eval.samples=40"]
+IMAGES = [
+    "train.dtype=fp32",
+    "train.steps=12",
+    "train.global_batch_size=32",
+    "train.micro_batch_size=8",
+    "eval.samples=40",
+]
 
 
 def get_losses(directory: Path) -> list[float]:
     return [step["train/loss"] for step in read_metrics(directory)]
 
 
-def test_memory_history_and_ranges_of_real_steps(tmp_path: Path) -> None:
+def test_memory_history_and_ranges_of_real_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, pop, calls = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop, []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(name) or push(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append(None) or pop())
     train(make_small_config(tmp_path, *ON_GPU), callbacks=[MemorySnapshot([1, 3]), NvtxRanges()], quiet=True)
     snapshot = pickle.loads((tmp_path / "memory" / "rank-00000-step-00000003.pickle").read_bytes())
     actions = {entry["action"] for trace in snapshot["device_traces"] for entry in trace}
     assert snapshot["segments"] and {"alloc", "free_completed"} <= actions
-    depth = torch.cuda.nvtx.range_push("outermost")
-    torch.cuda.nvtx.range_pop()
-    assert depth == 0, "all ranges of the run were closed"
+    step = ["forward_backward", None, "reduce", None, "optimizer", None, None]
+    assert calls == [name for number in range(1, 6) for name in (f"step {number}", *step)]
 
 
 def test_own_samples_are_pinned_and_give_the_losses_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
