@@ -6,6 +6,7 @@ The log-sum-exps give the weights with which outputs of two blocks of keys are m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Te
     if q.device.type == "cpu":
         out, lse = sdpa_cpu(q, k, v, 0.0, causal, attn_mask=bias)
         return out, lse
+    if q.dtype == torch.float64:
+        return _attend_densely(q, k, v, mask)
     if bias is None and q.dtype in (torch.float16, torch.bfloat16):
         out, lse, *_ = sdpa_flash(q, k, v, 0.0, causal)
         return out, lse
@@ -78,6 +81,8 @@ def attend_backward(
     causal = mask.causal and bias is None
     if q.device.type == "cpu":
         dq, dk, dv = sdpa_cpu_backward(grad_out, q, repeated_k, repeated_v, out, lse, 0.0, causal, attn_mask=bias)
+    elif q.dtype == torch.float64:
+        dq, dk, dv = _attend_densely_backward(grad_out, q, repeated_k, repeated_v, out, lse, mask)
     elif bias is None and q.dtype in (torch.float16, torch.bfloat16):
         empty = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv = sdpa_flash_backward(
@@ -113,6 +118,30 @@ def attend_backward(
             causal,
         )
     return dq, _sum_over_groups(dk, num_kv_heads), _sum_over_groups(dv, num_kv_heads)
+
+
+def _compute_scores(q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:
+    """Return the scaled attention scores [b, heads, t, s]; masked ones are a large negative number."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device) if mask.visible is None else mask.visible
+    return scores.masked_fill(~(visible.tril() if mask.causal else visible), _MASKED_SCORE)
+
+
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Compute `attend` in plain operations: no GPU kernel supports fp64. k, v: [b, heads, s, d]."""
+    scores = _compute_scores(q, k, mask)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def _attend_densely_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `attend_backward` in plain operations. k, v: [b, heads, s, d]."""
+    weights = (_compute_scores(q, k, mask) - lse.unsqueeze(-1)).exp()
+    grad_weights = grad_out @ v.mT
+    grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad_out
 
 
 def _align_rows(lse: Tensor) -> Tensor:

@@ -198,9 +198,12 @@ class DeterministicReduceScatter:
         output_tensor.zero_()
 
     def all_reduce_hook(self, output: Tensor) -> None:
-        """Fill `output` with the sum over replicas at the last microbatch. FSDP2 calls it after the reduce-scatter."""
+        """Fill `output` with the sum over replicas at the last microbatch. FSDP2 calls it after the reduce-scatter.
+
+        It runs on a stream of its own, on which FSDP2 then accumulates `output` into the gradients.
+        """
+        _record_use([output, *self._tree.open_nodes.values()])  # allocated on the stream of the reduce-scatter
         if self._cursor.is_last:
-            _record_use(self._tree.open_nodes.values())  # allocated on the stream of the reduce-scatter
             all_reduce_pairwise(self._replica_group, self._replicas, self._tree, output)
             self._tree = PairwiseSum(self._shards.num_microbatches)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raytrain_hpc.distributed.process_groups import init_process_groups
 from raytrain_hpc.model.decoder import causal_attention
+from raytrain_hpc.parallel import blockwise_attention
 from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward, merge_blocks
 from raytrain_hpc.parallel.context_parallel import ContextParallelAttention, get_rank_positions
 from raytrain_hpc.planner.layout import Layout
@@ -18,7 +19,11 @@ from tests.warm_pool import WarmPool
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
-BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2}  # relative, by the norm; the rounding error of bf16 is at most 4e-3
+BOUNDS = {
+    "float64": 1e-14,
+    "float32": 2e-6,
+    "bfloat16": 1.5e-2,
+}  # relative, by the norm; the rounding error of bf16 is at most 4e-3
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 6, 2, 94, 64
 
 
@@ -62,13 +67,16 @@ def test_merged_blocks_of_keys_equal_dense_attention(device: str, dtype: str, pa
     def block_mask(queries: slice, keys: slice) -> BlockMask:
         return BlockMask(queries == keys, None if visible is None else visible[:, :, queries, keys])
 
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=device, dtype=wide)
     out[:, :, early], lse[:, :, early] = attend(*(x[:, :, early] for x in (q, k, v)), block_mask(early, early))
     late_block = attend(*(x[:, :, late] for x in (q, k, v)), block_mask(late, late))
     early_block = attend(q[:, :, late], k[:, :, early], v[:, :, early], block_mask(late, early))
-    merged, lse[:, :, late] = merge_blocks(late_block[0].float(), late_block[1], early_block[0].float(), early_block[1])
+    merged, lse[:, :, late] = merge_blocks(
+        late_block[0].to(wide), late_block[1], early_block[0].to(wide), early_block[1]
+    )
     out[:, :, late] = merged.to(q.dtype)
-    gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    gradients = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
     for queries, keys in ((early, early), (late, late), (late, early)):
         inputs = [x[:, :, queries] for x in (grad_out, q)], [x[:, :, keys] for x in (k, v)]
         block_grads = attend_backward(
@@ -79,6 +87,27 @@ def test_merged_blocks_of_keys_equal_dense_attention(device: str, dtype: str, pa
     expected = run_dense_attention(getattr(torch, dtype), documents if packed else None)
     errors = [relative_error(result, x) for result, x in zip((out, *gradients), expected, strict=True)]
     assert max(errors) < BOUNDS[dtype], errors
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "documents"])
+def test_plain_operations_equal_the_kernel(mask: str) -> None:
+    """Those for fp64 on a GPU, also where a query attends to no key of the block."""
+    *tensors, documents = make_inputs()
+    q, k, v, grad_out = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in tensors)
+    visible = (documents[:, None, :, None] == documents[:, None, None, :]).roll(1, -1)
+    block_mask = BlockMask(mask != "none", visible if mask == "documents" else None)
+    out, lse = attend(q, k, v, block_mask)
+    plain_out, plain_lse = blockwise_attention._attend_densely(q, k, v, block_mask)
+    has_keys = lse > -1e29
+    assert torch.allclose(plain_lse[has_keys], lse[has_keys], rtol=1e-13)
+    assert torch.allclose(plain_out[has_keys], out[has_keys], rtol=1e-12, atol=1e-14)
+    assert (plain_lse[~has_keys] < -1e29).all() and bool(has_keys.all()) is (mask != "documents")
+    other_out, other_lse = torch.zeros_like(out), torch.zeros_like(lse)  # of other keys, which all queries attend to
+    merged, merged_lse = merge_blocks(out, lse, other_out, other_lse)
+    expected = attend_backward(grad_out, q, k, v, merged, merged_lse, block_mask)
+    results = blockwise_attention._attend_densely_backward(grad_out, q, k, v, merged, merged_lse, block_mask)
+    for result, gradient in zip(results, expected, strict=True):
+        assert torch.allclose(result, gradient, rtol=1e-12, atol=1e-14)
 
 
 def run_context_parallel(
@@ -95,7 +124,7 @@ def run_context_parallel(
     with stage_collectives():
         out = attention(*inputs, documents.to(device) if packed else None)
         out.backward(grad_out)
-    return [x.detach().float().cpu() for x in (out, *(x.grad for x in inputs if x.grad is not None))]
+    return [x.detach().double().cpu() for x in (out, *(x.grad for x in inputs if x.grad is not None))]
 
 
 @pytest.mark.parametrize("packed", [False, True])
