@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -78,6 +79,11 @@ class ParallelModel:
         """Parameters that are not frozen."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
+    @cached_property
+    def _embedding_tables(self) -> list[nn.Parameter]:
+        """Embedding tables on this rank. With tied embeddings, the last pipeline stage has a copy of the table."""
+        return [p for name, p in self.parameters.items() if self.get_shard_spec(name).name == "embedding.weight"]
+
     def get_shard_spec(self, name: str) -> ShardSpec:
         """Return the part of the global tensor that a parameter is, before data parallelism shards it further."""
         return self.shard_specs.get(name) or ShardSpec.from_shape(name, self.parameters[name].shape)
@@ -91,12 +97,10 @@ class ParallelModel:
         self.gradient_sync.finish_grad_sync()
         if "tp" in self.axes:
             all_reduce_gradients([self.parameters[name] for name in self.partial_grads], self.axes["tp"])
-        # With tied embeddings the last pipeline stage has a copy of the embedding table, on this rank or another one.
-        tables = [p for name, p in self.parameters.items() if self.get_shard_spec(name).name == "embedding.weight"]
-        if len(tables) == 2:
-            sum_tied_gradients(*tables)
+        if len(self._embedding_tables) == 2:
+            sum_tied_gradients(*self._embedding_tables)
         elif "tied" in self.axes:
-            all_reduce_gradients(tables, self.axes["tied"])
+            all_reduce_gradients(self._embedding_tables, self.axes["tied"])
 
 
 def parallelize(
