@@ -84,6 +84,12 @@ class ParallelModel:
         """Embedding tables on this rank. With tied embeddings, the last pipeline stage has a copy of the table."""
         return [p for name, p in self.parameters.items() if self.get_shard_spec(name).name == "embedding.weight"]
 
+    def set_training_mode(self, is_training: bool) -> None:
+        """Put all stages into training or evaluation mode, if they are not: a switch visits every submodule."""
+        for module in self.modules.values():
+            if module.training != is_training:
+                module.train(is_training)
+
     def get_shard_spec(self, name: str) -> ShardSpec:
         """Return the part of the global tensor that a parameter is, before data parallelism shards it further."""
         return self.shard_specs.get(name) or ShardSpec.from_shape(name, self.parameters[name].shape)

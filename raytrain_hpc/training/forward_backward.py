@@ -45,7 +45,8 @@ class LocalForwardBackward:
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.train`."""
-        module = self.model.modules[0].train()
+        module = self.model.modules[0]
+        self.model.set_training_mode(True)
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         for number in range(num_microbatches):
             batch = read_batch(number)
@@ -67,7 +68,8 @@ class LocalForwardBackward:
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.evaluate`."""
-        module = self.model.modules[0].eval()
+        module = self.model.modules[0]
+        self.model.set_training_mode(False)
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         with torch.no_grad(), autocast(self.dtype, self.device):
             for number in range(num_microbatches):

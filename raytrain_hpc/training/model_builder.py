@@ -55,7 +55,9 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
     """
     config, layout = spec.config, context.layout
     stages = layout.pipeline.get_stages_of_rank(context.coordinates["pp"])
-    modules = {stage: train_module.build(stage).to(get_param_dtype(config.train.dtype)) for stage in stages}
+    dtype = get_param_dtype(config.train.dtype)
+    # A user's factory can return a module with parts in evaluation mode, as transformers does.
+    modules = {stage: train_module.build(stage).to(dtype).train() for stage in stages}
     if context.mesh is not None:
         for module in modules.values():
             _broadcast_initial_weights(module, context.device)

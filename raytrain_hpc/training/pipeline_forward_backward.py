@@ -65,8 +65,7 @@ class PipelineForwardBackward:
         stages = {
             stage: _PipelineStage(self, stage, step, num_microbatches, read_batch, sums) for stage in self.model.modules
         }
-        for module in self.model.modules.values():
-            module.train()
+        self.model.set_training_mode(True)
         orders = self.pipeline.schedule.build_orders(num_microbatches)
         synchronize = None
         if self.timeline.should_report(step) and self.device.type == "cuda":
@@ -85,8 +84,7 @@ class PipelineForwardBackward:
         stages = {
             stage: _PipelineStage(self, stage, 0, num_microbatches, read_batch, sums) for stage in self.model.modules
         }
-        for module in self.model.modules.values():
-            module.eval()
+        self.model.set_training_mode(False)
         with torch.no_grad():
             self.pipeline.run(
                 self.pipeline.schedule.build_forward_orders(num_microbatches),
