@@ -26,9 +26,9 @@ def get_local_slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
 def get_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return this rank's slice of each gradient. Parameters that the loss did not reach have none."""
     return {  # a rank may hold no row of a small tensor
-        name: to_local(parameter.grad)
+        name: gradient
         for name, parameter in parameters.items()
-        if parameter.grad is not None and to_local(parameter).numel()
+        if parameter.grad is not None and (gradient := to_local(parameter.grad)).numel()
     }
 
 
@@ -114,6 +114,7 @@ class Optimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    @torch.no_grad()
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update the slices that `gradients` are of, group by group and chunk by chunk."""
         for group in self._groups:
@@ -121,7 +122,6 @@ class Optimizer:
             for chunk in self._storage.iter_chunks(selected):
                 self._update(chunk, lr * group.lr_factor, group.weight_decay)
 
-    @torch.no_grad()
     def _update(self, chunk: OptimizerChunk, lr: float, weight_decay: float) -> None:
         weights, gradients, config = list(chunk.weights), list(chunk.gradients), self._config
         if config.name == "sgd":
