@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class ParallelContext:
         """The ranks that hold the same part of the state; None if there is no other."""
         return None if self.mesh is None or self.layout.num_state_replicas == 1 else self.mesh["copies"].get_group()
 
-    @property
+    @cached_property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on every axis."""
         return self.layout.get_coordinates(self.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, prod
 
 from raytrain_hpc.config.model_spec import ModelSpec
@@ -39,7 +40,7 @@ class Layout:
         """Axis sizes in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return prod(self.axis_sizes)
