@@ -12,19 +12,19 @@ from raytrain_hpc.errors import MissingDependencyError
 
 
 class StepProfiler(Callback):
-    """Profiler of the steps profiler.steps, on the ranks profiler.ranks."""
+    """Profiler of the steps profiler.steps of one rank."""
 
     priority = 200  # around the other callbacks of a step
 
     def __init__(self, config: ProfilerConfig, rank: int, run_dir: Path):
-        self._profiler_name = config.name if rank in config.ranks else "none"
+        self._profiler_name = config.name
         self._first, self._end = config.steps
         self._output_path = run_dir / "profile" / f"rank-{rank:05d}"
         self._profiler: Any = None
 
     def pre_step(self) -> None:
         """Start the profiler before the first step."""
-        if self._profiler_name != "none" and self._profiler is None and self.context.step == self._first:
+        if self._profiler is None and self.context.step == self._first:
             self._output_path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler = _start_profiler(self._profiler_name)
 

@@ -354,7 +354,9 @@ def _start_callbacks(
 def _build_trainer_callbacks(
     spec: WorkerSpec, model: ParallelModel, context: ParallelContext, evaluator: Evaluator | None
 ) -> list[Callback]:
-    callbacks: list[Callback] = [RankStatistics(spec.config.logging.rank_stats_interval, context)]
+    callbacks: list[Callback] = []
+    if spec.config.logging.rank_stats_interval:
+        callbacks.append(RankStatistics(spec.config.logging.rank_stats_interval, context))
     if evaluator is not None:
         callbacks.append(EvaluationSchedule(spec.config.eval))
     if _has_expert_bias(spec):

@@ -46,13 +46,14 @@ def add_common_callbacks(
     replica_check: ReplicaCheck,
     on_verified: Callable[[int], None],
 ) -> None:
-    """Add the callbacks of every kind of run, also that of a script: fault injection, profiler, replica check.
+    """Add the callbacks that every kind of run can have: fault injection, profiler, replica check.
 
     `module`: the owner of the loss. `state`: the live state. `on_verified`: see `ReplicaCheckSchedule`.
     """
     config, rank, run_dir = spec.config, callbacks.context.rank, callbacks.context.run_dir
-    callbacks.add(
-        FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, module, state),
-        StepProfiler(config.profiler, rank, run_dir),
-        ReplicaCheckSchedule(config.fault.replica_check_interval, replica_check, on_verified),
-    )
+    if config.fault.inject:
+        callbacks.add(FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, module, state))
+    if config.profiler.name != "none" and rank in config.profiler.ranks:
+        callbacks.add(StepProfiler(config.profiler, rank, run_dir))
+    if config.fault.replica_check_interval:
+        callbacks.add(ReplicaCheckSchedule(config.fault.replica_check_interval, replica_check, on_verified))

@@ -102,9 +102,10 @@ class CallbackList:
     def run(self, hook: Hook, *arguments: Any) -> None:
         """Call a hook of all callbacks that override it."""
         calls = self._hooks[hook]
-        with restore_generators() if calls and self.keeps_generators else nullcontext():
-            for call in calls:
-                call(*arguments)
+        if calls:
+            with restore_generators() if self.keeps_generators else nullcontext():
+                for call in calls:
+                    call(*arguments)
 
     def agree_requests(self, *, always: bool = False) -> CallbackRequests:
         """Return and clear the requests of all ranks, and drop callbacks that have failed on any.

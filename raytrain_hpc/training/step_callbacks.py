@@ -36,13 +36,13 @@ class RankStatistics(Callback):
 
     def post_commit(self, metrics: dict[str, Any]) -> None:
         """Add the statistics to the metrics. Collective."""
-        if self._interval and self.context.step % self._interval == 0:
+        if self.context.step % self._interval == 0:
             values = {name: metrics[name] for name in RANK_STATISTIC_KEYS}
             metrics |= reduce_over_ranks(values, self._parallel_context.world_group, self._parallel_context.device)
 
 
 class ReplicaCheckSchedule(Callback):
-    """Comparison of replicas every `fault.replica_check_interval` steps and before every checkpoint; 0: never.
+    """Comparison of replicas every `fault.replica_check_interval` steps and before every checkpoint.
 
     After loading, replicas are always compared (training/builder.py).
     """
@@ -60,12 +60,12 @@ class ReplicaCheckSchedule(Callback):
 
     def post_commit(self, metrics: dict[str, Any]) -> None:
         """Compare replicas if a comparison is due. Raises ReplicaMismatchError on all ranks if they differ."""
-        if self._interval and self.context.step % self._interval == 0:
+        if self.context.step % self._interval == 0:
             self._compare()
 
     def pre_checkpoint_saved(self) -> None:
         """Compare replicas unless this step has been compared. Raises as `post_commit` does."""
-        if self._interval and self._last_step != self.context.step:
+        if self._last_step != self.context.step:
             self._compare()
 
     def _compare(self) -> None:
