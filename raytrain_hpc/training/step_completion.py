@@ -34,7 +34,7 @@ class StepCompletion:
 
     def add_last_evaluation(self, requests: CallbackRequests) -> CallbackRequests:
         """Return the requests, with an evaluation if a callback ends training and there is a validation split."""
-        return replace(requests, evaluate=requests.evaluate or (requests.stop and self.evaluator is not None))
+        return replace(requests, evaluate=True) if requests.stop and self.evaluator is not None else requests
 
     def save_and_evaluate(
         self, record: Record, *, save: bool, evaluate: bool, labels: tuple[str, ...]

@@ -128,8 +128,8 @@ class Trainer:
         losses = self.model_step.train(step, self.loss_reducer.num_local_microbatches, reader.read)
         self.callbacks.run("post_forward_backward")
         self.wait_for_background_copies()
-        totals = self.reduce_losses_and_requests(losses)
         with self.timers.phase("communication"):
+            totals = self.reduce_losses_and_requests(losses)
             grad_norm = self.model_update.clip_gradients(totals.num_tokens)
         mean_loss, requests = totals.get_loss_and_requests()
         self.raise_if_aborted()
@@ -149,9 +149,8 @@ class Trainer:
     def reduce_losses_and_requests(self, losses: Tensor) -> StepTotals:
         """Sum losses, token counts, and requests to stop or pause over all ranks, in one all-reduce."""
         control = self.control
-        with self.timers.phase("communication"):
-            requests = StepRequests(control.stop_requested, control.pause_requested, self.checkpointer.is_time_due())
-            return self.loss_reducer.reduce(losses, requests)
+        requests = StepRequests(control.stop_requested, control.pause_requested, self.checkpointer.is_time_due())
+        return self.loss_reducer.reduce(losses, requests)
 
     def retry_step(self, step: int, first_result: StepResult) -> tuple[StepResult, bool]:
         """Recompute a step with a bad loss or norm once, to rule out a transient hardware error.
