@@ -20,5 +20,5 @@ class NormalizedBigram(nn.Module):
         return self.head(self.norm(self.table(tokens).transpose(1, 2)).transpose(1, 2))
 
 
-def build_normalized_bigram(config: Config) -> nn.Module:
+def build_normalized_bigram(config: Config) -> NormalizedBigram:
     return NormalizedBigram(int(config.model.vocab_size), config.model.hidden_size)

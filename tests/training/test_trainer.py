@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from examples import custom_module
+from raytrain_hpc import Config
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.trainer import Trainer
-from tests.training.normalized_bigram import build_normalized_bigram
+from tests.training.normalized_bigram import NormalizedBigram, build_normalized_bigram
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 
@@ -70,3 +72,17 @@ def test_running_statistics_stay_equal_on_all_ranks_after_a_skipped_step(pool: W
     custom = CustomModel(build_normalized_bigram, custom_module.loss)
     records = pool.train(make_small_config(tmp_path, *overrides), custom=custom)[0]  # compares replicas every step
     assert len(get_step_metrics(records)) == 5
+
+
+def test_every_part_of_a_model_trains_in_training_mode(tmp_path: Path) -> None:
+    modes: list[bool] = []
+
+    def build_with_a_part_in_evaluation_mode(config: Config) -> NormalizedBigram:
+        module = build_normalized_bigram(config)
+        module.norm.eval().register_forward_pre_hook(lambda norm, inputs: modes.append(norm.training))
+        return module
+
+    custom = CustomModel(build_with_a_part_in_evaluation_mode, custom_module.loss)
+    spec = make_worker_spec(make_small_config(tmp_path, "eval.interval=1"), 1, steps_to=2, custom=custom)
+    build_trainer(spec, 0, torch.device("cpu"), None, ControlChannel()).run(0, 2)
+    assert [mode for mode, _ in groupby(modes)] == [True, False, True, False]
