@@ -19,6 +19,8 @@ from tests.warm_ray_workers import WarmRayWorkers
 
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
 if TYPE_CHECKING:
+    from raytrain_hpc.storage.object_path import ObjectPath
+    from tests.storage.s3_server import S3Server
     from tests.training.elastic_runs import RunOnce
 
 MODEL_MODULES = ["transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
@@ -92,6 +94,7 @@ QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ra
     "sweeps/test_parameter",
     "training/test_checkpoint_interval",
     "training/test_memory_recovery",
+    "storage/test_location",
 }
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -180,3 +183,30 @@ def _is_serial(nodeid: str) -> bool:
 
 def _get_file(nodeid: str) -> str:
     return nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    from tests.storage.s3_server import S3Server
+
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """An S3 server with an empty bucket, and the environment variables to reach it."""
+    for name, value in _s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    _s3_server.clear()
+    return _s3_server
+
+
+@pytest.fixture
+def folder(s3: S3Server) -> ObjectPath:
+    """An empty prefix of the server's bucket."""
+    from raytrain_hpc.storage.object_path import ObjectPath
+    from tests.storage.s3_server import BUCKET
+
+    return ObjectPath.from_url(f"s3://{BUCKET}/runs/demo")

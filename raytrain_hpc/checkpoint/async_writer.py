@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.shard_io import write_shard
 from raytrain_hpc.state.host_buffer import HostBuffer
 from raytrain_hpc.state.sharded_state import StateShard
+from raytrain_hpc.storage.location import Location
 
 
 class AsyncCheckpointWriter:
@@ -27,7 +27,7 @@ class AsyncCheckpointWriter:
         self._error: Exception | None = None
         self._buffer = HostBuffer()
 
-    def save(self, shards: Sequence[StateShard], path: Path, step: int, *, wait: bool) -> float:
+    def save(self, shards: Sequence[StateShard], path: Location, step: int, *, wait: bool) -> float:
         """Start writing `shards` to `path`. Return the seconds for which the caller was blocked.
 
         The content is that of the tensors at the time of the call. They must not change before `wait_for_staging` has
@@ -69,7 +69,7 @@ class AsyncCheckpointWriter:
             raise error
         return True
 
-    def _write(self, copies: Sequence[StateShard], path: Path, step: int, copy_start: float) -> None:
+    def _write(self, copies: Sequence[StateShard], path: Location, step: int, copy_start: float) -> None:
         """Write one file and report it. Runs in the writing thread."""
         try:
             self._buffer.synchronize()

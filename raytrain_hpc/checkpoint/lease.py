@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import json
 import os
 import socket
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from raytrain_hpc.checkpoint.lease_file import LEASE_FILE, LeaseRecord, open_lease_file
 from raytrain_hpc.errors import LeaseLostError, RunDirectoryError
-
-LEASE_FILE = "lease.json"
-
-
-@dataclass(frozen=True)
-class _LeaseRecord:
-    """The content of the lease file.
-
-    `started`: start time of the process, in clock ticks since boot. `renewed`: Unix time in seconds.
-    """
-
-    generation: int
-    owner: str
-    host: str
-    pid: int
-    started: int
-    renewed: float
-    released: bool
-
-    def is_same_lease(self, other: _LeaseRecord) -> bool:
-        """Return whether this is the record of `other`'s lease, of the same or an earlier generation.
-
-        The file has an earlier generation if storage failed when the current one began.
-        """
-        differs = replace(self, renewed=0.0, generation=0) != replace(other, renewed=0.0, generation=0)
-        return not differs and self.generation <= other.generation
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.object_path import ObjectPath
 
 
 class Lease:
@@ -50,38 +25,37 @@ class Lease:
     Thread-safe: renewing in the background cannot overwrite a new generation with the previous one.
     """
 
-    def __init__(self, directory: Path, record: _LeaseRecord) -> None:
+    def __init__(self, directory: Location, record: LeaseRecord) -> None:
         self.directory = directory
-        self._record = record
+        self._record, self._file = record, open_lease_file(directory)
         self._lock = threading.RLock()  # protects the file and `_record` together
 
     @classmethod
-    def acquire(cls, directory: Path, owner: str, *, stale_after_s: float = 15.0) -> Lease:
+    def acquire(cls, directory: Location, owner: str, *, stale_after_s: float = 15.0) -> Lease:
         """Acquire the lease on `directory` for this process, under the name `owner`. Creates the directory.
 
         A lease that was released, or whose process on this host has exited, is taken over at once. A lease of another
         host is taken over if it has not been renewed for `stale_after_s` seconds. Raises RunDirectoryError if another
         driver is running, or if the file cannot be read or written.
         """
-        directory = Path(directory)
+        host, pid = socket.gethostname(), os.getpid()
+
+        def take_over(previous: LeaseRecord | None) -> LeaseRecord:
+            _check_not_held(directory, previous, stale_after_s)
+            generation = 1 if previous is None else previous.generation + 1
+            return LeaseRecord(generation, owner, host, pid, _get_start_time(pid) or 0, time.time(), released=False)
+
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with _lock_directory(directory):
-                previous = _read_previous(directory, stale_after_s)
-                generation = 1 if previous is None else previous.generation + 1
-                host, pid = socket.gethostname(), os.getpid()
-                record = _LeaseRecord(
-                    generation, owner, host, pid, _get_start_time(pid) or 0, time.time(), released=False
-                )
-                _write(directory, record)
+            if isinstance(directory, Path):
+                directory.mkdir(parents=True, exist_ok=True)
+            return cls(directory, open_lease_file(directory).update(take_over))
         except OSError as error:
             raise RunDirectoryError(f"{directory / LEASE_FILE} cannot be written: {error.strerror}") from error
-        return cls(directory, record)
 
     @staticmethod
-    def check_available(directory: Path, *, stale_after_s: float = 15.0) -> None:
+    def check_available(directory: Location, *, stale_after_s: float = 15.0) -> None:
         """Raise RunDirectoryError if another driver is running in `directory`, as `acquire` does; change nothing."""
-        _read_previous(Path(directory), stale_after_s)
+        _check_not_held(directory, open_lease_file(directory).read(), stale_after_s)
 
     @property
     def generation(self) -> int:
@@ -100,8 +74,12 @@ class Lease:
         if that is unknown because the directory is gone or cannot be read.
         """
         with self._lock:
-            stored, own_record = _read(self.directory), self._record
-        if stored is None and not self.directory.is_dir():
+            self._check(self._file.read())
+
+    def _check(self, stored: LeaseRecord | None) -> None:
+        """Raise as `check` does if `stored`, the content of the file, is not this driver's lease."""
+        own_record = self._record
+        if stored is None and isinstance(self.directory, Path) and not self.directory.is_dir():
             raise RunDirectoryError(f"{self.directory} is gone")
         if stored is None:
             raise LeaseLostError(f"{self.directory / LEASE_FILE} is gone; this driver stops publishing")
@@ -167,22 +145,54 @@ class Lease:
             done.set()
             thread.join()
 
-    def _update(self, record: _LeaseRecord) -> None:
-        """Check that the lease is still held, then write `record` in its place."""
+    def _update(self, record: LeaseRecord) -> None:
+        """Check that the lease is still held, and write `record` in its place."""
+
+        def compute(stored: LeaseRecord | None) -> LeaseRecord:
+            self._check(stored)
+            return record
+
         try:
-            with _lock_directory(self.directory):
-                self.check()
-                _write(self.directory, record)
+            self._file.update(compute)
         except OSError as error:
             raise RunDirectoryError(f"{self.directory / LEASE_FILE} cannot be written: {error.strerror}") from error
         self._record = record
 
 
-def check_writable(directory: Path) -> None:
+def check_writable(directory: Location) -> None:
     """Verify that a file in `directory` can be written, synced and deleted. The directory need not exist yet.
 
-    Leaves no file or directory behind. Raises RunDirectoryError with the system's reason.
+    In an object store, also verify that a conditional write is honoured. Leaves no file or directory behind. Raises
+    RunDirectoryError with the reason.
     """
+    try:
+        if isinstance(directory, ObjectPath):
+            _probe_bucket(directory)
+        else:
+            _probe_directory(directory)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run.dir={directory}: cannot be written: {error.strerror}; choose another run.dir or free it"
+        ) from error
+
+
+def _probe_bucket(directory: ObjectPath) -> None:
+    """Write, refuse to overwrite, and delete an object. Raises OSError, or RunDirectoryError without conditions."""
+    probe = directory / f".probe-{uuid.uuid4().hex}"
+    probe.create(b"x")
+    try:
+        probe.create(b"y")
+    except FileExistsError:
+        return
+    finally:
+        probe.delete()
+    raise RunDirectoryError(
+        f"run.dir={directory}: the store ignores conditional writes (If-None-Match), so two drivers could publish at "
+        "once; use a store that honours them, or a shared file system"
+    )
+
+
+def _probe_directory(directory: Path) -> None:
     created: list[Path] = []
     try:
         created = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -191,74 +201,22 @@ def check_writable(directory: Path) -> None:
             file.write(b"x" * 4096)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise RunDirectoryError(
-            f"run.dir={directory}: cannot be written: {error.strerror}; choose another run.dir or free it"
-        ) from error
     finally:
         for path in created:
             with contextlib.suppress(OSError):  # it was not created, or another process uses it already
                 path.rmdir()
 
 
-@contextlib.contextmanager
-def _lock_directory(directory: Path) -> Iterator[None]:
-    """Hold an exclusive file lock while the lease file is read and written.
-
-    On a file system without locks no lock is taken: two drivers that start at the same instant may then both proceed.
-    """
-    with (directory / f".{LEASE_FILE}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
-        yield
-
-
-def _read_previous(directory: Path, stale_after_s: float) -> _LeaseRecord | None:
-    """Return the record of the last driver, which has exited; None if there was none.
-
-    Raises RunDirectoryError if that driver is still running.
-    """
-    previous = _read(directory)
+def _check_not_held(directory: Location, previous: LeaseRecord | None, stale_after_s: float) -> None:
+    """Raise RunDirectoryError if the driver that wrote `previous` is still running."""
     if previous is not None and _is_alive(previous, stale_after_s):
         raise RunDirectoryError(
             f"run.dir={directory}: another driver ({previous.host}, pid {previous.pid}) is running in it; stop it or "
             "choose another run.dir"
         )
-    return previous
 
 
-def _read(directory: Path) -> _LeaseRecord | None:
-    """Return the content of the lease file; None if there is none. Raises RunDirectoryError if it is unreadable."""
-    path = directory / LEASE_FILE
-    try:
-        return _LeaseRecord(**json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
-        raise RunDirectoryError(f"{path} is not a lease: {error}; delete it if no driver is running") from error
-
-
-def _write(directory: Path, record: _LeaseRecord) -> None:
-    """Replace the lease file atomically, so that a reader never sees a partial one."""
-    temporary = directory / f".{LEASE_FILE}.{record.pid}"
-    try:
-        with temporary.open("w") as file:
-            json.dump(asdict(record), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / LEASE_FILE)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def _is_alive(record: _LeaseRecord, stale_after_s: float) -> bool:
+def _is_alive(record: LeaseRecord, stale_after_s: float) -> bool:
     """Return whether the holder counts as running: by its process on this host, by its last renewal on another."""
     if record.released:
         return False

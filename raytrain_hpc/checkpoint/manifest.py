@@ -13,11 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from raytrain_hpc.checkpoint.checksum import FileChecksum
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.object_path import ObjectPath
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = "raytrain-hpc-1"
+FORMAT = "raytrain-hpc-2"
+_READABLE_FORMATS = (FORMAT, "raytrain-hpc-1")  # the first had sha256 checksums
 HF_CONFIG_KEY = "transformers"  # key in `meta` of a transformers model: the content of its config.json
 LORA_META_KEY = "adapters"  # key in `meta` of a model with LoRA adapters: their rank and alpha
 
@@ -41,14 +45,13 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """A shard file that a rank has written and synced. `bytes` is its length, `sha256` the hex digest of its content.
+    """A shard file that a rank has written and synced, with its checksum.
 
     A rank sends its report to the driver, which publishes the checkpoint once all ranks have reported.
     """
 
     file: str
-    bytes: int
-    sha256: str
+    checksum: FileChecksum
     entries: tuple[ShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -62,15 +65,7 @@ class ShardReport:
             ShardEntry(**{**entry, **{key: tuple(entry[key]) for key in ("shape", "offsets", "sizes")}})
             for entry in data["entries"]
         )
-        return cls(data["file"], data["bytes"], data["sha256"], tuple(entries))
-
-
-@dataclass(frozen=True)
-class FileChecksum:
-    """The expected length in bytes and hex SHA-256 of a file."""
-
-    bytes: int
-    sha256: str
+        return cls(data["file"], FileChecksum.from_json(data["checksum"]), tuple(entries))
 
 
 @dataclass(frozen=True)
@@ -89,13 +84,14 @@ class Checkpoint:
     `locations[name]` has the order of `index[name].boxes`. `meta` is the JSON given when it was published.
     """
 
-    path: Path
+    path: Location
     step: int
     generation: int
     files: Mapping[str, FileChecksum]
     index: StateIndex
     locations: Mapping[str, tuple[ShardLocation, ...]]
     meta: Mapping[str, Any]
+    files_path: Location  # directory of the shard files
 
 
 def build_index(reports: Sequence[ShardReport]) -> StateIndex:
@@ -116,9 +112,12 @@ def build_index(reports: Sequence[ShardReport]) -> StateIndex:
 
 
 def build_manifest(
-    step: int, generation: int, reports: Sequence[ShardReport], meta: Mapping[str, Any]
+    step: int, generation: int, reports: Sequence[ShardReport], meta: Mapping[str, Any], directory: str = ""
 ) -> dict[str, Any]:
-    """Build the manifest, as JSON, of a checkpoint of these shard files. Raises TypeError if `meta` is not JSON."""
+    """Build the manifest, as JSON, of a checkpoint of these shard files. Raises TypeError if `meta` is not JSON.
+
+    `directory`: of the shard files, below that of the manifest; empty if they lie beside it.
+    """
     index: dict[str, dict[str, Any]] = {}
     for report in reports:
         for entry in report.entries:
@@ -129,9 +128,10 @@ def build_manifest(
         "format": FORMAT,
         "step": step,
         "generation": generation,
-        "files": {report.file: {"bytes": report.bytes, "sha256": report.sha256} for report in reports},
+        "files": {report.file: asdict(report.checksum) for report in reports},
         "index": index,
         "meta": meta,
+        **({"directory": directory} if directory else {}),
     }
     # Convert to JSON and back, so that the checksum covers what a reader parses: string keys, lists for tuples.
     manifest = json.loads(json.dumps(manifest))
@@ -144,20 +144,22 @@ def _compute_checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(path: Path) -> Checkpoint:
+def read_manifest(path: Location) -> Checkpoint:
     """Read the manifest of the checkpoint in directory `path`. The shard files are not opened.
 
-    Raises CheckpointCorruptedError if the manifest is missing, is not JSON, or is inconsistent.
+    Raises CheckpointCorruptedError if the manifest is missing, is not JSON, or is inconsistent. Raises CheckpointError
+    if an object store does not answer.
     """
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is missing") from error
     except OSError as error:
-        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} cannot be read: {error.strerror}") from error
+        kind = CheckpointError if isinstance(path, ObjectPath) else CheckpointCorruptedError
+        raise kind(f"{path}: {MANIFEST_FILE} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in _READABLE_FORMATS:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is not of format {FORMAT}")
     if manifest.get("checksum") != _compute_checksum(manifest):
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} does not match its own checksum")
@@ -167,10 +169,11 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is malformed: {error!r}") from error
 
 
-def _parse_checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+def _parse_checkpoint(path: Location, manifest: Mapping[str, Any]) -> Checkpoint:
     """Convert a manifest to a Checkpoint. Raises ValueError, KeyError, TypeError or AttributeError if malformed."""
-    files = {name: FileChecksum(int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
-    for name in files:
+    files = {name: FileChecksum.from_json(entry) for name, entry in manifest["files"].items()}
+    directory = str(manifest.get("directory", ""))
+    for name in (*files, *([directory] if directory else [])):
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the directory")
     locations: dict[str, tuple[ShardLocation, ...]] = {}
@@ -194,4 +197,5 @@ def _parse_checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
         StateIndex(tensors),
         locations,
         manifest["meta"],
+        path / directory if directory else path,
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from raytrain_hpc.checkpoint.checksum import ChecksumBuilder, FileChecksum
 from raytrain_hpc.state.shard_index import ITEM_BYTES
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.object_path import ObjectPath
 
 _SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -46,36 +49,46 @@ class TensorEntry:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[TensorEntry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    """Write `tensors`, in the order of `entries`, as one synced safetensors file. Return (bytes, hex SHA-256).
+    path: Location, entries: Sequence[TensorEntry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> FileChecksum:
+    """Write `tensors`, in the order of `entries`, as one safetensors file. Return its checksum.
 
     `tensors` may be a generator that creates each tensor on demand. CPU tensors are written without a copy, and the
-    checksum is computed while writing. The directory must exist. Raises OSError if writing fails, after removing the
-    partial file, and ValueError if a key occurs twice.
+    checksum is computed while writing. A local file is synced, and its directory must exist; an object is uploaded in
+    parallel parts. Raises OSError if writing fails, after removing the partial file, and ValueError if a key occurs
+    twice.
     """
+    header, checksum = _build_header(entries, metadata), ChecksumBuilder()
+    chunks = _iterate_chunks(header, map(_view_bytes, tensors), checksum)
+    if isinstance(path, ObjectPath):
+        path.upload(chunks, len(header) + sum(entry.nbytes for entry in entries))
+    else:
+        _write_file(path, chunks)
+    return checksum.finish()
+
+
+def _iterate_chunks(header: bytes, blocks: Iterable[memoryview], checksum: ChecksumBuilder) -> Iterator[memoryview]:
+    """Yield the content of the file in pieces, each after it was added to `checksum`."""
+    for block in chain((memoryview(header),), blocks):
+        for start in range(0, len(block), _CHUNK_BYTES):
+            chunk = block[start : start + _CHUNK_BYTES]
+            checksum.update(chunk)
+            yield chunk
+
+
+def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+    """Write and sync a local file. Raises OSError after removing the partial file."""
     try:
-        return _write(path, _build_header(entries, metadata), map(_view_bytes, tensors))
+        with path.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError:
         # On a full disk, the partial file takes space that others need.
         with contextlib.suppress(OSError):
             path.unlink()
         raise
-
-
-def _write(path: Path, header: bytes, blocks: Iterable[memoryview]) -> tuple[int, str]:
-    """Write header and data blocks, and sync. Return (bytes, hex SHA-256)."""
-    checksum = hashlib.sha256(header)
-    with path.open("wb") as file:
-        file.write(header)
-        for block in blocks:
-            for start in range(0, len(block), _CHUNK_BYTES):
-                chunk = block[start : start + _CHUNK_BYTES]
-                file.write(chunk)
-                checksum.update(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), checksum.hexdigest()
 
 
 def _build_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None) -> bytes:

@@ -9,16 +9,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from raytrain_hpc.checkpoint.manifest import Checkpoint, ShardEntry, ShardLocation, ShardReport
+from raytrain_hpc.checkpoint.object_reader import read_object
 from raytrain_hpc.checkpoint.safetensors_writer import TensorEntry, write_tensors
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.state.shard_index import RegionCopy, TensorSlices, find_difference, find_missing, plan_copies
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.object_path import ObjectPath
 
 
-def write_shard(path: Path, shards: Iterable[StateShard]) -> ShardReport:
-    """Write `shards` as one synced safetensors file and return the report for the driver.
+def write_shard(path: Location, shards: Iterable[StateShard]) -> ShardReport:
+    """Write `shards` as one safetensors file, synced or uploaded, and return the report for the driver.
 
-    Empty shards are skipped. The directory must exist; only the driver creates and removes it. Raises OSError if
+    Empty shards are skipped. A local directory must exist; only the driver removes it. Raises OSError if
     writing fails, after removing the partial file, and ValueError if a box occurs twice.
     """
     non_empty = [shard for shard in shards if shard.box.numel]
@@ -26,26 +29,24 @@ def write_shard(path: Path, shards: Iterable[StateShard]) -> ShardReport:
     return write_slices(path, slices, (shard.tensor for shard in non_empty))
 
 
-def write_slices(path: Path, slices: Sequence[TensorSlices], tensors: Iterable[Tensor]) -> ShardReport:
+def write_slices(path: Location, slices: Sequence[TensorSlices], tensors: Iterable[Tensor]) -> ShardReport:
     """Write slices of one box each, as `write_shard` does; `tensors` may be a generator that creates them on demand."""
     entries = tuple(
         ShardEntry(tensor.name, tensor.shape, tensor.dtype, box.offsets, box.sizes, f"{tensor.name}{box}")
         for tensor in slices
         for box in tensor.boxes
     )
-    nbytes, checksum = write_tensors(
-        path, [TensorEntry(entry.key, entry.dtype, entry.sizes) for entry in entries], tensors
-    )
-    return ShardReport(path.name, nbytes, checksum, entries)
+    checksum = write_tensors(path, [TensorEntry(entry.key, entry.dtype, entry.sizes) for entry in entries], tensors)
+    return ShardReport(path.name, checksum, entries)
 
 
 def read_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
     """Fill every shard of `destination` in place from a checkpoint that was written in any layout.
 
-    Files are memory-mapped, so only the required rows are read. Tensors that only the checkpoint holds are ignored; to
-    detect them, call `shard_index.find_difference`. Raises CheckpointError, before any tensor is changed, naming the
-    first tensor that is missing, has another shape or dtype, or is not covered. Raises CheckpointCorruptedError if a
-    file does not match the manifest.
+    Only the required rows are read: local files are memory-mapped, objects are read by ranges and verified by block.
+    Tensors that only the checkpoint holds are ignored; to detect them, call `shard_index.find_difference`. Raises
+    CheckpointError, before any tensor is changed, naming the first tensor that is missing, has another shape or dtype,
+    or is not covered. Raises CheckpointCorruptedError if a file does not match the manifest.
     """
     destination_index = destination.to_index()
     source_index = checkpoint.index.select(destination_index)
@@ -58,7 +59,11 @@ def read_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
         location = checkpoint.locations[copy.name][copy.source_box_number]
         by_file.setdefault(location.file, []).append((location, copy))
     for file, copies in by_file.items():
-        _read_file(checkpoint.path / file, copies, destination)
+        path = checkpoint.files_path / file
+        if isinstance(path, ObjectPath):
+            read_object(path, checkpoint.files[file], copies, destination)
+        else:
+            _read_file(path, copies, destination)
 
 
 def _read_file(path: Path, copies: Iterable[tuple[ShardLocation, RegionCopy]], destination: ShardedState) -> None:

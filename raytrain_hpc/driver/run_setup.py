@@ -47,6 +47,7 @@ from raytrain_hpc.planner.layout import (
 from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.ray_private import is_working_dir_copy
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
+from raytrain_hpc.storage.location import Location
 
 # Fields of the model spec that may differ from those of the run in run.init_from.
 _INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "load_balancing", "load_balancing_weight", "expert_bias_rate"}
@@ -65,7 +66,7 @@ class PreparedRun:
     stream: LocalStream | SampleStream  # for its data state; the driver reads no data
     newest_checkpoint: Checkpoint | None = None  # to resume from
     stored_batching: Batching | None = None  # the split of the batch when the run first started
-    init_checkpoint: Path | None = None  # the checkpoint that provides the initial weights
+    init_checkpoint: Location | None = None  # the checkpoint that provides the initial weights
 
     def resolve_layout(self, world: int) -> tuple[Layout, Batching]:
         """Return layout and microbatches on `world` ranks. Raises LayoutError if the layout is not legal."""
@@ -191,7 +192,7 @@ def _open_stream(config: Config, dataset: Dataset | SampleDataset) -> LocalStrea
     )
 
 
-def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Path | None:
+def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Location | None:
     """Return the checkpoint that run.init_from names, or None if it is not set.
 
     Raises CheckpointError if there is none, ConfigError if its model differs, and DataError if its tokenizer differs.
@@ -340,7 +341,7 @@ def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) 
     """
     damaged_names: list[str] = []
 
-    def report_damage(path: Path, reason: str) -> None:
+    def report_damage(path: Location, reason: str) -> None:
         damaged_names.append(path.name)
         warn(f"damaged checkpoint skipped: {path}: {reason}")
 

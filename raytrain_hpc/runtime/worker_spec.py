@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raytrain_hpc.callbacks.callback import Callback
@@ -14,6 +13,7 @@ from raytrain_hpc.data.loader.block_stream import BlockPlan
 from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.planner.layout import Batching, Layout
+from raytrain_hpc.storage.location import Location
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +68,7 @@ class WorkerSpec:
     start_metrics: dict[str, Any] | None = None  # recorded metrics of the start step, for callbacks; None: unknown
     pending_eval_metrics: dict[str, Any] | None = None  # metrics of the start step, if its evaluation was interrupted
     has_pending_checkpoint: bool = False  # whether a checkpoint of the start step was interrupted
-    init_checkpoint: Path | None = None  # weights that a fresh run starts from
+    init_checkpoint: Location | None = None  # weights that a fresh run starts from
     replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
     last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run; 0: unknown
     is_single_node: bool = False  # whether all ranks are on one node and can open each other's shared memory

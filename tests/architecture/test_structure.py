@@ -33,7 +33,8 @@ ALLOWED_IMPORTS = {
     "errors": "",
     "torch_private": "",
     "ray_private": "",
-    "config": "errors",
+    "storage": "errors",
+    "config": "errors storage",
     "callbacks": "errors torch_private config",
     "planner": "errors config",
     "elastic": "errors config planner",
@@ -43,24 +44,24 @@ ALLOWED_IMPORTS = {
     "snapshot": "errors state",
     "distributed": "errors callbacks torch_private config planner elastic state parallel snapshot",
     "data": "errors ray_private torch_private config",
-    "runtime": "errors callbacks config planner elastic state parallel distributed data",
-    "checkpoint": "errors config state snapshot",
-    "observability": "errors callbacks config planner",
+    "runtime": "errors storage callbacks config planner elastic state parallel distributed data",
+    "checkpoint": "errors storage config state snapshot",
+    "observability": "errors storage callbacks config planner",
     "optim": "errors torch_private config state",
-    "training": "errors callbacks torch_private config planner elastic state model parallel snapshot distributed data "
-    "runtime checkpoint observability optim",
+    "training": "errors storage callbacks torch_private config planner elastic state model parallel snapshot "
+    "distributed data runtime checkpoint observability optim",
     "worker": "errors config planner elastic state parallel snapshot distributed data runtime training",
-    "driver": "errors callbacks ray_private config planner elastic state distributed data runtime checkpoint "
+    "driver": "errors storage callbacks ray_private config planner elastic state distributed data runtime checkpoint "
     "observability optim training worker",
-    "run_report": "errors config observability driver",
-    "api": "errors callbacks config planner elastic state model snapshot data runtime checkpoint observability "
+    "run_report": "errors storage config observability driver",
+    "api": "errors storage callbacks config planner elastic state model snapshot data runtime checkpoint observability "
     "training driver run_report",
-    "huggingface": "errors config state data checkpoint",
-    "bench": "errors callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
+    "huggingface": "errors storage config state data checkpoint",
+    "bench": "errors storage callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
     "observability parallel training worker driver api",
-    "sweeps": "errors ray_private config observability checkpoint driver run_report api",
-    "cli": "errors config planner elastic state data checkpoint observability driver huggingface run_report api bench "
-    "sweeps",
+    "sweeps": "errors storage ray_private config observability checkpoint driver run_report api",
+    "cli": "errors storage config planner elastic state data checkpoint observability driver huggingface run_report "
+    "api bench sweeps",
     "public": "errors callbacks config data driver huggingface run_report api sweeps",
 }
 WITHOUT_TORCH_AND_RAY = {"errors", "config", "planner", "elastic", "public"}

@@ -80,7 +80,7 @@ def test_save_with_wait_returns_when_the_file_is_on_disk(tmp_path):
     reports = []
     writer = AsyncCheckpointWriter(reports.append)
     writer.save([StateShard.from_tensor("w", torch.ones(3))], tmp_path / "a", 1, wait=True)
-    assert (tmp_path / "a").stat().st_size == reports[0]["shard"]["bytes"]
+    assert (tmp_path / "a").stat().st_size == reports[0]["shard"]["checksum"]["bytes"]
 
 
 def test_an_oserror_is_reported_and_the_writer_stays_usable(tmp_path, monkeypatch):

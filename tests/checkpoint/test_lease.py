@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.checkpoint import lease as lease_module
 from raytrain_hpc.checkpoint.lease import Lease, check_writable
+from raytrain_hpc.checkpoint.lease_file import LocalLeaseFile
 from raytrain_hpc.errors import LeaseLostError, RunDirectoryError
 
 HOLDER = """
@@ -106,15 +106,15 @@ def test_renewal_and_new_generations_are_written_to_the_file(tmp_path):
 
 def test_renewing_and_checking_during_next_generation_neither_undo_it_nor_raise(tmp_path, monkeypatch):
     lease, is_written, may_continue = Lease.acquire(tmp_path, "driver"), threading.Event(), threading.Event()
-    write = lease_module._write
+    write = LocalLeaseFile._write
 
-    def write_and_pause(directory, record):
-        write(directory, record)
+    def write_and_pause(file, record):
+        write(file, record)
         if record.generation == 2 and not is_written.is_set():
             is_written.set()
             assert may_continue.wait(10)
 
-    monkeypatch.setattr(lease_module, "_write", write_and_pause)
+    monkeypatch.setattr(LocalLeaseFile, "_write", write_and_pause)
     with ThreadPoolExecutor(3) as pool:
         next_generation = pool.submit(lease.next_generation)
         assert is_written.wait(10)

@@ -7,10 +7,12 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ import torch
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.shard_io import read_state
+from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError, LeaseLostError
+from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 
 def assert_content(checkpoint, ranks):
@@ -179,7 +183,7 @@ def test_incomplete_or_inconsistent_reports_are_not_published(store, ranks):
     first = reports[0].entries[0]
     conflicting = type(first)(first.name, (99,), first.dtype, (0,), (99,), "x")
     with pytest.raises(CheckpointError, match=f"holds {first.name} as .* another rank as"):
-        store.publish(1, 1, [*reports, ShardReport("rank-00009.safetensors", 1, "", (conflicting,))], {}, lambda: None)
+        store.publish(1, 1, [*reports, replace(reports[0], entries=(conflicting,))], {}, lambda: None)
     assert store.list_steps() == []
     assert [path.name for path in store.root.iterdir()] == [".staging-step-00000003-g2"] and len(other_reports) == 1
 
@@ -243,6 +247,7 @@ def test_a_staging_directory_that_cannot_be_created_is_named(ranks, tmp_path, st
 
 PUBLISHER = """
 import itertools, os, sys
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from conftest import FakeRanks
@@ -297,3 +302,26 @@ def test_a_kill_at_any_moment_leaves_the_newest_checkpoint_complete(store, ranks
             assert_content(checkpoint, ranks)
             last_step = checkpoint.step
         parent.stdin.close()
+
+
+@pytest.mark.parametrize("version", ["format-1", "format-2"])
+def test_checkpoints_of_earlier_versions_are_verified_and_read(version, tmp_path):
+    shutil.copytree(Path(__file__).parent / "golden" / version, tmp_path, dirs_exist_ok=True)
+    checkpoint = CheckpointStore(tmp_path).verify(42)
+    assert (checkpoint.step, checkpoint.generation, set(checkpoint.meta)) == (42, 5, {"note"})
+    state = ShardedState(
+        StateShard.from_tensor(name, tensor)
+        for name, tensor in {
+            "model.w": torch.zeros(7, 3),
+            "model.b": torch.zeros(5).bfloat16(),
+            "optimizer.step": torch.tensor(0),
+        }.items()
+    )
+    read_state(checkpoint, state)
+    w, b, step = (shard.tensor for shard in state)
+    assert (
+        torch.equal(w, torch.arange(21.0).reshape(7, 3)) and torch.equal(b, torch.arange(5).bfloat16()) and step == 42
+    )
+    flip_byte(tmp_path / "step-00000042" / "rank-00001.safetensors", -1)
+    with pytest.raises(CheckpointCorruptedError, match="rank-00001.safetensors: checksum is"):
+        CheckpointStore(tmp_path).verify(42)

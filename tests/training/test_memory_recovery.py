@@ -66,7 +66,7 @@ def test_a_generation_of_no_steps_saves_the_state_in_memory(pool: WarmPool, tmp_
     def read_shards(results: Any) -> dict[str, str]:
         reports = [record for *_, records in results for record in records if record["type"] == "shard"]
         assert [report["step"] for report in reports] == [3, 3, 3] and all(r["seconds"] > 0 for r in reports)
-        return {report["shard"]["file"]: report["shard"]["sha256"] for report in reports}
+        return {report["shard"]["file"]: report["shard"]["checksum"]["digest"] for report in reports}
 
     assert len(read_shards(ended)) == 3 and read_shards(saved) == read_shards(ended)
     assert not get_step_metrics([record for *_, records in saved for record in records])

@@ -1,0 +1,100 @@
+"""Publishing checkpoints in an object store: files are uploaded to their final names, the manifest last, on condition.
+
+    ROOT/step-00000100/manifest.json
+    ROOT/step-00000100/g3/rank-00000.safetensors    written by the ranks of generation 3
+
+Nothing is renamed, since object stores copy to rename. Without a manifest the files are not a checkpoint. The manifest
+is created only if there is none, or replaces the version that was read: of two drivers, one publishes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from raytrain_hpc.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from raytrain_hpc.checkpoint.verification import get_step_name
+from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
+from raytrain_hpc.storage.object_path import ObjectPath
+from raytrain_hpc.storage.unfinished_uploads import abort_unfinished_uploads
+
+
+class ObjectPublisher:
+    """Publisher of checkpoints below a prefix of an object store."""
+
+    def __init__(self, root: ObjectPath) -> None:
+        self._root = root
+
+    def get_files_directory(self, generation: int) -> str:
+        """Return the directory of the shard files below that of the manifest."""
+        return f"g{generation}"
+
+    def get_staging_path(self, step: int, generation: int) -> ObjectPath:
+        """Return the prefix below which the ranks of a generation write."""
+        return self._root / get_step_name(step) / self.get_files_directory(generation)
+
+    def create_staging(self, step: int, generation: int) -> ObjectPath:
+        """Return the prefix below which the ranks of a generation write. It needs no creation."""
+        return self.get_staging_path(step, generation)
+
+    def discard(self, step: int, generation: int) -> None:
+        """Delete what the ranks have uploaded. If storage fails, `remove_leftovers` of the next driver does so."""
+        with suppress(OSError):
+            self.get_staging_path(step, generation).delete_tree()
+
+    def publish(self, step: int, generation: int, manifest: Mapping[str, Any], pre_publish: Callable[[], None]) -> None:
+        """Call `pre_publish` and write the manifest, on condition; then delete the files of the one it replaces.
+
+        Raises OSError; FileExistsError if another driver has published this step in between.
+        """
+        path = self._root / get_step_name(step) / MANIFEST_FILE
+        content = json.dumps(manifest).encode()
+        try:
+            _, version = path.read_with_version()
+        except FileNotFoundError:
+            version = None
+        pre_publish()
+        try:
+            path.create(content) if version is None else path.replace(content, version)
+        except FileExistsError:
+            if path.read_bytes() != content:  # equal: the answer to the write was lost, and it was tried again
+                raise
+        if version is not None:
+            with suppress(OSError):
+                self._delete_other_generations(step, self.get_files_directory(generation))
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, the manifest first: if this is interrupted, the rest is a leftover. Raises OSError."""
+        path = self._root / get_step_name(step)
+        (path / MANIFEST_FILE).delete()
+        path.delete_tree()
+
+    def remove_leftovers(self) -> None:
+        """Remove files that no manifest refers to: of unfinished checkpoints, deletions and replacements.
+
+        Call while no rank writes. Raises CheckpointError if storage fails.
+        """
+        try:
+            abort_unfinished_uploads(self._root)
+            for name in self._root.list_directory()[0]:
+                self._remove_unreferenced(self._root / name)
+        except OSError as error:
+            raise CheckpointError(f"{self._root}: leftovers cannot be removed: {error.strerror}") from error
+
+    def _remove_unreferenced(self, path: ObjectPath) -> None:
+        if not (path / MANIFEST_FILE).is_file():
+            path.delete_tree()
+            return
+        try:
+            checkpoint = read_manifest(path)
+        except CheckpointCorruptedError:
+            return  # reported when the newest valid checkpoint is looked for; nothing is deleted before
+        self._delete_other_generations(checkpoint.step, checkpoint.files_path.name)
+
+    def _delete_other_generations(self, step: int, kept_directory: str) -> None:
+        path = self._root / get_step_name(step)
+        for name in path.list_directory()[0]:
+            if name != kept_directory:
+                (path / name).delete_tree()

@@ -1,0 +1,93 @@
+"""Verification of a checkpoint: every file has the length and the checksum that the manifest names."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from raytrain_hpc.checkpoint.checksum import ChecksumBuilder, FileChecksum
+from raytrain_hpc.checkpoint.manifest import MANIFEST_FILE, Checkpoint, read_manifest
+from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
+from raytrain_hpc.storage.location import Location, get_size, read_chunks
+from raytrain_hpc.storage.object_path import ObjectPath
+
+_THREADS = 4
+_CHUNK_BYTES = 4 * 2**20
+_OBJECT_CHUNK_BYTES = 16 * 2**20  # of a request
+
+
+def get_step_name(step: int) -> str:
+    """Return the name of the directory of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def verify_checkpoint(path: Location) -> Checkpoint:
+    """Read every byte of a checkpoint and compare it with the manifest. Return the checkpoint.
+
+    Raises CheckpointCorruptedError naming the file and the problem, and CheckpointError if an object store does not
+    answer, in which case nothing is known.
+    """
+    checkpoint = read_manifest(path)
+    if path.name != get_step_name(checkpoint.step):
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is that of step {checkpoint.step}")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = (checkpoint.files_path / name for name in checkpoint.files)
+        for problem in pool.map(_find_file_problem, files, checkpoint.files.values()):
+            if problem:
+                raise CheckpointCorruptedError(problem)
+    return checkpoint
+
+
+def has_expected_files(path: Location) -> bool:
+    """Return whether the manifest is readable and every file has its size. Cheap: reads no shard file."""
+    try:
+        checkpoint = read_manifest(path)
+    except CheckpointCorruptedError:
+        return False
+    return not any(
+        find_size_problem(checkpoint.files_path / name, expected.bytes) for name, expected in checkpoint.files.items()
+    )
+
+
+def find_size_problem(path: Location, expected: int) -> str | None:
+    """Describe why a file does not have the expected size in bytes; None if it does.
+
+    Raises CheckpointError if an object store does not answer.
+    """
+    try:
+        size = get_size(path)
+    except FileNotFoundError:
+        return f"{path}: missing"
+    except OSError as error:
+        return describe_read_error(path, error)
+    return None if size == expected else f"{path}: {size} bytes, expected {expected}"
+
+
+def describe_read_error(path: Location, error: OSError) -> str:
+    """Return an error of a local file as a problem of the file. Raises CheckpointError for one of an object store.
+
+    A local file that cannot be read is as good as damaged. An object store that does not answer, or that refuses
+    credentials, says nothing about the object.
+    """
+    if isinstance(path, ObjectPath):
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return f"{path}: cannot be read: {error.strerror}"
+
+
+def _find_file_problem(path: Location, expected: FileChecksum) -> str | None:
+    """Describe how a file differs from the manifest in size or checksum; None if it matches. Reads the whole file."""
+    if problem := find_size_problem(path, expected.bytes):
+        return problem
+    checksum = ChecksumBuilder(expected.algorithm)
+    try:
+        for chunk in read_chunks(
+            path, expected.bytes, _OBJECT_CHUNK_BYTES if isinstance(path, ObjectPath) else _CHUNK_BYTES
+        ):
+            checksum.update(chunk)
+    except FileNotFoundError:
+        return f"{path}: missing"
+    except OSError as error:
+        return describe_read_error(path, error)
+    digest = checksum.finish().digest
+    if digest != expected.digest:
+        return f"{path}: checksum is {digest[:12]}..., the manifest says {expected.digest[:12]}..."
+    return None

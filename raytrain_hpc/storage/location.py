@@ -1,0 +1,65 @@
+"""Locations of run directories: a local path, or a URL of an object store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from raytrain_hpc.storage.object_path import ObjectPath
+
+Location = Path | ObjectPath
+
+
+def is_url(location: str | Path) -> bool:
+    """Return whether a location is a URL rather than a local path."""
+    return isinstance(location, str) and "://" in location
+
+
+def parse_location(location: str | Path) -> Location:
+    """Return the absolute path, or the object path, that a run directory's name stands for. Raises ValueError."""
+    if is_url(location):
+        return ObjectPath.from_url(str(location))
+    return Path(location).expanduser().absolute()
+
+
+def get_size(location: Location) -> int:
+    """Return the size of a file in bytes. Raises OSError; FileNotFoundError if there is none."""
+    return location.get_size() if isinstance(location, ObjectPath) else location.stat().st_size
+
+
+def read_chunks(location: Location, size: int, chunk_bytes: int) -> Iterator[memoryview | bytes]:
+    """Yield the content of a file of `size` bytes in pieces of at most `chunk_bytes`. Raises OSError."""
+    if isinstance(location, ObjectPath):
+        for start in range(0, size, chunk_bytes):
+            yield location.read_range(start, min(size, start + chunk_bytes))
+        return
+    with location.open("rb") as file:
+        while chunk := file.read(chunk_bytes):
+            yield chunk
+
+
+def write_atomically(location: Location, content: bytes) -> None:
+    """Write a small file such that readers see the earlier or the new content. Raises OSError."""
+    if isinstance(location, ObjectPath):
+        location.write_bytes(content)
+        return
+    temporary = location.with_name(f".{location.name}")
+    temporary.write_bytes(content)
+    temporary.replace(location)
+
+
+def list_directory_names(location: Location) -> list[str]:
+    """Return the names of the directories in a directory; none if it does not exist. Raises OSError."""
+    if isinstance(location, ObjectPath):
+        return location.list_directory()[0]
+    return sorted(path.name for path in location.iterdir() if path.is_dir()) if location.is_dir() else []
+
+
+def is_file(location: Location) -> bool:
+    """Return whether there is a file, or an object, of this name. Raises OSError if an object store does not answer."""
+    return location.is_file()
+
+
+def get_modified_time(location: Location) -> float:
+    """Return the Unix time of the last change of a file. Raises OSError."""
+    return location.get_modified_time() if isinstance(location, ObjectPath) else location.stat().st_mtime
