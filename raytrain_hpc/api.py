@@ -167,8 +167,9 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of the committed steps so far, one dict per step with the keys of metrics.jsonl."""
         from raytrain_hpc.driver.run_directory import RunDirectory
+        from raytrain_hpc.storage.location import parse_location
 
-        records = RunDirectory(Path(self._config.run.dir)).read_metrics()
+        records = RunDirectory(parse_location(self._config.run.dir)).read_metrics()
         latest = {record["step"]: record for record in records}
         return [latest[step] for step in sorted(latest)]
 

@@ -16,7 +16,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.base import Tokenizer
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
-from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
@@ -40,7 +40,7 @@ def generate(
     `EMA` has averaged, if there are any and `weights` is not "trained". Raises CheckpointError if the run has no such
     checkpoint of the built-in decoder, and DataError if it has no tokenizer or the tokenizer cannot encode the prompt.
     """
-    directory = RunDirectory(Path(run_dir))
+    directory = open_run_directory(run_dir)
     tokenizer = _load_tokenizer(directory)
     model, seq_len = load_model(directory, step, weights)
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
@@ -65,9 +65,9 @@ def generate(
 
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
     if not directory.path.is_dir():
-        raise CheckpointError(f"{directory.path}: no such run directory")
+        raise CheckpointError(f"{directory.location}: no such run directory")
     if not directory.tokenizer.exists():
-        raise DataError(f"{directory.path}: the run has no tokenizer (synthetic tokens have none)")
+        raise DataError(f"{directory.location}: the run has no tokenizer (synthetic tokens have none)")
     try:
         data = json.loads(directory.tokenizer.read_text())
     except (OSError, ValueError) as error:
@@ -86,7 +86,7 @@ def load_model(
     """
     checkpoint = CheckpointStore(directory.checkpoints).find(step)
     if checkpoint is None:
-        raise CheckpointError(f"{directory.path}: no valid checkpoint; train first")
+        raise CheckpointError(f"{directory.location}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None:
         raise CheckpointError(f"{checkpoint.path}: holds a custom model; load it with the model's own class")
     spec = ModelSpec.from_json(checkpoint.meta["model"])

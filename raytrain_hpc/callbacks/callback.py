@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import CallbackError
+from raytrain_hpc.storage.location import parse_location
+from raytrain_hpc.storage.working_copy import get_working_directory
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +60,8 @@ class TrainingContext:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
-        return Path(self.config.run.dir)
+        """The run directory; if it is in an object store, a local directory whose files are uploaded to it."""
+        return get_working_directory(parse_location(self.config.run.dir))
 
 
 class TrainingControl:

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from raytrain_hpc.config.model_spec import resolve_model_spec
@@ -21,6 +21,7 @@ from raytrain_hpc.planner.measured_links import load_calibration, save_calibrati
 from raytrain_hpc.planner.search import Estimate, rank_layouts
 from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.workload import make_workload
+from raytrain_hpc.storage.location import is_url
 
 _WARMUP_STEPS = 2  # not measured
 
@@ -146,7 +147,9 @@ def _run_trial(config: Config, estimate: Estimate, world_size: int, steps: int, 
 
 
 def _make_runs_dir(config: Config) -> str:
-    """Create and return the parent directory of run.dir, which all nodes can see."""
+    """Create and return the parent directory of run.dir, which all nodes can see; a local one if it is a URL."""
+    if is_url(config.run.dir):
+        return gettempdir()
     parent = Path(config.run.dir).expanduser().absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     return str(parent)

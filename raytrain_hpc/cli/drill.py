@@ -17,7 +17,9 @@ import click
 from raytrain_hpc.api import train
 from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
+from raytrain_hpc.driver.run_directory import open_run_directory
 from raytrain_hpc.errors import CheckpointError, ConfigError
+from raytrain_hpc.storage.location import get_modified_time
 
 FAULT_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "hang", "gil", "exception", "skip_collective", "nan")
 INCIDENT_KINDS = {
@@ -153,21 +155,20 @@ def run_drill(
     faulty.cluster.workers = world_size
     faulty.fault.inject = make_schedule(seed, num_faults, config.train.steps, world_size)
     faulty.fault.max_failures = max(config.fault.max_failures, num_faults)
-    run_dir = Path(config.run.dir)
-    if (run_dir / "metrics.jsonl").exists():
+    if open_run_directory(config.run.dir).metrics.exists():
         raise ConfigError("run.dir", config.run.dir, config.origin("run.dir"), "holds a run; choose another run.dir")
     train(faulty, quiet=quiet)
-    result = build_report(faulty.fault.inject, run_dir)
+    result = build_report(faulty.fault.inject, config.run.dir)
     if not compare:
         return result
     reference = deepcopy(config)
     reference.cluster.workers = world_size
     reference.run.dir = f"{config.run.dir}-undisturbed"
     train(reference, quiet=quiet)
-    return replace(result, bitwise_equal=fingerprint(run_dir) == fingerprint(Path(reference.run.dir)))
+    return replace(result, bitwise_equal=fingerprint(config.run.dir) == fingerprint(reference.run.dir))
 
 
-def fingerprint(run_dir: Path) -> str:
+def fingerprint(run_dir: str | Path) -> str:
     """Hash the loss and gradient norm of every step and all tensors of the newest checkpoint.
 
     Raises:
@@ -179,9 +180,10 @@ def fingerprint(run_dir: Path) -> str:
     from raytrain_hpc.state.shard_index import Box, StateIndex
     from raytrain_hpc.state.sharded_state import compute_digest
 
-    last = {line["step"]: line for line in _read_jsonl(run_dir / "metrics.jsonl")}
+    directory = open_run_directory(run_dir)
+    last = {line["step"]: line for line in directory.read_metrics()}
     curve = [(step, last[step]["train/loss"], last[step]["train/grad_norm"]) for step in sorted(last)]
-    checkpoint = CheckpointStore(run_dir / "checkpoints").find_newest_valid(lambda path, reason: None)
+    checkpoint = CheckpointStore(directory.checkpoints).find_newest_valid(lambda path, reason: None)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no valid checkpoint to compare")
     index = StateIndex(replace(entry, boxes=(Box.from_shape(entry.shape),)) for entry in checkpoint.index.values())
@@ -190,26 +192,24 @@ def fingerprint(run_dir: Path) -> str:
     return hashlib.sha256(repr((curve, compute_digest(state))).encode()).hexdigest()[:16]
 
 
-def build_report(faults: Sequence[InjectConfig], run_dir: Path) -> DrillReport:
+def build_report(faults: Sequence[InjectConfig], run_dir: str | Path) -> DrillReport:
     """Match the faults with the incidents that a finished run recorded in its directory."""
-    incidents, metrics = _read_jsonl(run_dir / "incidents.jsonl"), _read_jsonl(run_dir / "metrics.jsonl")
-    markers = {number: run_dir / "injected" / str(number) for number in range(len(faults))}
-    times = sorted((marker.stat().st_mtime, number) for number, marker in markers.items() if marker.exists())
+    directory = open_run_directory(run_dir)
+    incidents = [json.loads(line) for line in directory.read_incidents()]
+    metrics = list(directory.read_metrics())
+    markers = {number: directory.location / "injected" / str(number) for number in range(len(faults))}
+    times = sorted((get_modified_time(marker), number) for number, marker in markers.items() if marker.is_file())
     injected = []
     for position, (injected_at, number) in enumerate(times):
         next_injected_at = times[position + 1][0] if position + 1 < len(times) else float("inf")
         matching = [incident for incident in incidents if injected_at - 0.05 <= incident["time"] < next_injected_at]
-        rank = json.loads(markers[number].read_text())["rank"]
+        rank = json.loads(markers[number].read_bytes())["rank"]
         injected.append(InjectedFault(faults[number], injected_at, rank, matching[0] if matching else None))
     last = {line["step"]: line for line in metrics}
     elapsed = metrics[-1]["time/unix"] - metrics[0]["time/unix"]
     committed = sum(line["time/step_s"] for step, line in last.items() if step > 1)
     steps_lost = sum(incident["steps_lost"] or 0 for incident in incidents)
     return DrillReport(tuple(injected), len(faults), len(last), steps_lost, committed / elapsed if elapsed else 1.0)
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _format_seconds(seconds: Sequence[float]) -> str:

@@ -26,7 +26,7 @@ def format_status(run_dir: str | Path) -> Iterator[str]:
         RunDirectoryError: The directory holds no run.
     """
     run = read_run(run_dir)
-    yield f"{run.path}: {_describe_state(run)}"
+    yield f"{run.location}: {_describe_state(run)}"
     if run.workers:
         nodes = Counter(str(worker["node"]) for worker in run.workers)
         placement = ", ".join(f"{count} on {node}" for node, count in nodes.items())
@@ -43,14 +43,14 @@ def format_status(run_dir: str | Path) -> Iterator[str]:
         recovered = last.get("recovered_s")
         recovery = "not recovered" if recovered is None else f"recovered in {recovered:.2f} s"
         yield f"incidents  {len(run.incidents)}; last: {format_incident(last)}, {recovery}"
-    saved_steps = CheckpointStore(run.path / "checkpoints").list_steps()
+    saved_steps = CheckpointStore(run.location / "checkpoints").list_steps()
     if saved_steps:
         yield f"checkpoint step {saved_steps[-1]}, newest of {len(saved_steps)} kept"
 
 
 def _describe_state(run: RunRecord) -> str:
     try:
-        Lease.check_available(run.path)
+        Lease.check_available(run.location)
     except RunDirectoryError:
         return "running"
     if run.result:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.dataset.sources import STDLIB
-from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_directory import open_run_directory
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
@@ -22,21 +21,22 @@ def sample_text(config: Config, result: Result) -> Iterator[str]:
 
     The text is appended to samples.jsonl. If that fails, the last line says so.
     """
-    run_dir = Path(config.run.dir)
-    if result.outcome != "done" or not config.logging.sample_tokens or not (run_dir / "tokenizer.json").exists():
+    if result.outcome != "done" or not config.logging.sample_tokens or result.checkpoint is None:
         return
     if config.model.hf:  # transformers samples from its own models, once they are exported
         return
-    if result.checkpoint is None:
+    directory = open_run_directory(config.run.dir)
+    if not directory.tokenizer.exists():
         return
     from raytrain_hpc.text_generation import generate
 
     yield "sample of the model's own text:"
-    text = "".join(generate(run_dir, _PROMPT, max_tokens=config.logging.sample_tokens))
+    text = "".join(generate(config.run.dir, _PROMPT, max_tokens=config.logging.sample_tokens))
     for line in text.splitlines():
         yield f"  | {line}"
     try:
-        RunDirectory(run_dir).append_sample(result.steps, _PROMPT, text)
+        directory.append_sample(result.steps, _PROMPT, text)
+        directory.upload()
     except OSError as error:
         yield f"alarm: the sample was not stored: {error.strerror}"
 
@@ -71,8 +71,8 @@ def format_summary(config: Config, result: Result, *, is_script: bool = False) -
     yield f"next: raytrain-hpc generate {run_dir}{prompt}"
 
 
-def _display_path(config: Config, result: Result) -> Path | None:
+def _display_path(config: Config, result: Result) -> str | None:
     """Return the path of the checkpoint below run.dir as the user wrote it."""
     if result.checkpoint is None:
         return None
-    return Path(config.run.dir) / "checkpoints" / Path(result.checkpoint).name
+    return f"{config.run.dir}/checkpoints/{result.checkpoint.rpartition('/')[2]}"

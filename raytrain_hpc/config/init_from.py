@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config.model_spec import ModelSpec, spec_to_settings
 from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.storage.location import list_directory_names, parse_location
 
 INIT_FROM_KEY = "run.init_from"
 
@@ -17,12 +17,17 @@ def read_model_settings(directory: str, origin: str) -> dict[str, Any]:
 
     Raises ConfigError if the directory holds no readable checkpoint.
     """
-    manifests = sorted(Path(directory).expanduser().glob("checkpoints/step-*/manifest.json"))
+    try:
+        checkpoints = parse_location(directory) / "checkpoints"
+        steps = (checkpoints / name for name in list_directory_names(checkpoints) if name.startswith("step-"))
+        manifests = [path for step in steps if (path := step / "manifest.json").is_file()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(INIT_FROM_KEY, directory, origin, f"cannot be read: {error}") from error
     if not manifests:
         remedy = "has no checkpoint; give a run directory, or one written by `raytrain-hpc import-hf`"
         raise ConfigError(INIT_FROM_KEY, directory, origin, remedy)
     try:
-        meta = json.loads(manifests[-1].read_text())["meta"]
+        meta = json.loads(manifests[-1].read_bytes())["meta"]
         if meta["model"] is None:  # custom model
             return {}
         return {

@@ -21,6 +21,7 @@ from raytrain_hpc.config.validation import validate_config
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.config.yaml_file import TEXT_KEYS, Setting, check_text, read_yaml_file
 from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.storage.location import is_url, make_absolute
 
 Settings = Sequence[str] | Mapping[str, Any]
 
@@ -93,9 +94,10 @@ def complete_config(config: Config) -> None:
     Raises ConfigError.
     """
     validate_config(config)
-    config.run.dir = str(Path(f"runs/{config.run.name}" if config.run.dir == AUTO else config.run.dir).expanduser())
+    run_dir = f"runs/{config.run.name}" if config.run.dir == AUTO else config.run.dir
+    config.run.dir = run_dir.rstrip("/") if is_url(run_dir) else str(Path(run_dir).expanduser())
     if config.run.init_from:
-        config.run.init_from = str(Path(config.run.init_from).expanduser().absolute())
+        config.run.init_from = make_absolute(config.run.init_from)
 
 
 def config_to_yaml(config: Config) -> str:

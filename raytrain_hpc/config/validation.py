@@ -15,6 +15,7 @@ from raytrain_hpc.config.schema import (
 from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.storage.location import parse_location
 
 
 def validate_config(config: Config) -> None:
@@ -53,6 +54,11 @@ def _check_values(config: Config) -> None:
 def _check_run(config: Config) -> None:
     if not config.run.dir or "\0" in config.run.dir:
         raise _make_error(config, "run.dir", "needs a directory")
+    for key, location in (("run.dir", config.run.dir), ("run.init_from", config.run.init_from)):
+        try:
+            parse_location(location)
+        except ValueError as error:
+            raise _make_error(config, key, f"not a path or URL of an object store: {error}") from None
     if config.run.seed >= 1 << 63:
         raise _make_error(config, "run.seed", "needs a number below 2**63")
     if config.run.deadline != AUTO:

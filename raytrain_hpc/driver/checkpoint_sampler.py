@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.run_directory import RunDirectory
@@ -22,8 +21,14 @@ class CheckpointSampler:
     `print_line` prints a line. `alarm` reports the first failure; later checkpoints are sampled nevertheless.
     """
 
-    def __init__(self, config: Config, print_line: Callable[[str], None], alarm: Callable[[str], None]):
-        self._config, self._print_line, self._alarm = config, print_line, alarm
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        print_line: Callable[[str], None],
+        alarm: Callable[[str], None],
+    ):
+        self._config, self._directory, self._print_line, self._alarm = config, directory, print_line, alarm
         self._thread: threading.Thread | None = None
         self._lock, self._is_sampling = threading.Lock(), False
         self._pending_step: int | None = None  # the newest checkpoint that has not been sampled
@@ -58,10 +63,10 @@ class CheckpointSampler:
             self._sample(step)
 
     def _sample(self, step: int) -> None:
-        run_dir, tokens = Path(self._config.run.dir), self._config.logging.sample_tokens
+        run_dir, tokens = self._config.run.dir, self._config.logging.sample_tokens
         for prompt in self._config.logging.prompts:
             args = ["--prompt", prompt, "--max-tokens", str(max(1, tokens)), "--temperature", "0", "--step", str(step)]
-            command = ["nice", "-n", str(_NICE), sys.executable, "-m", "raytrain_hpc", "generate", str(run_dir), *args]
+            command = ["nice", "-n", str(_NICE), sys.executable, "-m", "raytrain_hpc", "generate", run_dir, *args]
             output, error = _run_command(command)
             if error:
                 if not self._has_alarmed:
@@ -69,7 +74,7 @@ class CheckpointSampler:
                 self._has_alarmed = True
                 return
             answer = output.removeprefix(prompt).rstrip("\n")
-            RunDirectory(run_dir).append_sample(step, prompt, answer)
+            self._directory.append_sample(step, prompt, answer)
             self._print_line(f"sample  step {step}: {prompt!r} -> {answer[:_MAX_PRINTED_CHARS]!r}")
 
 

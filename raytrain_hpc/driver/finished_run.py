@@ -47,9 +47,10 @@ def load_finished_run(run: PreparedRun) -> Result | None:
     if result is None:
         result = _rebuild_result(run.directory, newest)
     if not run.directory.result.exists():
-        lease = Lease.acquire(run.directory.path, owner=run.config.run.name)
+        lease = Lease.acquire(run.directory.location, owner=run.config.run.name)
         try:
-            run.directory.write_result(result.to_json())
+            with run.directory.keep_uploaded():
+                run.directory.write_result(result.to_json())
         finally:
             lease.release()
     return replace(result, outcome="done", checkpoint=str(newest.path), run_dir=run.config.run.dir)
@@ -84,6 +85,6 @@ def _rebuild_result(directory: RunDirectory, newest: Checkpoint) -> Result:
         restarts=sum("world" in json.loads(line) for line in directory.read_incidents()),
         layout=json.loads(plan.read_text())["layout"] if plan.exists() else {},
         checkpoint=str(newest.path),
-        run_dir=str(directory.path),
+        run_dir=str(directory.location),
         startup={},
     )

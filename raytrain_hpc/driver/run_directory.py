@@ -1,20 +1,29 @@
-"""Names of the files in a run directory, and atomic writes: a reader never sees a partial file."""
+"""Files of a run directory, local or in an object store, and atomic writes: a reader never sees a partial file."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.config.loader import config_to_yaml
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.errors import RunDirectoryError
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.storage.location import Location, parse_location
+from raytrain_hpc.storage.object_path import ObjectPath
+from raytrain_hpc.storage.working_copy import WorkingCopy, get_working_directory
 
 
 class RunDirectory:
-    """The directory `run.dir`, with the paths of its files. `alarm` is called with each failure to write.
+    """The directory `run.dir`, with the local paths of its files. `alarm` is called with each failure to write.
+
+    If it is in an object store, the local files are a working copy: `open_run_directory` fills it, and changes are
+    uploaded by `keep_uploaded` and `upload`. Checkpoints are not part of it.
 
     config.yaml      all settings, resolved
     plan.json        layout, microbatches, number of parameters, estimated memory and step time, unix time of this start
@@ -25,18 +34,29 @@ class RunDirectory:
     result.json      the result (driver/result.py)
     """
 
-    def __init__(self, path: Path, alarm: Callable[[str], None] = lambda text: None):
-        self.path = path
+    def __init__(self, location: Location, alarm: Callable[[str], None] = lambda text: None):
+        self.location = location
+        self.path = path = get_working_directory(location)
         self._alarm = alarm
+        self.working_copy = WorkingCopy(location, alarm) if isinstance(location, ObjectPath) else None
         self.metrics = path / "metrics.jsonl"
         self.incidents = path / "incidents.jsonl"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = location / "checkpoints"
         self.config = path / "config.yaml"
         self.tokenizer = path / "tokenizer.json"
         self.tensorboard = path / "tb"
         self.timeline = path / "timeline"
         self.samples = path / "samples.jsonl"
         self.result = path / "result.json"
+
+    def upload(self) -> None:
+        """Upload all changes, if the directory is in an object store. Raises OSError."""
+        if self.working_copy is not None:
+            self.working_copy.upload()
+
+    def keep_uploaded(self) -> AbstractContextManager[None]:
+        """Upload changes in the background while the context is active, and the last ones at its end."""
+        return contextlib.nullcontext() if self.working_copy is None else self.working_copy.upload_in_background()
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
         """Write the settings, the plan and the tokenizer. Call before training starts."""
@@ -45,9 +65,13 @@ class RunDirectory:
         if tokenizer is not None:
             self._write_atomically(self.tokenizer, _to_json(tokenizer))
 
-    def write_workers(self, generation: int, versions: dict[str, str], workers: list[dict[str, Any]]) -> None:
-        """Write the workers of the current generation, and the versions of the software that they run."""
-        content = {"generation": generation, "versions": versions, "workers": workers}
+    def write_workers(self, generation: int, layout: Layout, infos: Sequence[dict[str, Any]]) -> None:
+        """Write the workers of a generation, from the host facts of its ranks. The versions are those of rank 0."""
+        keys = ("rank", "pid", "node", "node_id", "host", "cpu", "device", "memory_gib")
+        workers = [
+            {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
+        ]
+        content = {"generation": generation, "versions": infos[0]["versions"], "workers": workers}
         self._write_atomically(self.path / "workers.json", _to_json(content))
 
     def append_sample(self, step: int, prompt: str, answer: str) -> None:
@@ -100,6 +124,22 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             self._alarm(f"alarm: {path} cannot be written: {error.strerror}; the run continues")
+
+
+def open_run_directory(run_dir: str | Path, alarm: Callable[[str], None] = lambda text: None) -> RunDirectory:
+    """Return a run directory for reading; from an object store, its files are downloaded first.
+
+    Raises RunDirectoryError if the URL is not valid or the store does not answer.
+    """
+    try:
+        directory = RunDirectory(parse_location(run_dir), alarm)
+        if directory.working_copy is not None:
+            directory.working_copy.download()
+    except ValueError as error:
+        raise RunDirectoryError(f"{run_dir}: {error}") from error
+    except OSError as error:
+        raise RunDirectoryError(f"{run_dir}: cannot be read: {error.strerror}") from error
+    return directory
 
 
 def _to_json(content: object) -> str:

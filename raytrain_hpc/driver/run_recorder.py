@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
-from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.checkpoint_publisher import CheckpointPublisher, Publication
 from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
 from raytrain_hpc.driver.pipeline_timelines import TimelineWriter
 from raytrain_hpc.driver.run_directory import RunDirectory
-from raytrain_hpc.errors import CheckpointError, LeaseLostError, RunDirectoryError
 from raytrain_hpc.observability.console import Console, format_step_line
 from raytrain_hpc.observability.metric_writers import JsonlWriter, TensorBoardWriter
 from raytrain_hpc.observability.metrics import compute_mfu
@@ -71,18 +68,25 @@ class RunRecorder:
     ):
         """Open the run's files and restore the totals of earlier starts.
 
-        `on_published` is called with the step of each published checkpoint, and its seconds from the copy of the state.
+        `on_published` is called with the step of each published checkpoint, and its seconds from the copy of the state,
+        from any thread.
         """
         self._config, self._directory, self._console = config, directory, console
-        self._store, self._lease, self._checkpoint_metadata = store, lease, checkpoint_metadata
         self._flops_per_token = flops_per_token
         self._lock = threading.RLock()
         self._jsonl = JsonlWriter(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardWriter | None = None
         self._callbacks, self._on_published = callbacks, on_published
-        self._shards: dict[int, dict[int, ShardReport | str]] = {}
-        self._labels: dict[int, list[str]] = {}  # of steps whose checkpoint is not published yet
-        self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
+        self._publisher = CheckpointPublisher(
+            store,
+            lease,
+            config.checkpoint.keep,
+            checkpoint_metadata,
+            self._sync,
+            self._handle_published,
+            self._handle_save_failure,
+            self._alarm,
+        )
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
         self._unprinted_steps: list[dict[str, Any]] = []  # metrics of the steps since the last log line
@@ -97,8 +101,8 @@ class RunRecorder:
         """
         self._callbacks.call("on_membership_changed", world, generation)
         with self._lock:
-            self._generation, self._world, self._device = generation, world, device
-            self._shards, self._write_s, self._committed_step = {}, {}, first_step
+            self._world, self._device, self._committed_step = world, device, first_step
+            self._publisher.begin_generation(generation, world)
             self._awaits_first_step = self.totals.first_step_unix is None
             if self._awaits_first_step:
                 self.ready_records = {}
@@ -118,9 +122,10 @@ class RunRecorder:
             if record["type"] == "step":
                 self._handle_step(record["metrics"])
             elif record["type"] == "shard":
-                self._handle_shard(record)
+                self._publisher.add_report(record)
+                self._publisher.publish_complete(self._committed_step)
             elif record["type"] == "label":
-                self._handle_label(record)
+                self._publisher.add_labels(record["step"], record["labels"])
             elif record["type"] == "ready" and self._awaits_first_step:
                 self.ready_records[record["rank"]] = record
             elif record["type"] == "timeline":
@@ -139,7 +144,8 @@ class RunRecorder:
         return self._world
 
     def close(self) -> None:
-        """Write what is pending and close all files."""
+        """Publish complete checkpoints, write what is pending and close all files."""
+        self._publisher.close()
         with self._lock:
             self._jsonl.close()
             if self._tensorboard is not None:
@@ -187,7 +193,7 @@ class RunRecorder:
             line = format_step_line(metrics, self._unprinted_steps, steps, self._device.memory_gib)
             self._console.print_line(line)
             self._unprinted_steps = []
-        self._publish_complete_checkpoints()
+        self._publisher.publish_complete(self._committed_step)
 
     def _handle_timeline(self, record: Record) -> None:
         try:
@@ -196,76 +202,40 @@ class RunRecorder:
             self._alarm(f"timeline of step {record['step']} not written: {error}; the run continues")
             return
         if description is not None:
-            self._console.print_line(f"timeline {Path(self._config.run.dir) / 'timeline' / description}")
+            self._console.print_line(f"timeline {self._config.run.dir}/timeline/{description}")
 
-    def _handle_shard(self, record: Record) -> None:
-        if record["generation"] != self._generation:
-            return
-        step, rank = record["step"], record["rank"]
-        report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
-        self._shards.setdefault(step, {})[rank] = report
-        self._write_s[step] = max(self._write_s.get(step, 0.0), record.get("seconds", 0.0))
-        self._publish_complete_checkpoints()
+    def is_publishing(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is written by all ranks and being published."""
+        return self._publisher.is_pending(step)
 
-    def _handle_label(self, record: Record) -> None:
-        """Label a checkpoint, at once if it is published. A repeated step labels it again."""
-        step = record["step"]
-        if step in self._store.list_steps() and step not in self._shards:
-            self._apply_labels(step, record["labels"])
-        else:
-            self._labels.setdefault(step, []).extend(record["labels"])
+    def wait_for_checkpoints(self) -> None:
+        """Wait until all complete checkpoints are published. Call before the newest one is looked for.
 
-    def _apply_labels(self, step: int, labels: Sequence[str]) -> None:
-        try:
-            self._store.set_labels(step, labels)
-        except CheckpointError as error:
-            self._alarm(f"{error}; the run continues")
+        Raises LeaseLostError if another driver has taken over.
+        """
+        self._publisher.wait()
 
-    def _publish_complete_checkpoints(self) -> None:
-        """Publish every checkpoint whose shards are all written and whose step is in metrics.jsonl."""
-        for step in sorted(self._shards):
-            reports = self._shards[step]
-            if len(reports) < self._world or step > self._committed_step:
-                continue
-            del self._shards[step]
-            write_s = self._write_s.pop(step)
-            errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
-            if errors:
-                first_rank = min(errors)
-                more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-                self._report_save_failure(step, f"rank {first_rank}{more}: {errors[first_rank]}")
-                continue
-            self._publish(step, [report for report in reports.values() if not isinstance(report, str)], write_s)
-
-    def _publish(self, step: int, reports: list[ShardReport], write_s: float) -> None:
-        start = time.perf_counter()
-        try:
+    def _sync(self) -> None:
+        """Make the metrics of all steps so far durable. Raises OSError."""
+        with self._lock:
             self._jsonl.sync()
-            path = self._store.publish(
-                step, self._generation, reports, self._checkpoint_metadata(step), self._lease.check
-            )
-        except LeaseLostError:
-            raise
-        except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk must not end the run
-            self._report_save_failure(step, str(error))
-            return
-        self.totals.checkpoint_path, self.totals.save_error = str(path), None
-        self.totals.unsaved_steps = [(s, seconds) for s, seconds in self.totals.unsaved_steps if s > step]
-        shown_path = Path(self._config.run.dir) / "checkpoints" / path.name  # with run.dir as the user wrote it
-        publish_s = time.perf_counter() - start
-        self._console.print_line(f"checkpoint {shown_path} ({1000 * publish_s:.0f} ms to publish)")
-        self._on_published(step, write_s + publish_s)
-        self._callbacks.call("on_checkpoint_published", step, path)
-        self._apply_labels(step, self._labels.pop(step, ()))
-        try:
-            self._store.prune(self._config.checkpoint.keep)
-        except CheckpointError as error:
-            self._alarm(f"old checkpoints cannot be deleted: {error}; the run continues")
+        self._directory.upload()
 
-    def _report_save_failure(self, step: int, reason: str) -> None:
-        self._store.discard(step, self._generation)
-        self._alarm(f"checkpoint of step {step} not saved: {reason}; the run continues")
-        self.totals.save_error = reason
+    def _handle_published(self, publication: Publication) -> None:
+        step = publication.step
+        with self._lock:
+            self.totals.checkpoint_path, self.totals.save_error = str(publication.path), None
+            self.totals.unsaved_steps = [(s, seconds) for s, seconds in self.totals.unsaved_steps if s > step]
+            # With run.dir as the user wrote it:
+            shown_path = f"{self._config.run.dir}/checkpoints/{publication.path.name}"
+            self._console.print_line(f"checkpoint {shown_path} ({1000 * publication.publish_s:.0f} ms to publish)")
+            self._on_published(step, publication.write_s + publication.publish_s)
+            self._callbacks.call("on_checkpoint_published", step, publication.path)
+
+    def _handle_save_failure(self, step: int, reason: str) -> None:
+        with self._lock:
+            self._alarm(f"checkpoint of step {step} not saved: {reason}; the run continues")
+            self.totals.save_error = reason
 
     def _alarm(self, text: str) -> None:
         self._console.print_line(f"alarm: {text}")

@@ -23,7 +23,7 @@ from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset, SampleStream
 from raytrain_hpc.driver.resume_check import check_resumable
-from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory
 from raytrain_hpc.errors import (
     CheckpointError,
     ConfigError,
@@ -47,7 +47,7 @@ from raytrain_hpc.planner.layout import (
 from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.ray_private import is_working_dir_copy
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
-from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.location import Location, make_absolute
 
 # Fields of the model spec that may differ from those of the run in run.init_from.
 _INDEPENDENT_MODEL_KEYS = {"dropout", "init_std", "load_balancing", "load_balancing_weight", "expert_bias_rate"}
@@ -132,7 +132,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     world = get_fixed_world_size(config)
     if world is not None:
         resolve_batching(config, resolve_layout(config, world))
-    directory = RunDirectory(Path(config.run.dir).absolute(), warn)
+    directory = open_run_directory(make_absolute(config.run.dir), warn)
     store = CheckpointStore(directory.checkpoints)
     _check_directory(config, directory, store)
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
@@ -147,7 +147,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         if isinstance(custom, CustomModel) and custom.hf_config is not None:
             _check_vocabulary(config, custom.hf_config, dataset.vocab_size)
     stream = _open_stream(config, dataset)
-    if is_working_dir_copy(directory.path):
+    if isinstance(directory.location, Path) and is_working_dir_copy(directory.location):
         warn(
             f"warning: run.dir={config.run.dir} lies in Ray's copy of the working directory: Ray deletes it some time "
             "after the job, and no other node sees it; give an absolute path on a shared file system"
@@ -199,22 +199,24 @@ def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Loca
     """
     if not run.config.run.init_from:
         return None
-    directory = RunDirectory(Path(run.config.run.init_from))
+    directory = open_run_directory(run.config.run.init_from)
     checkpoint = find_newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
     if checkpoint is None:
-        raise CheckpointError(f"run.init_from={directory.path}: has no checkpoint; choose another run or checkpoint")
+        raise CheckpointError(
+            f"run.init_from={directory.location}: has no checkpoint; choose another run or checkpoint"
+        )
     init_model, model = checkpoint.meta["model"], None if run.custom else asdict(run.model_spec)
     if init_model is not None and model is not None:
         init_model = asdict(ModelSpec.from_json(init_model))
         for key in model.keys() - _INDEPENDENT_MODEL_KEYS:
             if init_model[key] != model[key]:
-                remedy = f"the model in {directory.path} has {init_model[key]!r}; leave the key out"
+                remedy = f"the model in {directory.location} has {init_model[key]!r}; leave the key out"
                 raise ConfigError(f"model.{key}", model[key], run.config.origin(f"model.{key}"), remedy)
     tokenizer = run.dataset.tokenizer
     init_tokenizer = json.loads(directory.tokenizer.read_text()) if directory.tokenizer.exists() else None
     if tokenizer is not None and init_tokenizer is not None and init_tokenizer != tokenizer.to_json():
         raise DataError(
-            f"data: its tokenizer differs from that of the model in {directory.path}; prepare it with the model's "
+            f"data: its tokenizer differs from that of the model in {directory.location}; prepare it with the model's "
             f"own tokenizer (hf:{directory.path / 'huggingface'} after import-hf)"
         )
     return checkpoint.path
@@ -310,8 +312,8 @@ def _check_data_parallel(config: Config, custom: CustomModel | Script) -> None:
 
 def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
     """Raise RunDirectoryError if the directory is not writable, in use, or holds a run that must not be resumed."""
-    check_writable(directory.path)
-    Lease.check_available(directory.path)
+    check_writable(directory.location)
+    Lease.check_available(directory.location)
     if config.run.resume == "never" and (store.list_steps() or directory.metrics.exists()):
         raise RunDirectoryError(
             f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"
@@ -321,7 +323,7 @@ def _check_directory(config: Config, directory: RunDirectory, store: CheckpointS
 def make_paths_absolute(config: Config) -> Config:
     """Return a copy of the settings with absolute paths, for processes with another working directory."""
     result = deepcopy(config)
-    result.run.dir = str(Path(config.run.dir).absolute())
+    result.run.dir = make_absolute(config.run.dir)
     result.data.path = _to_absolute(config.data.path)
     result.data.local_cache = _to_absolute(config.data.local_cache)
     result.parallel.offload_dir = _to_absolute(config.parallel.offload_dir)

@@ -116,9 +116,9 @@ class Supervisor:
             prepared = resolve_auto_layout(prepared, backend.world_size, backend.cluster, self._console.print_line)
             self._config = prepared.config
             prepared.resolve_layout(backend.world_size)  # refuses an illegal layout before anything is written
-            lease = Lease.acquire(prepared.directory.path, owner=self._config.run.name)
+            lease = Lease.acquire(prepared.directory.location, owner=self._config.run.name)
             try:
-                with lease.renew_in_background(self._stop_event.set):
+                with lease.renew_in_background(self._stop_event.set), prepared.directory.keep_uploaded():
                     return self._run_under_lease(prepared, lease, backend)
             finally:
                 self._release_lease(lease)
@@ -155,7 +155,7 @@ class Supervisor:
         layout, batching = prepared.resolve_layout(backend.world_size)
         self._announce(prepared, layout, batching, build_machine(backend.world_size, backend.cluster))
         prepared.store.remove_leftovers()
-        sampler = CheckpointSampler(self._config, self._console.print_line, self._alarm)
+        sampler = CheckpointSampler(self._config, prepared.directory, self._console.print_line, self._alarm)
         assumed_save_s = assume_save_s(compute_state_bytes_per_rank(prepared, layout))
         deadline = DeadlineMonitor(self._deadline, assumed_save_s, self._stop_event, self._console.print_line)
 
@@ -180,7 +180,7 @@ class Supervisor:
         self._target_workers = self._target_workers or backend.world_size
         outcome = "failed"
         try:
-            with deadline.watch():
+            with deadline.watch(), prepared.directory.keep_uploaded():
                 outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
@@ -254,6 +254,7 @@ class Supervisor:
 
     def _is_memory_outdated(self, run: _RunContext, workers: WorkerGroup) -> bool:
         """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""
+        run.recorder.wait_for_checkpoints()
         memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
         return memory_step is not None and any(step > memory_step for step in run.prepared.store.list_steps())
 
@@ -262,6 +263,7 @@ class Supervisor:
 
         False if there is no checkpoint. Call between generations. Raises LeaseLostError if another driver took over.
         """
+        run.recorder.wait_for_checkpoints()
         run.lease.check()
         memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
         newest = find_newest_checkpoint(run.prepared.store, self._print_once)
@@ -295,9 +297,12 @@ class Supervisor:
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
         self._first_generation_infos = self._first_generation_infos or infos
-        newest = None if membership.step is not None else find_newest_checkpoint(prepared.store, self._print_once)
+        newest = None
+        if membership.step is None:
+            recorder.wait_for_checkpoints()
+            newest = find_newest_checkpoint(prepared.store, self._print_once)
         step = membership.step if membership.step is not None else 0 if newest is None else newest.step
-        self._write_workers(run, layout, infos)
+        prepared.directory.write_workers(run.lease.generation, layout, infos)
         recorder.begin_generation(
             run.lease.generation, layout.world_size, get_device_info(self._config, infos[0]), step
         )
@@ -344,7 +349,9 @@ class Supervisor:
         """Return whether a checkpoint of `step` is due and was not published."""
         interval = 0 if self._config.checkpoint.interval == AUTO else int(self._config.checkpoint.interval)
         is_due = step == self._config.train.steps or (step and interval and step % interval == 0)
-        return bool(is_due) and step not in run.prepared.store.list_steps()
+        if not is_due or run.recorder.is_publishing(step):
+            return False
+        return step not in run.prepared.store.list_steps()
 
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:
         """Log an incident; pass any other record on. If it commits the first step after a failure, print its cost."""
@@ -388,11 +395,3 @@ class Supervisor:
                 f"(fault.max_failures={self._config.fault.max_failures}): {failure}"
             ) from failure
         self._console.print_line(f"worker failed: {failure}; {step} steps are committed")
-
-    def _write_workers(self, run: _RunContext, layout: Layout, infos: list[dict[str, Any]]) -> None:
-        """Write workers.json for the ranks of this generation. The versions are those that rank 0 runs."""
-        keys = ("rank", "pid", "node", "node_id", "host", "cpu", "device", "memory_gib")
-        workers = [
-            {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
-        ]
-        run.prepared.directory.write_workers(run.lease.generation, infos[0]["versions"], workers)

@@ -20,6 +20,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.hf_files import build_tokenizer_files
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
+from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory
 from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.atomic_dir import (
     GENERATION_CONFIG_FILE,
@@ -71,21 +72,21 @@ def export_model(
     Raises CheckpointError if there is no such checkpoint or `out` exists, and ModelError if the model belongs to no
     supported family or a weight overflows `dtype`.
     """
-    run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
+    source, out = open_run_directory(run_dir), Path(out).expanduser()
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
-    checkpoint = _find_checkpoint(run_dir, step)
+    checkpoint = _find_checkpoint(source, step)
     if weights == "averaged":
         checkpoint = select_averaged_weights(checkpoint)
     if checkpoint.meta.get(HF_CONFIG_KEY) is not None:
-        return _export_transformers_model(run_dir, out, checkpoint, dtype)
+        return _export_transformers_model(source.path, out, checkpoint, dtype)
     spec = ModelSpec.from_json(checkpoint.meta["model"])
     mappings = build_weight_mappings(spec)
     stored_dtype = checkpoint.index[f"model.{mappings[0].name}"].dtype
     dtype = stored_dtype if dtype is None else dtype
     max_positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
     with atomic_directory(out) as directory:
-        special_token_ids = _write_tokenizer(run_dir, directory, max_positions)
+        special_token_ids = _write_tokenizer(source.path, directory, max_positions)
         config = build_hf_config(spec, max_positions, dtype, special_token_ids)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if not (directory / GENERATION_CONFIG_FILE).exists():
@@ -110,10 +111,10 @@ def _export_transformers_model(run_dir: Path, out: Path, checkpoint: Checkpoint,
     return ExportResult(checkpoint.step, model_type, weight_files, has_tokenizer)
 
 
-def _find_checkpoint(run_dir: Path, step: int | str | None) -> Checkpoint:
-    checkpoint = CheckpointStore(run_dir / "checkpoints").find(step)
+def _find_checkpoint(directory: RunDirectory, step: int | str | None) -> Checkpoint:
+    checkpoint = CheckpointStore(directory.checkpoints).find(step)
     if checkpoint is None:
-        raise CheckpointError(f"{run_dir}: no valid checkpoint; train first")
+        raise CheckpointError(f"{directory.location}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None and checkpoint.meta.get(HF_CONFIG_KEY) is None:
         raise CheckpointError(f"{checkpoint.path}: holds a custom model; only the built-in decoder can be exported")
     return checkpoint

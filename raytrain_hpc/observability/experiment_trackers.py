@@ -13,6 +13,8 @@ from raytrain_hpc.callbacks.callback import DriverCallback
 from raytrain_hpc.callbacks.plugins import get_tracker_factory
 from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import MissingDependencyError
+from raytrain_hpc.storage.location import parse_location
+from raytrain_hpc.storage.working_copy import get_working_directory
 
 
 def check_trackers(config: Config) -> None:
@@ -45,7 +47,7 @@ class WandbTracker(DriverCallback):
     def __init__(self, config: Config):
         import wandb
 
-        run_dir = Path(config.run.dir).absolute()
+        run_dir = get_working_directory(parse_location(config.run.dir)).absolute()
         self._run = wandb.init(
             project=config.logging.wandb_project,
             name=config.run.name,
@@ -80,7 +82,7 @@ class MlflowTracker(DriverCallback):
         self._client = MlflowClient(tracking_uri=config.logging.mlflow_uri)
         experiment = self._client.get_experiment_by_name("raytrain_hpc")
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("raytrain_hpc")
-        tag, tracking_id = "raytrain_hpc.run", _get_tracking_id(Path(config.run.dir).absolute())
+        tag, tracking_id = "raytrain_hpc.run", _get_tracking_id(get_working_directory(parse_location(config.run.dir)))
         runs = self._client.search_runs([experiment_id], filter_string=f"tags.`{tag}` = '{tracking_id}'", max_results=1)
         if runs:
             self._run = runs[0].info.run_id

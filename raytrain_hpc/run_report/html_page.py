@@ -79,7 +79,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
 def name_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs with distinct names: the name of the directory, or its path, replaces one that several have."""
     named = list(runs)
-    for get_name in (lambda run: run.path.name, lambda run: str(run.path)):
+    for get_name in (lambda run: run.location.name, lambda run: str(run.location)):
         counts = Counter(run.name for run in named)
         named = [replace(run, name=get_name(run)) if counts[run.name] > 1 else run for run in named]
     return named

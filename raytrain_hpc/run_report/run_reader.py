@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_directory import open_run_directory
 from raytrain_hpc.errors import RunDirectoryError
+from raytrain_hpc.storage.location import Location
 
 Json = dict[str, Any]
 
@@ -20,7 +21,7 @@ Json = dict[str, Any]
 class RunRecord:
     """Content of a run directory. `metrics` holds one record per committed step, in step order."""
 
-    path: Path
+    location: Location
     name: str
     config: Json
     plan: Json
@@ -45,9 +46,9 @@ class RunRecord:
 
 def read_run(path: str | Path) -> RunRecord:
     """Read the directory of a finished or a running run. Raises RunDirectoryError if it is no run directory."""
-    directory = RunDirectory(Path(path).expanduser())
+    directory = open_run_directory(path)
     if not directory.config.exists():
-        raise RunDirectoryError(f"{directory.path}: no run directory, as it has no config.yaml")
+        raise RunDirectoryError(f"{directory.location}: no run directory, as it has no config.yaml")
     try:
         config = yaml.safe_load(directory.config.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
@@ -55,8 +56,8 @@ def read_run(path: str | Path) -> RunRecord:
     workers = _read_json(directory.path / "workers.json")
     steps = {line["step"]: line for line in directory.read_metrics() if "step" in line}
     return RunRecord(
-        path=directory.path,
-        name=str(config.get("run", {}).get("name") or directory.path.name),
+        location=directory.location,
+        name=str(config.get("run", {}).get("name") or directory.location.name),
         config=config,
         plan=_read_json(directory.path / "plan.json"),
         workers=workers.get("workers", []),

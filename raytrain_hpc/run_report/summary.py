@@ -50,7 +50,7 @@ def summarize_facts(run: RunRecord) -> dict[str, str]:
         "model": _describe_model(run),
         "data": _describe_data(run),
         "software": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
-        "directory": str(run.path),
+        "directory": str(run.location),
     }
     return {name: value for name, value in facts.items() if value}
 

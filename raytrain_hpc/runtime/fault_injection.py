@@ -18,6 +18,7 @@ from torch import Tensor
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.storage.location import Location, create_file
 
 
 class SupportsLoss(Protocol):
@@ -37,7 +38,7 @@ class FaultInjector(Callback):
         faults: Sequence[InjectConfig],
         rank: int,
         world_size: int,
-        run_dir: Path,
+        run_dir: Location,
         train_module: SupportsLoss,
         state: ShardedState,
     ):
@@ -45,7 +46,7 @@ class FaultInjector(Callback):
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
         slow_markers = [self._marker_dir / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
-        if any(marker.exists() and json.loads(marker.read_text())["pid"] == os.getpid() for marker in slow_markers):
+        if any(marker.is_file() and json.loads(marker.read_bytes())["pid"] == os.getpid() for marker in slow_markers):
             self._slow_down()  # slowness belongs to the process, which may have another rank now
 
     def pre_step(self) -> None:
@@ -100,10 +101,9 @@ class FaultInjector(Callback):
 
     def _claim_marker(self, number: int) -> bool:
         """Create the marker of a fault. False if it exists: the step runs again after a recovery, in any process."""
-        self._marker_dir.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"rank": self._rank, "pid": os.getpid()}).encode()
         try:
-            with (self._marker_dir / str(number)).open("x") as marker:
-                json.dump({"rank": self._rank, "pid": os.getpid()}, marker)
+            create_file(self._marker_dir / str(number), content)
         except FileExistsError:
             return False
         return True

@@ -16,10 +16,13 @@ def is_url(location: str | Path) -> bool:
 
 
 def parse_location(location: str | Path) -> Location:
-    """Return the absolute path, or the object path, that a run directory's name stands for. Raises ValueError."""
-    if is_url(location):
-        return ObjectPath.from_url(str(location))
-    return Path(location).expanduser().absolute()
+    """Return the path, or the object path, that a run directory's name stands for. Raises ValueError for a bad URL."""
+    return ObjectPath.from_url(str(location)) if is_url(location) else Path(location).expanduser()
+
+
+def make_absolute(location: str) -> str:
+    """Return a path as an absolute one, for processes with another working directory, and a URL as it is."""
+    return location if is_url(location) else str(Path(location).expanduser().absolute())
 
 
 def get_size(location: Location) -> int:
@@ -46,6 +49,16 @@ def write_atomically(location: Location, content: bytes) -> None:
     temporary = location.with_name(f".{location.name}")
     temporary.write_bytes(content)
     temporary.replace(location)
+
+
+def create_file(location: Location, content: bytes) -> None:
+    """Write a small file that does not exist yet. Raises FileExistsError if it does, also if it was just created."""
+    if isinstance(location, ObjectPath):
+        location.create(content)
+        return
+    location.parent.mkdir(parents=True, exist_ok=True)
+    with location.open("xb") as file:
+        file.write(content)
 
 
 def list_directory_names(location: Location) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -33,6 +32,7 @@ from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.storage.location import parse_location
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
@@ -164,7 +164,7 @@ def _restore_state(
     peers = SnapshotPeers(spec, context.rank, snapshot_store, context.device)
     # All groups exist.
     peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
-    store = CheckpointStore(Path(spec.config.run.dir) / "checkpoints")
+    store = CheckpointStore(parse_location(spec.config.run.dir) / "checkpoints")
     restore_state(spec, context, state, memory_state, peer_info, store)
     callback_state.sync(context.world_group, context.device)
     callback_state.restore()

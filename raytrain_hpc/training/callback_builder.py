@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from raytrain_hpc.callbacks.callback import TrainingContext
 from raytrain_hpc.callbacks.plugins import copy_callbacks
+from raytrain_hpc.callbacks.working_copy_upload import WorkingCopyUpload
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.observability.profiler import StepProfiler
@@ -13,6 +14,9 @@ from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.fault_injection import FaultInjector, SupportsLoss
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.storage.location import parse_location
+from raytrain_hpc.storage.object_path import ObjectPath
+from raytrain_hpc.storage.working_copy import WorkingCopy
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.step_callbacks import ReplicaCheckSchedule
 
@@ -50,10 +54,12 @@ def add_common_callbacks(
 
     `module`: the owner of the loss. `state`: the live state. `on_verified`: see `ReplicaCheckSchedule`.
     """
-    config, rank, run_dir = spec.config, callbacks.context.rank, callbacks.context.run_dir
+    config, rank, run_dir = spec.config, callbacks.context.rank, parse_location(spec.config.run.dir)
     if config.fault.inject:
         callbacks.add(FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, module, state))
     if config.profiler.name != "none" and rank in config.profiler.ranks:
-        callbacks.add(StepProfiler(config.profiler, rank, run_dir))
+        callbacks.add(StepProfiler(config.profiler, rank, callbacks.context.run_dir))
+    if isinstance(run_dir, ObjectPath) and config.cluster.workers != 0:  # with 0 the driver's process uploads them
+        callbacks.add(WorkingCopyUpload(WorkingCopy(run_dir, callbacks.context.log, overwrites=True)))
     if config.fault.replica_check_interval:
         callbacks.add(ReplicaCheckSchedule(config.fault.replica_check_interval, replica_check, on_verified))

@@ -34,6 +34,7 @@ from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.keyed_rng import derive_seed
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.storage.location import parse_location
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
@@ -183,7 +184,7 @@ class ScriptTrainer:
             memory_state = self._snapshot_store.get_state(spec.memory_step)
         peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device)
         peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
-        store = CheckpointStore(Path(self._config.run.dir) / "checkpoints")
+        store = CheckpointStore(parse_location(self._config.run.dir) / "checkpoints")
         restore_state(spec, context, state, memory_state, peer_info, store)
         self._models.connect(peer_info.destination_indexes)
         if spec.start_step:

@@ -56,7 +56,7 @@ ALLOWED_IMPORTS = {
     "run_report": "errors storage config observability driver",
     "api": "errors storage callbacks config planner elastic state model snapshot data runtime checkpoint observability "
     "training driver run_report",
-    "huggingface": "errors storage config state data checkpoint",
+    "huggingface": "errors storage config state data checkpoint driver",
     "bench": "errors storage callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
     "observability parallel training worker driver api",
     "sweeps": "errors storage ray_private config observability checkpoint driver run_report api",

@@ -16,25 +16,25 @@ from tests.driver.cli_process import WORDS, CliRunner, count_steps, read_curve, 
 KILLED_IN_A_SHARD = """
 import os, signal
 from raytrain_hpc.checkpoint import safetensors_writer
-real = safetensors_writer._write
-def torn(path, header, blocks):
+real = safetensors_writer._write_file
+def torn(path, chunks):
     if "step-00000012" not in str(path):
-        return real(path, header, blocks)
+        return real(path, chunks)
     with path.open("wb") as file:
-        file.write(header[:100])
+        file.write(next(iter(chunks))[:100])
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-safetensors_writer._write = torn
+safetensors_writer._write_file = torn
 """
 KILLED_BEFORE_THE_RENAME = """
 import os, signal
-from raytrain_hpc.checkpoint.store import CheckpointStore
-real = CheckpointStore._rename
+from raytrain_hpc.checkpoint.directory_publisher import DirectoryPublisher
+real = DirectoryPublisher._rename
 def rename(self, staging, final):
     if final.name == "step-00000012":
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, staging, final)
-CheckpointStore._rename = rename
+DirectoryPublisher._rename = rename
 """
 
 STOP_REQUESTED_AFTER_9 = """

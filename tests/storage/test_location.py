@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.storage.location import list_directory_names, parse_location, read_chunks, write_atomically
+from raytrain_hpc.storage.location import (
+    list_directory_names,
+    make_absolute,
+    parse_location,
+    read_chunks,
+    write_atomically,
+)
 from raytrain_hpc.storage.object_path import ObjectPath
 
 
@@ -27,11 +33,11 @@ def test_urls_are_normalized_and_paths_are_joined():
     assert pickle.loads(pickle.dumps(path)) == path
 
 
-def test_a_path_is_made_absolute_and_a_url_is_parsed(tmp_path, monkeypatch):
+def test_paths_and_urls_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse_location("runs/a") == tmp_path / "runs" / "a"
-    assert parse_location("~/a") == Path.home() / "a"
+    assert parse_location("runs/a") == Path("runs/a") and parse_location("~/a") == Path.home() / "a"
     assert parse_location("s3://bucket/a") == ObjectPath("s3", "bucket", "a")
+    assert make_absolute("runs/a") == str(tmp_path / "runs" / "a") and make_absolute("s3://bucket/a") == "s3://bucket/a"
 
 
 def test_local_files(tmp_path):

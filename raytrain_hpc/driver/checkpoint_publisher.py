@@ -1,0 +1,191 @@
+"""Publication of checkpoints by the driver, in the background: a slow disk or store must not delay its other work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.manifest import ShardReport
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.errors import CheckpointError, LeaseLostError, RunDirectoryError
+from raytrain_hpc.storage.location import Location
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A published checkpoint. `write_s`: from the copy of the state to its last file; `publish_s`: from then on."""
+
+    step: int
+    path: Location
+    write_s: float
+    publish_s: float
+
+
+@dataclass
+class _Job:
+    step: int
+    generation: int
+    reports: Sequence[ShardReport]
+    write_s: float
+
+
+class CheckpointPublisher:
+    """Collects the shard reports of ranks, and publishes a checkpoint when all ranks have written their shards.
+
+    A thread publishes, labels and prunes, one checkpoint after the other. Not thread-safe, except for the callbacks,
+    which it calls from its thread: `on_published(publication)`, `on_failed(step, reason)`, `alarm(line)`.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        lease: Lease,
+        keep: int,
+        make_metadata: Callable[[int], Mapping[str, Any]],
+        sync_records: Callable[[], None],
+        on_published: Callable[[Publication], None],
+        on_failed: Callable[[int, str], None],
+        alarm: Callable[[str], None],
+    ) -> None:
+        """Initialize without a thread.
+
+        Args:
+            keep: The number of checkpoints that are kept; 0: all.
+            make_metadata: Returns the metadata of the checkpoint of a step.
+            sync_records: Makes the metrics of all committed steps durable. Called before each publication, so that no
+                checkpoint is newer than they are. Raises OSError.
+        """
+        self._store, self._lease, self._keep = store, lease, keep
+        self._make_metadata, self._sync_records = make_metadata, sync_records
+        self._on_published, self._on_failed, self._alarm = on_published, on_failed, alarm
+        self._generation, self._world_size = 0, 0
+        self._reports: dict[int, dict[int, ShardReport | str]] = {}  # step -> rank -> report or error
+        self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
+        self._labels: dict[int, list[str]] = {}  # of steps whose checkpoint is not published yet
+        self._jobs: SimpleQueue[_Job | Callable[[], None] | None] = SimpleQueue()
+        self._pending_steps: list[int] = []  # submitted, not finished
+        self._idle = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: LeaseLostError | None = None
+
+    def begin_generation(self, generation: int, world_size: int) -> None:
+        """Discard incomplete checkpoints of earlier generations. Those that are complete are still published."""
+        self._generation, self._world_size = generation, world_size
+        self._reports, self._write_s = {}, {}
+
+    def add_report(self, record: Mapping[str, Any]) -> None:
+        """Add the report of one rank; that of an earlier generation is ignored."""
+        if record["generation"] != self._generation:
+            return
+        step = record["step"]
+        report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
+        self._reports.setdefault(step, {})[record["rank"]] = report
+        self._write_s[step] = max(self._write_s.get(step, 0.0), record.get("seconds", 0.0))
+
+    def add_labels(self, step: int, labels: Sequence[str]) -> None:
+        """Label the checkpoint of `step`: when it is published, or at once if it is. A repeated step does so again."""
+        self._labels.setdefault(step, []).extend(labels)
+        if step not in self._reports and step not in self._pending_steps:
+            self._submit(lambda: self._apply_labels(step) if step in self._store.list_steps() else None)
+
+    def publish_complete(self, committed_step: int) -> None:
+        """Start to publish every checkpoint up to `committed_step` that all ranks have written.
+
+        Raises LeaseLostError if an earlier publication found that another driver has taken over.
+        """
+        self.raise_error()
+        for step in sorted(self._reports):
+            if len(self._reports[step]) < self._world_size or step > committed_step:
+                continue
+            reports, write_s = self._reports.pop(step), self._write_s.pop(step)
+            errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
+            if errors:
+                first_rank = min(errors)
+                more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+                self._submit(self._make_discard(step, f"rank {first_rank}{more}: {errors[first_rank]}"))
+                continue
+            shards = [report for report in reports.values() if not isinstance(report, str)]
+            self._pending_steps.append(step)
+            self._submit(_Job(step, self._generation, shards, write_s))
+
+    def raise_error(self) -> None:
+        """Raise LeaseLostError if a publication found that another driver has taken over."""
+        if self._error is not None:
+            raise self._error
+
+    def is_pending(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is being published."""
+        return step in self._pending_steps
+
+    def wait(self) -> None:
+        """Wait until nothing is left to publish. Raises as `raise_error` does."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._num_jobs)
+        self.raise_error()
+
+    def close(self) -> None:
+        """Wait until nothing is left to publish, and end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    _num_jobs = 0
+
+    def _submit(self, job: _Job | Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpoint-publisher", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._num_jobs += 1
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._publish(job) if isinstance(job, _Job) else job()
+            except LeaseLostError as error:
+                self._error = error
+            except CheckpointError as error:
+                self._alarm(f"{error}; the run continues")
+            finally:
+                with self._idle:
+                    self._num_jobs -= 1
+                    if isinstance(job, _Job):
+                        self._pending_steps.remove(job.step)
+                    self._idle.notify_all()
+
+    def _publish(self, job: _Job) -> None:
+        start = time.perf_counter()
+        try:
+            self._sync_records()
+            path = self._store.publish(
+                job.step, job.generation, job.reports, self._make_metadata(job.step), self._lease.check
+            )
+        except LeaseLostError:
+            raise
+        except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk must not end the run
+            self._discard(job.step, job.generation, str(error))
+            return
+        self._on_published(Publication(job.step, path, job.write_s, time.perf_counter() - start))
+        self._apply_labels(job.step)
+        try:
+            self._store.prune(self._keep)
+        except CheckpointError as error:
+            self._alarm(f"old checkpoints cannot be deleted: {error}; the run continues")
+
+    def _make_discard(self, step: int, reason: str) -> Callable[[], None]:
+        generation = self._generation
+        return lambda: self._discard(step, generation, reason)
+
+    def _discard(self, step: int, generation: int, reason: str) -> None:
+        self._store.discard(step, generation)
+        self._on_failed(step, reason)
+
+    def _apply_labels(self, step: int) -> None:
+        self._store.set_labels(step, self._labels.pop(step, ()))
