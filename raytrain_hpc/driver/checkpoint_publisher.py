@@ -163,6 +163,7 @@ class CheckpointPublisher:
     def _publish(self, job: _Job) -> None:
         start = time.perf_counter()
         try:
+            self._lease.check()  # records of a driver that was replaced cannot be written either
             self._sync_records()
             path = self._store.publish(
                 job.step, job.generation, job.reports, self._make_metadata(job.step), self._lease.check

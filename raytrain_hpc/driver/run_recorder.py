@@ -215,6 +215,10 @@ class RunRecorder:
         """
         self._publisher.wait()
 
+    def raise_error(self) -> None:
+        """Raise LeaseLostError if another driver has taken over."""
+        self._publisher.raise_error()
+
     def _sync(self) -> None:
         """Make the metrics of all steps so far durable. Raises OSError."""
         with self._lock:

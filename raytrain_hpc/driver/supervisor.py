@@ -188,6 +188,7 @@ class Supervisor:
                 recorder.close()
             finally:
                 callbacks.close(outcome)
+        recorder.raise_error()
         callbacks.raise_error()
         if outcome == "stopped" and recorder.totals.save_error:
             raise RunFailedError(f"stopped, but the last checkpoint was not saved: {recorder.totals.save_error}")

@@ -67,14 +67,15 @@ def translate_errors(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        is_bucket = "NoSuchBucket" in str(error)
-        reason = "there is no such bucket" if is_bucket else "there is no such object"
+        reason = "there is no such bucket" if "NoSuchBucket" in str(error) else "there is no such object"
         raise FileNotFoundError(errno.ENOENT, reason, url) from error
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
         raise FileExistsError(errno.EEXIST, "another writer was first", url) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise PermissionError(errno.EACCES, _describe(error), url) from error
     except exceptions.BaseError as error:
+        if "NoSuchBucket" in str(error):
+            raise FileNotFoundError(errno.ENOENT, "there is no such bucket", url) from error
         raise OSError(errno.EIO, _describe(error), url) from error
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -31,8 +33,14 @@ def get_working_directory(location: Location) -> Path:
     if isinstance(location, Path):
         return location
     digest = hashlib.sha256(str(location).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"raytrain-{os.getuid()}" / f"{digest}-{os.getpid()}"
-    path.mkdir(parents=True, exist_ok=True)
+    parent = Path(tempfile.gettempdir()) / f"raytrain-{os.getuid()}"
+    path = parent / f"{digest}-{os.getpid()}"
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        atexit.register(shutil.rmtree, path, ignore_errors=True)
+        for other in parent.glob("*-*"):  # of processes that were killed
+            if not Path(f"/proc/{other.name.rpartition('-')[2]}").exists():
+                shutil.rmtree(other, ignore_errors=True)
     return path
 
 
