@@ -1,0 +1,76 @@
+"""Two nodes without a common directory: one is lost, then both, and another machine resumes from object storage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.driver.cli_process import curve_point
+from tests.driver.test_two_nodes import COMPARED_STEPS, ELASTIC
+from tests.driver.throttle import throttle
+from tests.driver.two_node_cluster import TwoNodeCluster
+from tests.storage.s3_server import BUCKET, S3Server
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        ray.__version__.startswith("2.50."),
+        reason="a driver of Ray 2.50 may connect to either of two nodes of one host",
+    ),
+]
+WORDS = [*ELASTIC, "parallel.zero=3", "cluster.workers=4", "lr_scheduler.name=constant", "checkpoint.interval=5"]
+
+
+def start(cluster: TwoNodeCluster, cwd: Path, *words: str) -> subprocess.Popen[str]:
+    cwd.mkdir()
+    command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir=s3://{BUCKET}/runs/demo", *WORDS, *words]
+    return subprocess.Popen(
+        command, env=cluster.env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Return the output up to the line that contains a text; fail if the process ends before."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"no line with {text!r} in:\n{''.join(lines)}")
+
+
+def test_another_machine_continues_with_the_same_bits(s3: S3Server, pool: WarmPool, tmp_path: Path) -> None:
+    reference = [curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *WORDS))[0])]
+    cluster = TwoNodeCluster()
+    try:
+        process = start(cluster, tmp_path / "first", *throttle(4))
+        try:
+            read_until(process, "checkpoint s3://training/runs/demo/checkpoints/step-00000010")
+            cluster.send("lose")
+            output = read_until(process, "checkpoint s3://training/runs/demo/checkpoints/step-00000020")
+            assert "recovered in" in output and "on 2 of 4 workers" in output
+        finally:
+            process.kill()
+            process.communicate()
+    finally:
+        cluster.close()
+    cluster = TwoNodeCluster()
+    try:
+        process = start(cluster, tmp_path / "second")
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        cluster.close()
+    assert process.returncode == 0 and "resumed from s3://training/runs/demo/checkpoints/step-000000" in output, output
+    lines = [json.loads(line) for line in s3.read("runs/demo/metrics.jsonl").splitlines()]
+    curve = {line["step"]: curve_point(line) for line in lines}
+    assert [curve[step] for step in range(1, COMPARED_STEPS + 1)] == reference
+    assert {line["elastic/world_size"] for line in lines} == {2, 4}
+    assert not list((tmp_path / "first").iterdir()) + list((tmp_path / "second").iterdir()), "no file outside the store"
