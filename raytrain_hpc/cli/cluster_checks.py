@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_temp_dir import MAX_SOCKET_PATH_BYTES
+from raytrain_hpc.storage.location import is_url
 
 _MAX_CLOCK_SKEW_S = 1.0  # including the time of the query
 _MIN_SHARED_MEMORY = 1 << 30  # free bytes of /dev/shm
@@ -179,11 +180,27 @@ def _check_open_files(facts: Sequence[Fact]) -> Check:
 
 
 def _check_directory(facts: Sequence[Fact], directory: str) -> Check:
-    hosts = sorted({str(fact["node"]) for fact in facts if not fact["sees_directory"]})
+    problems = {str(fact["node"]): str(fact["directory"]["problem"]) for fact in facts if fact["directory"]["problem"]}
+    hosts = sorted(problems)
+    if is_url(directory):
+        return _check_bucket(facts, directory, problems)
     if hosts:
         remedy = "set run.dir to a file system that every node mounts, such as run.dir=/shared/runs/NAME"
         return Check("run.dir", "fail", f"{directory} is not the same directory on {', '.join(hosts)}", remedy)
     return Check("run.dir", "ok", f"{directory} is visible to all workers")
+
+
+def _check_bucket(facts: Sequence[Fact], url: str, problems: Mapping[str, str]) -> Check:
+    """Check access to an object store; the driver has verified conditional writes before."""
+    if problems:
+        node, problem = min(problems.items())
+        remedy = "set the credentials and the endpoint (AWS_*, GOOGLE_*, AZURE_*) in the environment of every node"
+        return Check("run.dir", "fail", f"{url} cannot be used from {', '.join(sorted(problems))} ({problem})", remedy)
+    upload, download = (
+        min(float(fact["directory"][f"{kind}_mbs"]) for fact in facts) for kind in ("upload", "download")
+    )
+    finding = f"{url} honours conditional writes; per worker at least {upload:.0f} MB/s up, {download:.0f} MB/s down"
+    return Check("run.dir", "ok", finding)
 
 
 def _check_network(facts: Sequence[Fact]) -> Check:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +17,8 @@ from raytrain_hpc.cli.cluster_checks import Check, pluralize_nodes, run_checks
 from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.link_fit import CollectiveTimings, compute_bus_gbs, fit_link
+from raytrain_hpc.storage.location import make_absolute, parse_location
+from raytrain_hpc.storage.object_path import ObjectPath
 
 MESSAGE_SIZES = (1 << 12, 1 << 18, 1 << 23)  # bytes: enough to fit latency and bandwidth
 
@@ -62,9 +63,9 @@ def examine_cluster(config: Config) -> ClusterReport:
     """
     from raytrain_hpc.driver.cluster_probe import open_cluster_probe
 
-    with open_cluster_probe(config) as probe, _marker_file(Path(config.run.dir).absolute()) as (path, token):
+    with open_cluster_probe(config) as probe, _marker_file(make_absolute(config.run.dir)) as (path, token):
         before = time.time()
-        facts = probe.collect_host_info(str(path), token)
+        facts = probe.collect_host_info(path, token)
         checks = run_checks(probe.cluster, facts, (before, time.time()), config)
         can_connect = all(fact["reaches_driver"] for fact in facts)
         timings = probe.measure_collectives(MESSAGE_SIZES) if can_connect else []
@@ -72,18 +73,29 @@ def examine_cluster(config: Config) -> ClusterReport:
 
 
 @contextmanager
-def _marker_file(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Create a file with a random token in `directory`; yield its path and the token.
+def _marker_file(run_dir: str) -> Iterator[tuple[str, str]]:
+    """Create a file with a random token in the run directory; yield its path and the token.
 
-    Removes the file afterwards, and the directories that it had to create.
+    Removes the file afterwards, and the directories that it had to create. Raises RunDirectoryError if it cannot be
+    written, or if an object store ignores conditional writes.
     """
-    token = secrets.token_hex(16)
+    from raytrain_hpc.checkpoint.lease import check_writable
+
+    directory, token = parse_location(run_dir), secrets.token_hex(16)
+    check_writable(directory)
     path = directory / f".doctor-{token[:8]}"
-    created = [parent for parent in (directory, *directory.parents) if not parent.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(path, ObjectPath):
+        path.create(token.encode())
+        try:
+            yield str(path), token
+        finally:
+            path.delete()
+        return
+    created = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.write_text(token)
-        yield path, token
+        yield str(path), token
     finally:
         path.unlink(missing_ok=True)
         for parent in created:

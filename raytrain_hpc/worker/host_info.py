@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from raytrain_hpc.cpu_limits import read_cpu_limits
+from raytrain_hpc.worker.directory_access import check_directory_access
 
 _PACKAGES = ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")
 _CONNECT_TIMEOUT_S = 5.0
@@ -25,14 +26,10 @@ _COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 def collect_host_info(device: torch.device, path: str, marker: str, driver: tuple[str, int]) -> dict[str, Any]:
     """Return versions, clock, CPUs, GPUs, limits and device speed.
 
-    `sees_directory`: whether the file at `path` contains `marker`; `reaches_driver`: whether a connection to a port of
-    the driver succeeds.
+    `directory`: a DirectoryAccess as a dict, from the file at `path`, which should contain `marker`; `reaches_driver`:
+    whether a connection to a port of the driver succeeds.
     """
     cpus, shared_memory = read_cpu_limits(), shutil.disk_usage("/dev/shm")
-    try:
-        sees_marker = Path(path).read_text() == marker
-    except OSError:
-        sees_marker = False
     return {
         "python": platform.python_version(),
         "versions": {name: _get_version(name) for name in _PACKAGES},
@@ -43,7 +40,7 @@ def collect_host_info(device: torch.device, path: str, marker: str, driver: tupl
         "shared_memory_free": shared_memory.free,
         "shared_memory_total": shared_memory.total,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "sees_directory": sees_marker,
+        "directory": asdict(check_directory_access(path, marker)),
         "reaches_driver": _can_connect(driver),
         "tflops": _measure_tflops(device),
         "memory_gbs": _measure_memory_gbs(device),

@@ -50,7 +50,7 @@ ALLOWED_IMPORTS = {
     "optim": "errors torch_private config state",
     "training": "errors storage callbacks torch_private config planner elastic state model parallel snapshot "
     "distributed data runtime checkpoint observability optim",
-    "worker": "errors config planner elastic state parallel snapshot distributed data runtime training",
+    "worker": "errors storage config planner elastic state parallel snapshot distributed data runtime training",
     "driver": "errors storage callbacks ray_private config planner elastic state distributed data runtime checkpoint "
     "observability optim training worker",
     "run_report": "errors storage config observability driver",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 
 from raytrain_hpc.bench.comm import build_table
 from raytrain_hpc.cli.cluster_checks import run_checks
-from raytrain_hpc.cli.doctor import examine_cluster
+from raytrain_hpc.cli.doctor import _marker_file, examine_cluster
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.cpu_limits import read_cpu_limits
 from raytrain_hpc.driver.cluster_probe import group_workers_by_scope
 from raytrain_hpc.planner.link_fit import BUS_FACTORS
 from raytrain_hpc.planner.topology import Node, Topology
+from raytrain_hpc.storage.object_path import ObjectPath
+from raytrain_hpc.worker.directory_access import check_directory_access
+from tests.storage.s3_server import S3Server
 from tests.warm_pool import make_small_config
 
 pytestmark = pytest.mark.timeout(200)
@@ -39,7 +43,7 @@ HOST_INFO: dict[str, Any] = {
     "socket_path": "/tmp/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
     "reaches_driver": True,
     "open_files": 65536,
-    "sees_directory": True,
+    "directory": {"problem": "", "upload_mbs": 0.0, "download_mbs": 0.0},
     "tflops": 0.1,
     "memory_gbs": 10.0,
 }
@@ -99,7 +103,7 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
         f"paths of 104 bytes, at most 107 are possible (RAY_TMPDIR=/{'d' * 40})",
     ),
     ({"open_files": 1024}, "open files", "warn", "limit 1024"),
-    ({"sees_directory": False}, "run.dir", "fail", "not the same directory on h2"),
+    ({"directory": {"problem": "No such file or directory"}}, "run.dir", "fail", "not the same directory on h2"),
     ({"address": "127.0.0.1"}, "network", "fail", "127.0.0.1"),
     ({"reaches_driver": False}, "ports", "fail", "workers on h2 cannot connect to the driver"),
     ({"tflops": 0.05}, "arithmetic", "warn", "slowest 0.05"),
@@ -138,3 +142,27 @@ def test_doctor_names_gpus() -> None:
     assert check_facts(h100, h100) == []
     (check,) = check_facts(h100, h100, {**h100, "device": "A100", "memory_gib": 39.4})
     assert check.found == "2 x H100, 1 x A100, 39 GiB at least" and "one model of GPU" in check.remedy
+
+
+def test_doctor_reports_access_to_a_bucket_and_its_speed(s3: S3Server, folder: ObjectPath) -> None:
+    config = load_config(None, [f"run.dir={folder}"])
+    with _marker_file(config.run.dir) as (path, token):
+        access = asdict(check_directory_access(path, token))
+        denied = asdict(check_directory_access(path, "another token"))
+        s3.delete(path.removeprefix("s3://training/"))
+        missing = asdict(check_directory_access(path, token))
+    assert s3.list_keys() == [] and access["problem"] == "" and access["upload_mbs"] > 1 < access["download_mbs"]
+    assert denied["problem"] == "another file has its name" and missing["problem"] == "there is no such object"
+
+    def check(*accesses: dict[str, Any]) -> str:
+        facts = [{**HOST_INFO, "node": f"h{number}", "directory": each} for number, each in enumerate(accesses)]
+        (line,) = [c.format_line() for c in run_checks(CLUSTER, facts, (99.0, 102.0), config) if c.name == "run.dir"]
+        return line
+
+    fast = {"problem": "", "upload_mbs": 250.0, "download_mbs": 900.0}
+    assert check(fast, {**fast, "upload_mbs": 99.0}) == (
+        f"ok    run.dir      {folder} honours conditional writes; per worker at least 99 MB/s up, 900 MB/s down"
+    )
+    assert f"fail  run.dir      {folder} cannot be used from h1 (there is no such object) -> set the cred" in check(
+        fast, missing
+    )
