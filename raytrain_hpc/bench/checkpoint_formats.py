@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,44 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from raytrain_hpc.bench.contenders import scratch_dir
 from raytrain_hpc.bench.workloads import MEDIUM, make_settings
+from raytrain_hpc.checkpoint.checksum import ChecksumBuilder
 from raytrain_hpc.checkpoint.manifest import get_shard_name, read_manifest
 from raytrain_hpc.checkpoint.shard_io import read_state, write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import resolve_model_spec
+from raytrain_hpc.errors import MissingDependencyError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.param_init import init_weights
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.object_path import ObjectPath
+
+_PEER_THREADS = 4  # of the S3 connector; its default of 1 is slower
+_HASHED_BYTES = 4 * 2**20
 
 State = dict[str, Any]  # name -> tensor
+Peer = tuple[Callable[[State], object], Callable[[State], object]]  # save, and load in place
 Timings = dict[str, tuple[list[float], list[float]]]  # operation -> (platform ms, peer ms), one value per round
 
 
-def measure_formats(rounds: int) -> Timings:
-    """Measure both formats for `rounds` rounds, after one warm-up round."""
+def measure_formats(rounds: int, url: str | None = None) -> Timings:
+    """Measure both formats for `rounds` rounds, after one warm-up round, on local disk or below `url` of an S3 store.
+
+    The peer on S3 is DCP with the S3 connector for PyTorch. Raises MissingDependencyError without it.
+    """
     torch.set_num_threads(1)
     state = build_adamw_state()
     timings: Timings = {"save": ([], []), "load": ([], []), "load, checksums verified": ([], [])}
     for round_number in range(rounds + 1):
-        with scratch_dir() as directory:
-            round_ms = _run_round(state, directory)
+        if url is None:
+            with scratch_dir() as directory:
+                round_ms = _run_round(state, directory, _make_local_peer(directory / "dcp"))
+        else:
+            folder = ObjectPath.from_url(url) / f"bench-{uuid.uuid4().hex}"
+            try:
+                round_ms = _run_round(state, folder, _make_s3_peer(folder / "dcp"))
+            finally:
+                folder.delete_tree()
         if round_number == 0:  # warm-up: first allocations and imports
             continue
         for operation, (platform_ms, peer_ms) in timings.items():
@@ -55,10 +74,47 @@ def build_adamw_state() -> State:
     return state
 
 
-def _run_round(state: State, directory: Path) -> dict[str, float]:
+def measure_hashing() -> float:
+    """Return the GB/s at which one core computes the checksums of a file that is in memory."""
+    content = memoryview(bytearray(torch.randint(256, (256 << 20,), dtype=torch.uint8).numpy().tobytes()))
+    seconds = []
+    for _ in range(3):
+        checksum, start = ChecksumBuilder(), time.perf_counter()
+        for position in range(0, len(content), _HASHED_BYTES):
+            checksum.update(content[position : position + _HASHED_BYTES])
+        checksum.finish()
+        seconds.append(time.perf_counter() - start)
+    return len(content) / min(seconds) / 1e9
+
+
+def _make_local_peer(directory: Path) -> Peer:
+    return (
+        lambda state: dcp_save(state, checkpoint_id=directory, no_dist=True),
+        lambda state: dcp_load(state, checkpoint_id=directory, no_dist=True),
+    )
+
+
+def _make_s3_peer(folder: ObjectPath) -> Peer:
+    try:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
+    except ImportError as error:
+        raise MissingDependencyError("bench checkpoint --url: run `pip install 's3torchconnector[dcp]'`") from error
+    client = S3ClientConfig(force_path_style="AWS_ENDPOINT_URL" in os.environ)
+    options: dict[str, Any] = {"region": os.environ.get("AWS_REGION", "us-east-1"), "path": f"{folder}/"}
+    options["s3client_config"] = client
+    return (
+        lambda state: dcp_save(
+            state, storage_writer=S3StorageWriter(**options, thread_count=_PEER_THREADS), no_dist=True
+        ),
+        lambda state: dcp_load(state, storage_reader=S3StorageReader(**options), no_dist=True),
+    )
+
+
+def _run_round(state: State, directory: Location, peer: Peer) -> dict[str, float]:
     store = CheckpointStore(directory / "checkpoints")
     source = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in state.items())
-    dcp_dir = directory / "dcp"
+    peer_save, peer_load = peer
     loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     target = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in loaded.items())
 
@@ -74,18 +130,17 @@ def _run_round(state: State, directory: Path) -> dict[str, float]:
 
     round_ms = {
         "platform save": _time_ms(save),
-        "dcp save": _time_ms(lambda: dcp_save(state, checkpoint_id=dcp_dir, no_dist=True)),
+        "dcp save": _time_ms(lambda: peer_save(state)),
         "platform load": _time_ms(load),
-        "dcp load": _time_ms(lambda: dcp_load(loaded, checkpoint_id=dcp_dir, no_dist=True)),
+        "dcp load": _time_ms(lambda: peer_load(loaded)),
         "platform load, checksums verified": _time_ms(load_verified),
     }
     if any(not torch.equal(loaded[name], tensor) for name, tensor in state.items()):
         raise RuntimeError("the loaded state differs from the saved state")
-    shutil.rmtree(dcp_dir)
     return round_ms
 
 
-def _time_ms(action: Callable[[], None]) -> float:
+def _time_ms(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - start)

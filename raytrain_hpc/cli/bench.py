@@ -17,8 +17,12 @@ from raytrain_hpc.cli.options import print_errors_on_one_line
 @click.option(
     "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Number of measurement rounds."
 )
+@click.option("--url", help="checkpoint: also save and load below this URL of an S3 store.")
 @print_errors_on_one_line
-def bench(what: str, as_json: bool, rounds: int) -> None:
+def bench(what: str, as_json: bool, rounds: int, url: str | None) -> None:
     """Run a benchmark; most alternate between raytrain-hpc and a baseline, such as plain PyTorch or Ray Train."""
-    table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds)
+    if url is not None and what != "checkpoint":
+        raise click.UsageError("--url: only `bench checkpoint` saves to a store")
+    options = {} if url is None else {"url": url}
+    table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds, **options)
     click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.to_markdown())

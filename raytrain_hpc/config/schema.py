@@ -34,7 +34,11 @@ class RunConfig(Section):
     """Name, directory and start of the run."""
 
     name: str = key("quickstart", "Name of the run; with a YAML file that sets none: the name of the file.")
-    dir: str = key(AUTO, "Directory for all output of the run, visible to every node; auto: runs/NAME.")
+    dir: str = key(
+        AUTO,
+        "Directory for all output of the run: a path visible to every node, or a URL (s3://, gs://, az://); auto: "
+        "runs/NAME.",
+    )
     seed: int = key(1337, "Seed of weights, data order and dropout.", minimum=0)
     resume: Literal["auto", "never"] = key(
         "auto", "auto: resume from the newest valid checkpoint in run.dir; never: refuse a run.dir that holds a run."

@@ -13,6 +13,7 @@ from typing import Any
 from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverControl
 from raytrain_hpc.callbacks.plugins import prepare_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_auto_layout
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
@@ -264,10 +265,9 @@ class Supervisor:
 
         False if there is no checkpoint. Call between generations. Raises LeaseLostError if another driver took over.
         """
-        run.recorder.wait_for_checkpoints()
+        newest = self._find_newest_checkpoint(run)
         run.lease.check()
         memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
-        newest = find_newest_checkpoint(run.prepared.store, self._print_once)
         if newest is None or (memory_step or 0) > newest.step:
             return False
         run.recorder.totals.checkpoint_path = str(newest.path)
@@ -298,10 +298,7 @@ class Supervisor:
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
         self._first_generation_infos = self._first_generation_infos or infos
-        newest = None
-        if membership.step is None:
-            recorder.wait_for_checkpoints()
-            newest = find_newest_checkpoint(prepared.store, self._print_once)
+        newest = None if membership.step is not None else self._find_newest_checkpoint(run)
         step = membership.step if membership.step is not None else 0 if newest is None else newest.step
         prepared.directory.write_workers(run.lease.generation, layout, infos)
         recorder.begin_generation(
@@ -345,6 +342,11 @@ class Supervisor:
         on_record = partial(self._handle_record, run)
         outcome = workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
         return "stopped" if only_saves and outcome == "done" else outcome
+
+    def _find_newest_checkpoint(self, run: _RunContext) -> Checkpoint | None:
+        """Return the newest valid checkpoint, after those that are being published; None if there is none."""
+        run.recorder.wait_for_checkpoints()
+        return find_newest_checkpoint(run.prepared.store, self._print_once)
 
     def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
         """Return whether a checkpoint of `step` is due and was not published."""

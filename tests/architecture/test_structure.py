@@ -35,7 +35,7 @@ ALLOWED_IMPORTS = {
     "ray_private": "",
     "storage": "errors",
     "config": "errors storage",
-    "callbacks": "errors torch_private config",
+    "callbacks": "errors storage torch_private config",
     "planner": "errors config",
     "elastic": "errors config planner",
     "state": "errors torch_private",
