@@ -208,6 +208,6 @@ def s3(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def folder(s3: S3Server) -> ObjectPath:
     """An empty prefix of the server's bucket."""
     from raytrain_hpc.storage.object_path import ObjectPath
-    from tests.storage.s3_server import BUCKET
+    from tests.storage.bucket import BUCKET
 
     return ObjectPath.from_url(f"s3://{BUCKET}/runs/demo")

@@ -83,6 +83,10 @@ class DirectoryPublisher:
         _sync_directory(self._root)
         shutil.rmtree(replaced_path, ignore_errors=True)
 
+    def is_unfinished(self, step: int) -> bool:
+        """Return False: unfinished checkpoints are in staging directories."""
+        return False
+
     def delete(self, step: int) -> None:
         """Delete a checkpoint. It is hidden first: an interrupted deletion must not look damaged. Raises OSError."""
         path = self._root / get_step_name(step)

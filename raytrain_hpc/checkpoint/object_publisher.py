@@ -65,6 +65,10 @@ class ObjectPublisher:
             with suppress(OSError):
                 self._delete_other_generations(step, self.get_files_directory(generation))
 
+    def is_unfinished(self, step: int) -> bool:
+        """Return whether the files of a step have no manifest. Raises OSError."""
+        return not (self._root / get_step_name(step) / MANIFEST_FILE).is_file()
+
     def delete(self, step: int) -> None:
         """Delete a checkpoint, the manifest first: if this is interrupted, the rest is a leftover. Raises OSError."""
         path = self._root / get_step_name(step)

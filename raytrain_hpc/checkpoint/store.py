@@ -62,6 +62,9 @@ class Publisher(Protocol):
         `pre_publish` is called right before.
         """
 
+    def is_unfinished(self, step: int) -> bool:
+        """Return whether the directory of a step holds files of a checkpoint that was not published. Raises OSError."""
+
     def delete(self, step: int) -> None:
         """Delete a checkpoint such that it is never seen in part. Raises OSError."""
 
@@ -177,7 +180,11 @@ class CheckpointStore:
 
         Calls `on_corrupted(path, problem)` for each newer one that fails, newest first.
         """
-        for _, path in reversed(self._list_directories()):
+        for step, path in reversed(self._list_directories()):
+            with self._translate_errors():
+                is_unfinished = self._publisher.is_unfinished(step)
+            if is_unfinished:
+                continue
             try:
                 return verify_checkpoint(path)
             except CheckpointCorruptedError as error:

@@ -62,9 +62,15 @@ def create_file(location: Location, content: bytes) -> None:
 
 
 def list_directory_names(location: Location) -> list[str]:
-    """Return the names of the directories in a directory; none if it does not exist. Raises OSError."""
+    """Return the names of the directories in a directory; none if it does not exist. Raises OSError.
+
+    In an object store, a directory exists if there is an object below it that is not empty: see
+    `ObjectPath.list_directory`.
+    """
     if isinstance(location, ObjectPath):
-        return location.list_directory()[0]
+        start = len(location.key) + 1 if location.key else 0
+        parts = (info.path.key[start:].partition("/") for info in location.list_recursively() if info.bytes)
+        return sorted({name for name, separator, _ in parts if separator})
     return sorted(path.name for path in location.iterdir() if path.is_dir()) if location.is_dir() else []
 
 

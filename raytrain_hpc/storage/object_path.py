@@ -153,13 +153,17 @@ class ObjectPath:
             obstore.put(self._bucket_store, self.key, iter(chunks), use_multipart=True, **options)
 
     def list_directory(self) -> tuple[list[str], list[ObjectInfo]]:
-        """Return the names of the prefixes directly below this one, and the objects there."""
+        """Return the names of the prefixes directly below this one, and the objects there.
+
+        Some stores and tools mark a directory by an empty object of its name; that of this one is left out. A directory
+        can be listed that holds nothing else.
+        """
         import obstore
 
         with translate_errors(str(self)):
             listing = obstore.list_with_delimiter(self._bucket_store, f"{self.key}/" if self.key else None)
         prefixes = sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listing["common_prefixes"])
-        return prefixes, [self._to_info(entry) for entry in listing["objects"]]
+        return prefixes, [self._to_info(entry) for entry in listing["objects"] if entry["path"] != self.key]
 
     def list_recursively(self) -> Iterator[ObjectInfo]:
         """Yield all objects below this prefix."""
@@ -167,7 +171,7 @@ class ObjectPath:
 
         with translate_errors(str(self)):
             for chunk in obstore.list(self._bucket_store, f"{self.key}/" if self.key else None):
-                yield from (self._to_info(entry) for entry in chunk)
+                yield from (self._to_info(entry) for entry in chunk if entry["path"] != self.key)
 
     def delete(self) -> None:
         """Delete the object, if there is one."""

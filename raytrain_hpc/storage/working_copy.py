@@ -72,7 +72,7 @@ class WorkingCopy:
         """Fill the working copy with the run's files, without checkpoints. Raises OSError."""
         with self._lock:
             parts: list[bytes] = []
-            for info in self._remote.list_directory()[1]:
+            for info in sorted(self._remote.list_directory()[1], key=lambda info: info.path.name):
                 content, version = info.path.read_with_version()
                 if info.path.name.startswith(_PART_NAME.partition("{")[0]) and info.path.name != GROWING_FILE:
                     parts.append(content)  # listed by ascending name

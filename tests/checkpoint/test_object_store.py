@@ -19,7 +19,8 @@ from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 from raytrain_hpc.storage.object_path import ObjectPath
 from tests.checkpoint.conftest import FakeRanks
-from tests.storage.s3_server import BUCKET, RandomFaults, make_denied_response, make_slow_down_response
+from tests.storage.bucket import BUCKET
+from tests.storage.s3_server import RandomFaults, make_denied_response, make_slow_down_response
 
 ROOT = "runs/demo/checkpoints"
 
@@ -78,7 +79,6 @@ CORRUPTIONS = {
     "flipped data": (lambda s3: edit(s3, SHARD, flip(-3)), "rank-00001.safetensors: checksum is"),
     "flipped header": (lambda s3: edit(s3, SHARD, flip(12)), "rank-00001.safetensors: checksum is"),
     "deleted shard": (lambda s3: s3.delete(SHARD), "rank-00001.safetensors: missing"),
-    "deleted manifest": (lambda s3: s3.delete(MANIFEST), "manifest.json is missing"),
     "truncated manifest": (lambda s3: edit(s3, MANIFEST, lambda content: bytes(content[:99])), "is not JSON"),
     "flipped manifest": (
         lambda s3: edit(
@@ -109,6 +109,15 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(store, s3, kind):
     checkpoint, skipped = find_newest(store)
     assert checkpoint.step == 1 and [name for name, _ in skipped] == ["step-00000002"] and reason in skipped[0][1]
     assert_content(checkpoint)
+
+
+def test_files_without_a_manifest_are_not_a_checkpoint(store, s3):
+    FakeRanks.publish(store, 1)
+    FakeRanks.write(store, 2)
+    checkpoint, skipped = find_newest(store)
+    assert (checkpoint.step, skipped, store.list_steps()) == (1, [], [1])
+    s3.delete(f"{ROOT}/step-00000001/manifest.json")
+    assert find_newest(store) == (None, [])
 
 
 @pytest.mark.parametrize("change", [flip(-3), flip(9), lambda content: bytes(content[:-20])])

@@ -14,7 +14,8 @@ from tests.driver.cli_process import curve_point
 from tests.driver.test_two_nodes import COMPARED_STEPS, ELASTIC
 from tests.driver.throttle import throttle
 from tests.driver.two_node_cluster import TwoNodeCluster
-from tests.storage.s3_server import BUCKET, S3Server
+from tests.storage.bucket import BUCKET
+from tests.storage.s3_server import S3Server
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 pytestmark = [

@@ -8,15 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import boto3
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
-BUCKET = "training"
+from tests.storage.bucket import Bucket
 
 
 @dataclass
@@ -32,35 +31,19 @@ class Request:
 Interceptor = Callable[[Request, Callable[[], Response]], Response]
 
 
-@dataclass
-class S3Server:
+class S3Server(Bucket):
     """Server with one bucket. `intercept(request, forward)`, if set, answers each request; `forward()` executes it."""
 
-    intercept: Interceptor | None = None
-    requests: list[Request] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.intercept: Interceptor | None = None
+        self.requests: list[Request] = []
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._handle, threaded=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.environment = {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_REGION": "us-east-1",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-        }
-        self.client = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            region_name="us-east-1",
-            aws_access_key_id="key",
-            aws_secret_access_key="secret",
-        )
-        self.client.create_bucket(Bucket=BUCKET)
+        super().__init__(self.url)
 
     def _handle(self, environ: dict[str, Any], start_response: Any) -> Any:
         request = Request(
@@ -81,33 +64,9 @@ class S3Server:
         finally:
             self.intercept = None
 
-    def list_keys(self, prefix: str = "") -> list[str]:
-        """Return the names of all objects below a prefix."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-
-    def read(self, key: str) -> bytes:
-        """Return the content of an object."""
-        return bytes(self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
-
-    def write(self, key: str, content: bytes) -> None:
-        """Write an object."""
-        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
-
-    def delete(self, key: str) -> None:
-        """Delete an object."""
-        self.client.delete_object(Bucket=BUCKET, Key=key)
-
-    def count_unfinished_uploads(self) -> int:
-        """Return the number of multipart uploads that were neither completed nor aborted."""
-        return len(self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()))
-
     def clear(self) -> None:
         """Delete all objects and unfinished uploads, and forget all requests."""
-        for key in self.list_keys():
-            self.delete(key)
-        for upload in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
-            self.client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
+        super().clear()
         self.requests.clear()
 
     def close(self) -> None:

@@ -11,9 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import boto3
-
-BUCKET = "training"
+from tests.storage.bucket import Bucket
 
 
 def is_installed() -> bool:
@@ -21,8 +19,8 @@ def is_installed() -> bool:
     return shutil.which("weed") is not None
 
 
-class SeaweedServer:
-    """Server with one bucket, and the environment variables to reach it. `directory`: for its data."""
+class SeaweedServer(Bucket):
+    """Server with one bucket. `directory`: for its data."""
 
     def __init__(self, directory: Path) -> None:
         """Start the server and wait until it answers. Raises TimeoutError after 30 s."""
@@ -35,17 +33,8 @@ class SeaweedServer:
             command += [f"-{name}.port={port}", f"-{name}.port.grpc={_find_free_port()}"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.url = f"http://127.0.0.1:{ports['s3']}"
-        self.environment = {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_REGION": "us-east-1",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-        }
-        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
-        self.client = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **keys)
         self._wait_until_it_answers()
-        self.client.create_bucket(Bucket=BUCKET)
+        super().__init__(self.url)
 
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + 30

@@ -7,7 +7,8 @@ import errno
 import pytest
 
 from raytrain_hpc.storage.object_path import ObjectPath
-from tests.storage.s3_server import BUCKET, RandomFaults, make_denied_response, make_slow_down_response
+from tests.storage.bucket import BUCKET
+from tests.storage.s3_server import RandomFaults, make_denied_response, make_slow_down_response
 
 
 def test_content_and_listing(folder, s3):
