@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.config.schema import Config
     from raytrain_hpc.data.preprocess.prepare import prepare
+    from raytrain_hpc.dcp.dcp_importer import import_dcp
     from raytrain_hpc.driver.result import Result
     from raytrain_hpc.errors import (
         CallbackError,
@@ -81,6 +82,7 @@ _MODULES = {
     "attach": "script",
     "export_model": "huggingface.exporter",
     "generate": "text_generation",
+    "import_dcp": "dcp.dcp_importer",
     "import_model": "huggingface.importer",
     "load_config": "config.loader",
     "plan": "api",
@@ -128,6 +130,7 @@ __all__ = [
     "attach",
     "export_model",
     "generate",
+    "import_dcp",
     "import_model",
     "load_config",
     "plan",

@@ -200,3 +200,20 @@ def is_storage_shared(storage: Any) -> bool:
     """
     untyped = getattr(storage, "_untyped_storage", storage)
     return bool(untyped.device.type == "cpu" and untyped.is_shared())
+
+
+def list_dcp_classes() -> dict[tuple[str, str], str]:
+    """Return the classes in the `.metadata` of a distributed checkpoint: (module, name) -> name in current versions.
+
+    Some are private, and older versions had two of them in a private module: all versions from 2.0 on. The modules are
+    not imported.
+    """
+    metadata, storage = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+    sharded_tensor = "torch.distributed._shard.sharded_tensor.metadata"
+    names = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex"
+    classes = {(metadata, name): name for name in (*names.split(), "StorageMeta", "_MEM_FORMAT_ENCODING")}
+    return classes | {
+        (storage, "_StorageInfo"): "_StorageInfo",
+        (sharded_tensor, "TensorProperties"): "TensorProperties",
+        (sharded_tensor, "MEM_FORMAT_ENCODING"): "_MEM_FORMAT_ENCODING",
+    }

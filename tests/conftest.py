@@ -71,6 +71,7 @@ QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ra
     "data/loader/test_packing",
     "data/loader/test_sampler",
     "data/tokenizer/test_tokenizers",
+    "dcp/test_metadata_reader",
     "distributed/test_network_interface",
     "docs/test_references",
     "driver/test_auto_layout",

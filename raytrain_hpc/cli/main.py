@@ -22,6 +22,7 @@ COMMANDS = (
     "report",
     "export",
     "import-hf",
+    "import-dcp",
     "drill",
     "doctor",
     "bench",

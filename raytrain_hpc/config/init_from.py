@@ -24,7 +24,7 @@ def read_model_settings(directory: str, origin: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(INIT_FROM_KEY, directory, origin, f"cannot be read: {error}") from error
     if not manifests:
-        remedy = "has no checkpoint; give a run directory, or one written by `raytrain-hpc import-hf`"
+        remedy = "has no checkpoint; give a run directory, or one written by `raytrain-hpc import-hf` or `import-dcp`"
         raise ConfigError(INIT_FROM_KEY, directory, origin, remedy)
     try:
         meta = json.loads(manifests[-1].read_bytes())["meta"]

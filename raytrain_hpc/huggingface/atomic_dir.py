@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,13 +27,17 @@ PASSTHROUGH_FILES = (
     GENERATION_CONFIG_FILE,
 )
 
+_URL_PATTERN = re.compile(r"\w+:/")  # pathlib makes s3:/bucket of s3://bucket
+
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a staging directory that is renamed to `out` on success and removed on failure.
 
-    Raises CheckpointError if `out` is a file or a non-empty directory, or if it cannot be written.
+    Raises CheckpointError if `out` is a file, a non-empty directory or in an object store, or if it cannot be written.
     """
+    if _URL_PATTERN.match(str(out)):
+        raise CheckpointError(f"{out}: only a local directory can be written; give one, and copy it from there")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists already; choose another directory, or remove it")
     staging = out.absolute().with_name(f".{out.name}.{os.getpid()}")

@@ -1,41 +1,39 @@
-"""Import of a Hugging Face model as a run directory with a checkpoint at step 0.
-
-OUT/config.yaml  OUT/tokenizer.json  OUT/checkpoints/step-00000000/   as in any run directory
-OUT/huggingface/                                                      files that export copies unchanged
-"""
+"""Import of a Hugging Face model as a run directory with a checkpoint at step 0 (see imported_run.py)."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from raytrain_hpc.checkpoint.manifest import get_shard_name
-from raytrain_hpc.checkpoint.shard_io import write_slices
-from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.config.loader import Setting, build_config, config_to_yaml
-from raytrain_hpc.config.model_spec import ModelSpec, spec_to_settings
+from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.base import TokenizerSpec
 from raytrain_hpc.data.tokenizer.registry import load_tokenizer
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.huggingface.atomic_dir import (
     GENERATION_CONFIG_FILE,
-    PASSTHROUGH_FILES,
     SPECIAL_TOKEN_KEYS,
     atomic_directory,
     read_json,
+)
+from raytrain_hpc.huggingface.imported_run import (
+    SHARD_BYTES,
+    ImportedModel,
+    ImportedTensor,
+    copy_tokenizer_files,
+    write_imported_run,
+    write_tokenizer,
 )
 from raytrain_hpc.huggingface.model_configs import get_max_positions, parse_hf_config
 from raytrain_hpc.huggingface.weight_mapping import IGNORED_SUFFIXES, WeightMapping, build_weight_mappings
 from raytrain_hpc.state.shard_index import TensorSlices
 
-SHARD_BYTES = 1 << 30
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -58,26 +56,17 @@ def import_model(source: str | Path, out: str | Path, *, shard_bytes: int = SHAR
     spec = parse_hf_config(config)
     max_positions, mappings = get_max_positions(config), build_weight_mappings(spec)
     locations = _locate_tensors(source, spec, mappings)
+    tensors = [
+        ImportedTensor(
+            TensorSlices(f"model.{mapping.name}", mapping.shape, "float32", (mapping.box,)),
+            partial(_read_tensor, mapping, locations),
+        )
+        for mapping in mappings
+    ]
+    model = ImportedModel(spec, max_positions, "config.json")
     with atomic_directory(out) as directory:
         tokenizer_kind = _import_tokenizer(source, directory, config)
-        settings = spec_to_settings(spec) | {"max_positions": max_positions}
-        config_settings = [Setting(f"model.{key}", value, "config.json") for key, value in settings.items()]
-        config_settings += [Setting("run.name", out.name, ""), Setting("run.dir", str(out), "")]
-        (directory / "config.yaml").write_text(config_to_yaml(build_config(config_settings)))
-        store = CheckpointStore(directory / "checkpoints")
-        staging, reports = store.create_staging(0, 0), []
-        for number, group in enumerate(_group_into_shards(mappings, shard_bytes)):
-            slices = [
-                TensorSlices(f"model.{mapping.name}", mapping.shape, "float32", (mapping.box,)) for mapping in group
-            ]
-            reports.append(write_slices(staging / get_shard_name(number), slices, _read_tensors(group, locations)))
-        meta: dict[str, Any] = {
-            "model": asdict(spec),
-            "dtype": "fp32",
-            "seq_len": max_positions,
-            "positions": max_positions,
-        }
-        store.publish(0, 0, reports, meta | {"imported_from": str(source)}, lambda: None)
+        write_imported_run(directory, out, model, tensors, imported_from=source, shard_bytes=shard_bytes)
     return ImportResult(spec, tokenizer_kind)
 
 
@@ -122,41 +111,22 @@ def _list_tensor_names(path: Path) -> list[str]:
         raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
-def _group_into_shards(mappings: Sequence[WeightMapping], shard_bytes: int) -> Iterator[list[WeightMapping]]:
-    """Yield groups of consecutive tensors of at most `shard_bytes` in fp32, each with at least one tensor."""
-    group: list[WeightMapping] = []
-    size = 0
-    for mapping in mappings:
-        if group and size + 4 * mapping.numel > shard_bytes:
-            yield group
-            group, size = [], 0
-        group, size = [*group, mapping], size + 4 * mapping.numel
-    yield group
-
-
-def _read_tensors(group: Sequence[WeightMapping], locations: Mapping[str, tuple[Path, str]]) -> Iterator[torch.Tensor]:
-    for mapping in group:
-        path, name = locations[mapping.hf_name]
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensor = file.get_tensor(name)  # a view of the memory-mapped file
-        if tuple(tensor.shape) != mapping.hf_shape or tensor.dtype not in _FLOAT_DTYPES:
-            actual = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ModelError(f"{path}: {name} is {actual}; config.json implies {list(mapping.hf_shape)}")
-        yield mapping.to_native(tensor.to(torch.float32))
+def _read_tensor(mapping: WeightMapping, locations: Mapping[str, tuple[Path, str]]) -> torch.Tensor:
+    path, name = locations[mapping.hf_name]
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensor = file.get_tensor(name)  # a view of the memory-mapped file
+    if tuple(tensor.shape) != mapping.hf_shape or tensor.dtype not in _FLOAT_DTYPES:
+        actual = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ModelError(f"{path}: {name} is {actual}; config.json implies {list(mapping.hf_shape)}")
+    return mapping.to_native(tensor.to(torch.float32))
 
 
 def _import_tokenizer(source: Path, directory: Path, config: Mapping[str, Any]) -> str | None:
     """Copy the tokenizer files and the special token ids; return the tokenizer's kind, or None without one."""
-    imported_dir = directory / "huggingface"
-    imported_dir.mkdir()
-    for name in PASSTHROUGH_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, imported_dir / name)
+    imported_dir = copy_tokenizer_files(source, directory)
     if not (imported_dir / GENERATION_CONFIG_FILE).exists():
         special_token_ids = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
         (imported_dir / GENERATION_CONFIG_FILE).write_text(json.dumps(special_token_ids, indent=2) + "\n")
     if not (imported_dir / "tokenizer.json").exists():
         return None
-    tokenizer = load_tokenizer(TokenizerSpec("hf", str(source)))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(), indent=2) + "\n")
-    return tokenizer.name
+    return write_tokenizer(directory, load_tokenizer(TokenizerSpec("hf", str(source))))

@@ -57,12 +57,13 @@ ALLOWED_IMPORTS = {
     "api": "errors storage callbacks config planner elastic state model snapshot data runtime checkpoint observability "
     "training driver run_report",
     "huggingface": "errors storage config state data checkpoint driver",
+    "dcp": "errors torch_private config state data huggingface",
     "bench": "errors storage callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
     "observability parallel training worker driver api",
     "sweeps": "errors storage ray_private config observability checkpoint driver run_report api",
-    "cli": "errors storage config planner elastic state data checkpoint observability driver huggingface run_report "
-    "api bench sweeps",
-    "public": "errors callbacks config data driver huggingface run_report api sweeps",
+    "cli": "errors storage config planner elastic state data checkpoint observability driver huggingface dcp "
+    "run_report api bench sweeps",
+    "public": "errors callbacks config data driver huggingface dcp run_report api sweeps",
 }
 WITHOUT_TORCH_AND_RAY = {"errors", "config", "planner", "elastic", "public"}
 
