@@ -181,7 +181,7 @@ class Supervisor:
         self._target_workers = self._target_workers or backend.world_size
         outcome = "failed"
         try:
-            with deadline.watch(), prepared.directory.keep_uploaded():
+            with deadline.watch():
                 outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
