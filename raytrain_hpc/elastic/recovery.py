@@ -62,6 +62,17 @@ def get_min_workers(config: Config) -> int:
     return get_model_parallel_size(config) if min_workers == AUTO else int(min_workers)
 
 
+def find_legal_size(config: Config, batching: Batching, limit: int) -> int | None:
+    """Return the largest number of workers up to `limit` on which a run with `batching` can train, or None.
+
+    Only the data-parallel axes change size, as in `plan_membership`, and no size is below `get_min_workers`.
+    """
+    for world_size in range(limit, get_min_workers(config) - 1, -1):
+        if _find_legal_layout(config, world_size, batching) is not None:
+            return world_size
+    return None
+
+
 def plan_membership(
     config: Config,
     batching: Batching,

@@ -95,7 +95,7 @@ def dry_run(ranks: int, scenario: Scenario) -> dict[str, Any]:
         backend = DryRunBackend(ranks, cluster, fake_ray)
 
         @contextmanager
-        def open_fake_backend(config: Config) -> Iterator[DryRunBackend]:
+        def open_fake_backend(config: Config, *arguments: Any) -> Iterator[DryRunBackend]:
             yield backend
 
         memory_before, start, cpu = peak_mib(), time.monotonic(), time.process_time()

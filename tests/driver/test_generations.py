@@ -76,9 +76,12 @@ class FakeWorkerGroup:
     def start(self) -> None:
         self.wait_for_workers(1)
 
-    def wait_for_workers(self, count: int) -> None:
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
         if isinstance(self._next, Exception):
             raise self._next
+
+    def get_capacity(self) -> None:
+        """Return None: no cluster is followed."""
 
     def scale_up_to(self, count: int) -> None:
         assert count == 1, "no more workers were requested"
@@ -146,7 +149,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
                 return workers
 
         @contextmanager
-        def open_fake_backend(config: Any) -> Any:
+        def open_fake_backend(config: Any, *arguments: Any) -> Any:
             yield FakeBackend()
 
         monkeypatch.setattr(supervisor, "open_backend", open_fake_backend)

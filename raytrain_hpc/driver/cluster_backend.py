@@ -1,0 +1,87 @@
+"""Backend on a Ray cluster: connect, wait until it has room for the run, and create the worker group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import ray
+
+from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.driver.capacity_view import CapacityView
+from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, read_snapshot
+from raytrain_hpc.driver.cluster_room import wait_for_room
+from raytrain_hpc.driver.ray_backend import RayWorkerGroup
+from raytrain_hpc.driver.ray_cluster import connect_ray
+from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS
+from raytrain_hpc.driver.rendezvous_store import RendezvousStore
+from raytrain_hpc.driver.worker_group import ActorPool
+from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.planner.layout import get_fixed_world_size, get_model_parallel_size
+from raytrain_hpc.planner.topology import Topology
+
+
+@dataclass
+class RayBackend:
+    """A Ray cluster for `world_size` workers, of which `start_count`, spares included, fit on it at the start.
+
+    `ray_readers`: processes on it read training data for them. `monitor`: of a cluster that the run follows.
+    """
+
+    world_size: int
+    start_count: int
+    cluster: Topology
+    store: RendezvousStore
+    ray_readers: bool
+    uses_existing_cluster: bool
+    monitor: ClusterMonitor | None = None
+
+    def create_worker_group(self, config: Config) -> RayWorkerGroup:
+        """Reserve slots for the workers and spares, and return their group."""
+        if self.monitor is None:
+            pool = ActorPool(config, self.start_count, self.cluster)
+            return RayWorkerGroup(config, pool, self.store, ray_readers=self.ray_readers)
+        nodes = [NodeCapacity(node.node_id, 0, node.free) for node in self.monitor.snapshot.nodes]
+        pool = ActorPool(config, self.start_count, self.cluster, nodes=nodes)
+        capacity = CapacityView(self.monitor, pool)
+        return RayWorkerGroup(config, pool, self.store, ray_readers=self.ray_readers, capacity=capacity)
+
+
+@contextmanager
+def open_ray_backend(
+    config: Config,
+    print_line: Callable[[str], None] = lambda line: None,
+    stop_event: threading.Event | None = None,
+) -> Iterator[RayBackend]:
+    """Connect to Ray, or start it, and yield the backend.
+
+    Waits for nodes of a cluster that is too small, up to cluster.start_timeout or until `stop_event` is set, and prints
+    what is missing. Raises ClusterError if it stays too small, before anything is written.
+    """
+    # The store needs torch: import it while Ray and the workers start, which takes as long.
+    threading.Thread(target=import_module, args=("torch",), daemon=True).start()
+    num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
+    with connect_ray(config, num_workers + config.cluster.spares) as started, ExitStack() as stack:
+        room = wait_for_room(
+            config, is_shared=not started, print_line=print_line, stop_event=stop_event or threading.Event()
+        )
+        monitor = ClusterMonitor(partial(read_snapshot, config)) if room.follows else None
+        if monitor is not None:
+            stack.callback(monitor.close)
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        store = RendezvousStore(host, config)
+        # A Ray that was started for this run has no CPUs besides those of the workers.
+        readers = config.data.engine == "ray" or (config.data.engine == AUTO and not started)
+        yield RayBackend(
+            room.world_size,
+            room.start_count,
+            room.topology,
+            store,
+            readers,
+            uses_existing_cluster=not started,
+            monitor=monitor,
+        )
