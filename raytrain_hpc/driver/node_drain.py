@@ -27,14 +27,17 @@ class NodeDrainMonitor:
 
     def get_draining_nodes(self) -> frozenset[str]:
         """Return the ids of the nodes that are about to be removed, as of at most half a second ago."""
-        now = time.monotonic()
-        if now - self._last_query_time > _QUERY_INTERVAL_S:
-            self._last_query_time = now
-            self._draining_nodes = get_draining_nodes()
-            self._last_seen |= dict.fromkeys(self._draining_nodes, now)
+        if time.monotonic() - self._last_query_time > _QUERY_INTERVAL_S:
+            self._query()
         return self._draining_nodes | self._announced_nodes
 
     def was_announced(self, node_id: str) -> bool:
         """Return whether the removal of a node, which may be gone by now, was announced before."""
+        self._query()
         since_draining_s = time.monotonic() - self._last_seen.get(node_id, -inf)
         return node_id in self._announced_nodes or since_draining_s < _ANNOUNCED_TTL_S
+
+    def _query(self) -> None:
+        self._last_query_time = time.monotonic()
+        self._draining_nodes = get_draining_nodes()
+        self._last_seen |= dict.fromkeys(self._draining_nodes, self._last_query_time)
