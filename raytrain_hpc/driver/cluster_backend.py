@@ -12,6 +12,7 @@ from importlib import import_module
 import ray
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.driver.autoscaler import AutoscalerRequest, find_resource
 from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, read_snapshot
 from raytrain_hpc.driver.cluster_room import wait_for_room
@@ -30,6 +31,7 @@ class RayBackend:
     """A Ray cluster for `world_size` workers, of which `start_count`, spares included, fit on it at the start.
 
     `ray_readers`: processes on it read training data for them. `monitor`: of a cluster that the run follows.
+    `autoscaler`: of a cluster that was running.
     """
 
     world_size: int
@@ -39,16 +41,22 @@ class RayBackend:
     ray_readers: bool
     uses_existing_cluster: bool
     monitor: ClusterMonitor | None = None
+    autoscaler: AutoscalerRequest | None = None
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
         """Reserve slots for the workers and spares, and return their group."""
-        if self.monitor is None:
-            pool = ActorPool(config, self.start_count, self.cluster)
-            return RayWorkerGroup(config, pool, self.store, ray_readers=self.ray_readers)
-        nodes = [NodeCapacity(node.node_id, 0, node.free) for node in self.monitor.snapshot.nodes]
+        nodes = None
+        if self.monitor is not None:
+            nodes = [NodeCapacity(node.node_id, 0, node.free) for node in self.monitor.snapshot.nodes]
         pool = ActorPool(config, self.start_count, self.cluster, nodes=nodes)
-        capacity = CapacityView(self.monitor, pool)
-        return RayWorkerGroup(config, pool, self.store, ray_readers=self.ray_readers, capacity=capacity)
+        return RayWorkerGroup(
+            config,
+            pool,
+            self.store,
+            ray_readers=self.ray_readers,
+            capacity=None if self.monitor is None else CapacityView(self.monitor, pool),
+            request_nodes=None if self.autoscaler is None else self.autoscaler.ask,
+        )
 
 
 @contextmanager
@@ -66,6 +74,7 @@ def open_ray_backend(
     threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
     with connect_ray(config, num_workers + config.cluster.spares) as started, ExitStack() as stack:
+        autoscaler = None if started else _open_autoscaler(config, stack)
         room = wait_for_room(
             config, is_shared=not started, print_line=print_line, stop_event=stop_event or threading.Event()
         )
@@ -84,4 +93,14 @@ def open_ray_backend(
             readers,
             uses_existing_cluster=not started,
             monitor=monitor,
+            autoscaler=autoscaler,
         )
+
+
+def _open_autoscaler(config: Config, stack: ExitStack) -> AutoscalerRequest:
+    """Ask the autoscaler for what the run wants. The request is released with `stack`."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    autoscaler = AutoscalerRequest(config, find_resource(config, resources))
+    stack.callback(autoscaler.release)
+    autoscaler.ask()
+    return autoscaler

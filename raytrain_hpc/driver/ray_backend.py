@@ -50,8 +50,14 @@ class RayWorkerGroup:
         *,
         ray_readers: bool,
         capacity: CapacityView | None = None,
+        request_nodes: Callable[[int], None] | None = None,
     ):
-        """Initialize the group. `capacity`: view of the cluster that the run follows."""
+        """Initialize the group.
+
+        `capacity`: view of the cluster that the run follows. `request_nodes`: asks the autoscaler for a number of
+        workers.
+        """
+        self._request_nodes = request_nodes
         self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
         self._capacity, self._death_messages = capacity, DeathMessageFilter()
         self._health, self._stragglers = HealthMonitor(config), StragglerDetector(config.fault.straggler_factor)
@@ -84,6 +90,8 @@ class RayWorkerGroup:
 
     def scale_up_to(self, count: int) -> None:
         """Start workers in the background until there are `count` besides spares; return at once."""
+        if self._request_nodes is not None:
+            self._request_nodes(count)
         self._pool.scale_up_to(count + self._config.cluster.spares, self.get_capacity())
 
     def list_candidates(self) -> list[Candidate]:

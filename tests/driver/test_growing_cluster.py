@@ -109,17 +109,15 @@ def test_a_run_waits_for_its_minimum_and_stops_when_it_is_preempted(cluster: Two
     assert run.process.wait(timeout=60) == 3, run.output
     assert "nodes are draining and too few workers remain: saving and stopping" in run.output
     assert not (run.directory / "incidents.jsonl").exists()
-    cluster.send("lose")
+    notice.unlink()
 
 
 def test_a_run_follows_nodes_that_come_and_go(
     cluster: TwoNodeCluster, start: Any, pool: WarmPool, tmp_path: Path
 ) -> None:
     run = start()
-    run.wait_for_size(2)
-    cluster.send("add")
     run.wait_for_size(4)
-    (run.directory.parent / "notice-3").touch()
+    (run.directory.parent / "notice-2").touch()
     run.wait_for_size(2)
     assert not (run.directory / "incidents.jsonl").exists(), "the node was left in time"
     cluster.send("lose")
@@ -140,7 +138,7 @@ def test_a_run_follows_nodes_that_come_and_go(
     metrics_of_step = {line["step"]: line for line in run.read_metrics()}
     sizes = [metrics_of_step[step]["elastic/world_size"] for step in sorted(metrics_of_step)]
     changes = [(before, after) for before, after in pairwise(sizes) if before != after]
-    assert changes == [(4, 2), (2, 4), (4, 2), (2, 4), (4, 2), (2, 1), (1, 2)], "both workers of a node join at once"
+    assert changes == [(4, 2), (2, 4), (4, 2), (2, 1), (1, 2)], "both workers of a node join at once"
     one_process = make_small_config(None, *WORDS, "cluster.workers=1", f"run.dir={tmp_path}/one")
     reference = [curve_point(metrics) for metrics in get_step_metrics(pool.train(one_process)[0])]
     assert [curve_point(metrics_of_step[step]) for step in range(1, COMPARED_STEPS + 1)] == reference
