@@ -288,9 +288,9 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     check_model_divisible(config, spec)
     if "micro_batch_size" not in space:
         return [LayoutChoice(layout, resolve_batching(config, layout), compiled=config.train.compile is True)]
-    allowed, global_batch_size, choices = space["micro_batch_size"], config.train.global_batch_size, []
+    allowed, choices = space["micro_batch_size"], list[LayoutChoice]()
     reason = None
-    for size in _list_sizes(global_batch_size, get_largest_dp_size(config, layout)) if allowed is None else allowed:
+    for size in _list_sizes(config, layout) if allowed is None else allowed:
         sized_config = copy(config)
         sized_config.train = replace(config.train, micro_batch_size=size)
         try:
@@ -303,9 +303,11 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     return choices
 
 
-def _list_sizes(global_batch_size: int, dp_size: int) -> list[int]:
-    """Return the micro-batch sizes that give `dp_size` ranks a microbatch each; if there is none, 1."""
-    return _list_divisors(global_batch_size // dp_size, of=global_batch_size) or [1]
+def _list_sizes(config: Config, layout: Layout) -> list[int]:
+    """Return the micro-batch sizes that give every rank a microbatch, if possible also after the run has grown."""
+    global_batch_size = config.train.global_batch_size
+    sizes = _list_divisors(global_batch_size // get_largest_dp_size(config, layout), of=global_batch_size)
+    return sizes or _list_divisors(global_batch_size // layout.dp_size, of=global_batch_size)
 
 
 def _list_divisors(limit: int, of: int | None = None) -> list[int]:
