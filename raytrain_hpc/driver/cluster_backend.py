@@ -15,7 +15,7 @@ from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.autoscaler import AutoscalerRequest, find_resource
 from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, read_snapshot
-from raytrain_hpc.driver.cluster_room import wait_for_room
+from raytrain_hpc.driver.cluster_room import find_room, wait_for_room
 from raytrain_hpc.driver.ray_backend import RayWorkerGroup
 from raytrain_hpc.driver.ray_cluster import connect_ray
 from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS
@@ -67,17 +67,19 @@ def open_ray_backend(
 ) -> Iterator[RayBackend]:
     """Connect to Ray, or start it, and yield the backend.
 
-    Waits for nodes of a cluster that is too small, up to cluster.start_timeout or until `stop_event` is set, and prints
-    what is missing. Raises ClusterError if it stays too small, before anything is written.
+    Asks the autoscaler of a cluster that is too small for nodes, waits for them up to cluster.start_timeout or until
+    `stop_event` is set, and prints what is missing; None: neither asks nor waits. Raises ClusterError if it stays too
+    small, before anything is written.
     """
     # The store needs torch: import it while Ray and the workers start, which takes as long.
     threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
     with connect_ray(config, num_workers + config.cluster.spares) as started, ExitStack() as stack:
-        autoscaler = None if started else _open_autoscaler(config, stack)
-        room = wait_for_room(
-            config, is_shared=not started, print_line=print_line, stop_event=stop_event or threading.Event()
-        )
+        if stop_event is None:
+            autoscaler, room = None, find_room(config, is_shared=not started)
+        else:
+            autoscaler = None if started else _open_autoscaler(config, stack)
+            room = wait_for_room(config, is_shared=not started, print_line=print_line, stop_event=stop_event)
         monitor = ClusterMonitor(partial(read_snapshot, config)) if room.follows else None
         if monitor is not None:
             stack.callback(monitor.close)

@@ -95,7 +95,10 @@ class RayWorkerGroup:
         self._pool.scale_up_to(count + self._config.cluster.spares, self.get_capacity())
 
     def list_candidates(self) -> list[Candidate]:
-        """Return all ready workers, with the states that they have held since their last generation."""
+        """Return all ready workers, with the states that they have held since their last generation.
+
+        If the driver's own node is about to be removed, so is the run: all of them count as draining.
+        """
         self._pool.poll_started()
         self._pool.drain_monitor.announce(self._health.find_preempted_nodes())
         draining_nodes = self._pool.drain_monitor.get_draining_nodes()
@@ -106,7 +109,7 @@ class RayWorkerGroup:
                 worker.info["pid"],
                 worker.states,
                 worker.slowdown,
-                node_id in draining_nodes,
+                bool(draining_nodes & {node_id, self._health.local_node}),
                 worker.info["rack"],
             )
             for worker in self._pool.ready
