@@ -281,10 +281,10 @@ class ActorPool:
             except RayError as error:
                 if not self._is_started and isinstance(cause := getattr(error, "cause", None), RaytrainError):
                     raise cause from error
-                if not self._is_started:
+                if not self._is_started and not self._follows_cluster:  # there, its node may just have left
                     raise ClusterError(f"a worker did not start: {describe_actor_death(error)}") from error
                 self._failed_starts += 1
-                _log.warning("a replacement worker did not start: %s", describe_actor_death(error))
+                _log.warning("a worker did not start: %s", describe_actor_death(error))
                 if self._failed_starts <= _MAX_START_ATTEMPTS:  # afterwards the run continues without it
                     self._start_worker(worker.slot)
                 continue

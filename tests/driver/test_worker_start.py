@@ -78,6 +78,15 @@ def test_slots_of_a_followed_cluster_belong_to_their_nodes() -> None:
         assert pool.count_slots_by_node() == {"n1": 1, "n2": 1}
 
 
+def test_a_worker_of_a_followed_cluster_is_started_again_if_its_first_start_fails() -> None:
+    with FailingStarts(CLUSTER, Scenario()) as fake_ray:
+        fake_ray.failing = 1
+        pool = ActorPool(load_config(), 2, CLUSTER, fake_ray.workers, nodes=[NodeCapacity("n0", 0, 2)])
+        pool.start()
+        pool.wait_for_workers(2)
+        assert len(pool.ready) == 2
+
+
 def test_all_workers_leave_with_the_driver() -> None:
     with FakeRay(CLUSTER, Scenario()) as fake_ray:
         pool = ActorPool(load_config(), 2, CLUSTER, fake_ray.workers)
