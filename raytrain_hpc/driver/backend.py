@@ -75,5 +75,9 @@ class ExecutionBackend(Protocol):
     cluster: Topology
     uses_existing_cluster: bool  # a Ray cluster that was running before this run, and may have a dashboard
 
+    @property
+    def follows_cluster(self) -> bool:
+        """Whether the run has as many workers as the cluster has room for. `world_size` may then be lowered."""
+
     def create_worker_group(self, config: Config) -> WorkerGroup:
         """Create the worker group for `config` without starting it."""

@@ -43,12 +43,18 @@ class RayBackend:
     monitor: ClusterMonitor | None = None
     autoscaler: AutoscalerRequest | None = None
 
+    @property
+    def follows_cluster(self) -> bool:
+        """Whether the run has as many workers as the cluster has room for."""
+        return self.monitor is not None
+
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
         """Reserve slots for the workers and spares, and return their group."""
         nodes = None
         if self.monitor is not None:
             nodes = [NodeCapacity(node.node_id, 0, node.free) for node in self.monitor.snapshot.nodes]
-        pool = ActorPool(config, self.start_count, self.cluster, nodes=nodes)
+        count = min(self.start_count, self.world_size + config.cluster.spares)
+        pool = ActorPool(config, count, self.cluster, nodes=nodes)
         return RayWorkerGroup(
             config,
             pool,

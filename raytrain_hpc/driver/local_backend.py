@@ -96,7 +96,7 @@ class LocalWorkerGroup:
 class LocalBackend:
     """Backend for one worker, in this process."""
 
-    world_size, uses_existing_cluster = 1, False
+    world_size, follows_cluster, uses_existing_cluster = 1, False, False
 
     def __init__(self, config: Config):
         device = config.cluster.device

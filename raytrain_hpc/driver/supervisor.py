@@ -14,7 +14,7 @@ from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverCont
 from raytrain_hpc.callbacks.plugins import prepare_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_auto_layout
+from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_for_backend
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
@@ -112,9 +112,8 @@ class Supervisor:
             return finished
         with open_backend(self._config, self._console.print_line, self._stop_event) as backend:
             self._timestamps["cluster"] = time.time()
-            prepared = resolve_auto_layout(prepared, backend.world_size, backend.cluster, self._console.print_line)
+            prepared = resolve_for_backend(prepared, backend, self._console.print_line)
             self._config = prepared.config
-            prepared.resolve_layout(backend.world_size)  # refuses an illegal layout before anything is written
             lease = Lease.acquire(prepared.directory.path, owner=self._config.run.name)
             try:
                 with lease.renew_in_background(self._stop_event.set):
@@ -225,9 +224,7 @@ class Supervisor:
         newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
-        self._target.begin(
-            self._config, run.batching, backend.world_size, follows_cluster=workers.get_capacity() is not None
-        )
+        self._target.begin(self._config, run.batching, backend.world_size, follows_cluster=backend.follows_cluster)
         planner = MembershipPlanner(
             self._config,
             run.batching,

@@ -53,6 +53,7 @@ class DryRunBackend:
     world_size: int
     cluster: Topology
     fake_ray: FakeRay
+    follows_cluster: bool = False
     uses_existing_cluster: bool = False
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:

@@ -148,7 +148,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
 
         class FakeBackend:
             world_size, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
-            uses_existing_cluster = False
+            follows_cluster = uses_existing_cluster = False
 
             def create_worker_group(self, config: Any) -> FakeWorkerGroup:
                 return workers
