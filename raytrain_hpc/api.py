@@ -150,7 +150,11 @@ class Run:
     """Handle to a training run in the background, returned by `start`."""
 
     def __init__(
-        self, config: Config, target: Callable[[], Result], stop: threading.Event, resize: Callable[[int], None]
+        self,
+        config: Config,
+        target: Callable[[], Result],
+        stop: threading.Event,
+        resize: Callable[[int | Literal["auto"]], None],
     ):
         self._config, self._stop, self._resize = config, stop, resize
         self._result: Result | None = None
@@ -173,11 +177,12 @@ class Run:
         latest = {record["step"]: record for record in records}
         return [latest[step] for step in sorted(latest)]
 
-    def resize(self, workers: int) -> None:
+    def resize(self, workers: int | Literal["auto"]) -> None:
         """Continue with another number of workers, from the first step boundary after they are up. Does not block.
 
-        The split of the batch into microbatches does not change, so neither does the loss curve. Raises ConfigError if
-        `workers` is below cluster.min_workers.
+        With cluster.workers=auto, the run keeps this number until it is resized to "auto", which follows the cluster
+        again. The split of the batch into microbatches does not change, so neither does the loss curve. Raises
+        ConfigError if `workers` is below cluster.min_workers or above cluster.max_workers.
         """
         self._resize(workers)
 

@@ -114,8 +114,9 @@ class WorkerFailedError(RaytrainError):
         """Initialize the error.
 
         Args:
-            kind: died, node lost, raised, silent, frozen, interpreter held, stalled, out of step, slow, corrupt,
-                replicas differ, or deadlocked (no single rank could be identified as the cause).
+            kind: died, node lost, preempted (lost after notice), raised, silent, frozen, interpreter held, stalled,
+                out of step, slow, corrupt, replicas differ, or deadlocked (no single rank could be identified as the
+                cause).
             node_id: Ray's identifier of the node, whose name is `node`.
             detected_at: Unix time of the detection.
             last_seen: Unix time of the rank's last heartbeat, if known.

@@ -35,6 +35,18 @@ def get_draining_nodes() -> frozenset[str]:
     return frozenset(ray._private.state.state.get_draining_nodes())
 
 
+def get_free_resources() -> dict[str, dict[str, float]]:
+    """Return the resources of every live node that no task, actor or placement group holds, by node id.
+
+    `ray.available_resources` gives the sum over nodes only. `_private.state.state.available_resources_per_node`: all
+    versions.
+    """
+    import ray._private.state
+
+    free: dict[str, dict[str, float]] = ray._private.state.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return free
+
+
 def read_local_address() -> str | None:
     """Return the address that `ray start` or `ray.init` left on this machine, None without one; it may be outdated.
 

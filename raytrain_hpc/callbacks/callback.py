@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import CallbackError
@@ -181,7 +181,7 @@ class Callback:
 class DriverControl:
     """Requests of callbacks to the driver, as `self.control` of a driver callback. May be called at any time."""
 
-    def __init__(self, stop: Callable[[], None], resize: Callable[[int], None]):
+    def __init__(self, stop: Callable[[], None], resize: Callable[[int | Literal["auto"]], None]):
         self.stop, self.resize = stop, resize
 
 

@@ -18,6 +18,7 @@ COMMANDS = (
     "inspect",
     "generate",
     "status",
+    "resize",
     "sweep",
     "report",
     "export",

@@ -50,6 +50,12 @@ class FaultConfig(Section):
     max_failures: int = key(
         3, "Failures in a row, without a step beyond the furthest one, that a run survives.", minimum=0
     )
+    max_preemptions: int | Auto = key(
+        AUTO,
+        "Like max_failures, for nodes that are lost after a drain or a preemption notice and do not count as failures; "
+        "auto: any number.",
+        minimum=0,
+    )
     on_nan: Literal["stop", "skip", "rollback"] = key(
         "stop",
         "Reaction to a non-finite step or a loss spike that persists when recomputed, at most max_failures in a row. "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast
 
+from raytrain_hpc.config.cluster_config import ClusterConfig
 from raytrain_hpc.config.fault_config import FaultConfig, FaultKind, InjectConfig
 from raytrain_hpc.config.field import AUTO, Auto, Section, key
 from raytrain_hpc.config.model import ModelConfig
@@ -169,37 +170,6 @@ class ParallelConfig(Section):
         minimum=0,
     )
     bucket_mib: int = key(25, "Gradient bucket size in MiB, with zero=0.", minimum=1)
-
-
-@dataclass
-class ClusterConfig(Section):
-    """The Ray cluster, and number, devices and placement of the workers."""
-
-    address: str = key(
-        AUTO,
-        "Ray cluster as host:port. auto: RAY_ADDRESS or a cluster on this machine, else start Ray; local: start Ray.",
-    )
-    workers: int | Auto = key(
-        AUTO,
-        "Number of workers, each a Ray actor; auto: every GPU, or 2 on CPU; 0: train in this process.",
-        minimum=0,
-    )
-    cpu_threads: int = key(1, "CPU threads per worker.", minimum=1)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device type; auto: cuda if the cluster has GPUs, else cpu.")
-    network_interface: str = key(
-        AUTO,
-        "Network interface for collectives, or several separated by commas; auto: the one with the node's Ray address.",
-    )
-    start_timeout: float = key(120.0, "Seconds within which all workers must start.", above=0)
-    min_workers: int | Auto = key(
-        AUTO, "Fewest workers to continue on while failed ones are replaced; auto: one model replica.", minimum=1
-    )
-    rack_label: str = key(
-        "rack",
-        "Label of Ray nodes (ray start --labels rack=...) with their rack or switch. Workers that communicate most are "
-        "placed on the same rack.",
-    )
-    spares: int = key(0, "Additional warm workers, ready to replace failed ones.", minimum=0)
 
 
 @dataclass

@@ -211,10 +211,26 @@ def _check_parallel(config: Config) -> None:
         raise _make_error(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 
 
-def _check_fault(config: Config) -> None:
-    workers, min_workers = config.cluster.workers, config.cluster.min_workers
+def _check_cluster(config: Config) -> None:
+    workers, min_workers, max_workers = (
+        getattr(config.cluster, name) for name in ("workers", "min_workers", "max_workers")
+    )
     if AUTO not in (workers, min_workers) and int(min_workers) > max(1, int(workers)):
         raise _make_error(config, "cluster.min_workers", f"must not exceed cluster.workers={workers}")
+    for name, value in (("workers", workers), ("min_workers", min_workers)):
+        if max_workers not in (AUTO, 0) and value != AUTO and value > max_workers:
+            raise _make_error(config, "cluster.max_workers", f"must be at least cluster.{name}={value}")
+    url = config.cluster.preemption_url
+    if url and not url.startswith(("http://", "https://")):
+        raise _make_error(config, "cluster.preemption_url", "needs an address that begins with http:// or https://")
+    path = config.cluster.preemption_file
+    if path and path[0] not in "/~$":
+        remedy = "needs an absolute path; it may begin with ~ or $VARIABLE, as they are on each node"
+        raise _make_error(config, "cluster.preemption_file", remedy)
+
+
+def _check_fault(config: Config) -> None:
+    workers = config.cluster.workers
     if workers == 0 and any(fault.kind not in ("nan", "exception") for fault in config.fault.inject):
         raise _make_error(config, "fault.inject", "cluster.workers=0 runs in one process, which would die; use workers")
 
@@ -235,6 +251,7 @@ _RULES = (
     _check_parameter_groups,
     _check_lora,
     _check_parallel,
+    _check_cluster,
     _check_fault,
     _check_profiler,
 )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from math import gcd
 
 from raytrain_hpc.config.validation import validate_config
+from raytrain_hpc.driver.backend import ExecutionBackend
 from raytrain_hpc.driver.run_setup import PreparedRun, check_optimizer
+from raytrain_hpc.elastic.recovery import get_min_workers
+from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.planner.explain import describe_fit, explain_estimate
 from raytrain_hpc.planner.hardware import Machine, make_machine
 from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
@@ -20,6 +24,33 @@ from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.topology import Topology
 
 _FALLBACK_DEVICE = "h100"  # assumed for a device whose name is unknown
+
+
+def resolve_for_backend(
+    prepared: PreparedRun, backend: ExecutionBackend, print_line: Callable[[str], None]
+) -> PreparedRun:
+    """Return the run with every free setting resolved for the workers of `backend`.
+
+    If the run follows the cluster and has too few microbatches for all workers that it has room for, the number of
+    workers is lowered to the largest legal one. Raises LayoutError if no layout is legal, as `resolve_auto_layout`.
+    """
+    wanted = backend.world_size
+    try:
+        resolved = resolve_auto_layout(prepared, wanted, backend.cluster, print_line)
+        resolved.resolve_layout(wanted)
+        return resolved
+    except LayoutError:
+        if not backend.follows_cluster:
+            raise
+        smaller_sizes = range(wanted - 1, get_min_workers(prepared.config) - 1, -1)
+        for world_size in smaller_sizes:
+            with suppress(LayoutError):
+                resolved = resolve_auto_layout(prepared, world_size, backend.cluster, print_line)
+                _, batching = resolved.resolve_layout(world_size)
+                print_line(f"cluster: room for {wanted} workers; {batching.count} microbatches allow {world_size}")
+                backend.world_size = world_size
+                return resolved
+        raise
 
 
 def resolve_auto_layout(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.elastic.cluster_following import NodeCapacity
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -20,8 +21,14 @@ class WorkerGroup(Protocol):
     def start(self) -> None:
         """Start the workers. Call once, before the first generation. Raises ClusterError if they do not start."""
 
-    def wait_for_workers(self, count: int) -> None:
-        """Block until `count` workers are ready. Raises ClusterError if they are not ready in time."""
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
+        """Block until `count` workers are ready.
+
+        Raises ClusterError after `timeout_s` seconds (default: cluster.start_timeout), or if no worker is to start.
+        """
+
+    def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
+        """Return the live nodes of the cluster that the run follows, as last read; None if it follows none."""
 
     def scale_up_to(self, count: int) -> None:
         """Start workers in the background until there are `count`; return at once."""
@@ -67,6 +74,10 @@ class ExecutionBackend(Protocol):
     world_size: int
     cluster: Topology
     uses_existing_cluster: bool  # a Ray cluster that was running before this run, and may have a dashboard
+
+    @property
+    def follows_cluster(self) -> bool:
+        """Whether the run has as many workers as the cluster has room for. `world_size` may then be lowered."""
 
     def create_worker_group(self, config: Config) -> WorkerGroup:
         """Create the worker group for `config` without starting it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from raytrain_hpc.config.schema import Config
@@ -12,8 +13,13 @@ from raytrain_hpc.ray_address import check_address
 
 
 @contextmanager
-def open_backend(config: Config) -> Iterator[ExecutionBackend]:
-    """Yield the backend for `config`: this process if cluster.workers=0, otherwise a Ray cluster."""
+def open_backend(
+    config: Config, print_line: Callable[[str], None], stop_event: threading.Event
+) -> Iterator[ExecutionBackend]:
+    """Yield the backend for `config`: this process if cluster.workers=0, otherwise a Ray cluster.
+
+    `print_line` is called while nodes of the cluster are waited for, until `stop_event` is set.
+    """
     if config.cluster.workers == 0:
         from raytrain_hpc.driver.local_backend import LocalBackend
 
@@ -21,9 +27,9 @@ def open_backend(config: Config) -> Iterator[ExecutionBackend]:
     else:
         if not _is_ray_initialized():
             check_address(config)
-        from raytrain_hpc.driver.ray_backend import open_ray_backend  # cluster.workers=0 must work without Ray
+        from raytrain_hpc.driver.cluster_backend import open_ray_backend  # cluster.workers=0 must work without Ray
 
-        with open_ray_backend(config) as backend:
+        with open_ray_backend(config, print_line, stop_event) as backend:
             yield backend
 
 

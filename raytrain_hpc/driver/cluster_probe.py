@@ -11,7 +11,7 @@ import ray
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.driver.auto_layout import build_machine
-from raytrain_hpc.driver.ray_backend import open_ray_backend
+from raytrain_hpc.driver.cluster_backend import open_ray_backend
 from raytrain_hpc.driver.ray_cluster import connect_ray
 from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS, read_topology, resolve_world_size
 from raytrain_hpc.driver.worker_group import ActorPool, Worker

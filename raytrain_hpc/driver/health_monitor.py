@@ -151,6 +151,16 @@ class HealthMonitor:
             self._last_wait_for_data = time.monotonic()
         return exclude_waiting(suspects, time.monotonic() - self._last_wait_for_data)
 
+    @property
+    def local_node(self) -> str:
+        """Ray's id of the driver's node."""
+        return self._local_node
+
+    def find_preempted_nodes(self) -> set[str]:
+        """Return the nodes that their cloud has announced to reclaim, as last read by their agents."""
+        preempted = {node for node, agent in self._remote_agents.items() if agent.last_health.is_preempted}
+        return preempted | ({self._local_node} if self._local_agent.get_health().is_preempted else set())
+
     def collect_health(self) -> dict[int, WorkerHealth]:
         """Return the last known health of every rank."""
         return {

@@ -32,10 +32,13 @@ class LocalWorkerGroup:
     def start(self) -> None:
         """Do nothing: this process is the worker."""
 
-    def wait_for_workers(self, count: int) -> None:
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
         """Raise ClusterError if `count` is more than one: no other worker can start in this process."""
         if count > 1:
             raise ClusterError(f"cluster.workers=0 trains in one process; {count} workers need a Ray cluster")
+
+    def get_capacity(self) -> None:
+        """Return None: there is no cluster to follow."""
 
     def scale_up_to(self, count: int) -> None:
         """Do nothing: one process is one worker."""
@@ -93,7 +96,7 @@ class LocalWorkerGroup:
 class LocalBackend:
     """Backend for one worker, in this process."""
 
-    world_size, uses_existing_cluster = 1, False
+    world_size, follows_cluster, uses_existing_cluster = 1, False, False
 
     def __init__(self, config: Config):
         device = config.cluster.device

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import RegroupRequest, WorkerGroup
+from raytrain_hpc.driver.wait_report import report_wait
+from raytrain_hpc.driver.worker_target import WorkerTarget
+from raytrain_hpc.elastic.cluster_following import ARRIVAL_PATIENCE_S
 from raytrain_hpc.elastic.load_balancing import balance_by_speed
 from raytrain_hpc.elastic.recovery import Candidate, Membership, plan_membership
 from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.errors import ClusterError, RunFailedError
 from raytrain_hpc.planner.layout import Batching, Layout
 
+_CLUSTER_POLL_S = 0.5  # between two looks at the cluster while nodes are waited for
+
 
 class MembershipPlanner:
     """Applies the membership policy (elastic/recovery.py) to the workers of a run.
 
     `batching`: the microbatches of a step, fixed for the run. `estimate_bytes_by_axis`: as in `plan_membership`.
-    `get_target_workers`: the number of workers that the run should have. `stop_event`: set to save and stop.
+    `target`: the number of workers that the run should have. `stop_event`: set to save and stop.
     """
 
     def __init__(
@@ -28,40 +34,82 @@ class MembershipPlanner:
         batching: Batching,
         estimate_bytes_by_axis: Callable[[Layout, Batching], Mapping[str, float]],
         workers: WorkerGroup,
-        get_target_workers: Callable[[], int],
+        target: WorkerTarget,
         print_line: Callable[[str], None],
         stop_event: threading.Event,
     ):
         self._config, self._batching, self._estimate_bytes_by_axis = config, batching, estimate_bytes_by_axis
-        self._workers, self._get_target_workers = workers, get_target_workers
+        self._workers, self._target = workers, target
         self._print_line, self._stop_event = print_line, stop_event
         self._membership: Membership | None = None
         self._generation_batching = batching
         self._last_inputs: tuple[Any, ...] = ()
+        self._num_ready = 0  # while it waits for workers
+        self._next_size = 0  # ranks that the next generation would have, if it is larger
 
-    def wait_for_membership(self) -> Membership:
-        """Wait until the next generation can be formed, and return its membership.
+    def wait_for_membership(self) -> Membership | None:
+        """Wait until the next generation can be formed, and return its membership; None if a stop was requested then.
 
         Workers that together hold the state in memory start at once, even if fewer than the target. Otherwise wait for
         the workers that are starting, each for up to `cluster.start_timeout`, until the target is reached; if none is
-        starting, do not wait. Raises RunFailedError if too few are ready then.
+        starting, do not wait. A run that follows its cluster waits for nodes for as long in all, until its minimum is
+        reached, and 20 s for more, except for its first generation. Prints what is missing. Raises RunFailedError if
+        too few are ready then, or before the first generation ClusterError.
         """
-        while True:
-            candidates, target = self._workers.list_candidates(), self._get_target_workers()
-            membership = self._plan(candidates, target)
-            is_complete = membership is not None and membership.layout.world_size == target
-            if membership is not None and (is_complete or membership.step is not None):
-                return membership
-            try:
-                self._workers.wait_for_workers(len(candidates) + 1)
-            except ClusterError as error:
-                if membership is None:
-                    raise RunFailedError(f"too few workers to continue: {error}") from error
-                return membership  # no further worker was ready in time
+        membership, is_ready = self._find_membership()
+        if is_ready:
+            return membership
+        timeout_s = self._config.cluster.start_timeout
+        start, was_stopping = time.monotonic(), self._stop_event.is_set()
+        with report_wait(self._print_line, self._describe_shortage, timeout_s):
+            while not is_ready:
+                try:
+                    self._wait_for_another(membership, time.monotonic() - start)
+                except ClusterError as error:
+                    if membership is None and self._membership is None and self._workers.get_capacity() is not None:
+                        raise
+                    if membership is None:
+                        raise RunFailedError(f"too few workers to continue: {error}") from error
+                    return membership  # no further worker was ready in time
+                membership, is_ready = self._find_membership()
+                if membership is None and self._stop_event.is_set() and not was_stopping:
+                    return None
+        return membership
+
+    def _find_membership(self) -> tuple[Membership | None, bool]:
+        """Return the best membership that the ready workers allow, and whether to form it without waiting for more."""
+        target, candidates = self._target.update(self._workers.get_capacity()), self._workers.list_candidates()
+        self._num_ready = len(candidates)
+        membership = self._plan(candidates, target)
+        is_complete = membership is not None and membership.layout.world_size == target
+        return membership, membership is not None and (is_complete or membership.step is not None)
+
+    def _wait_for_another(self, membership: Membership | None, waited_s: float) -> None:
+        """Wait for one more worker, on a cluster that the run follows only for a moment.
+
+        `membership`: the one that is possible already; `waited_s`: seconds that the run has waited. Raises ClusterError
+        if none is to be waited for any longer.
+        """
+        if self._workers.get_capacity() is None:
+            self._workers.wait_for_workers(self._num_ready + 1)
+            return
+        self._workers.scale_up_to(self._target.value)
+        end = time.monotonic() + _CLUSTER_POLL_S
+        try:
+            self._workers.wait_for_workers(self._num_ready + 1, _CLUSTER_POLL_S)
+        except ClusterError:
+            has_enough = membership is not None and self._membership is not None
+            if waited_s > (ARRIVAL_PATIENCE_S if has_enough else self._config.cluster.start_timeout):
+                raise
+            time.sleep(max(0.0, end - time.monotonic()))  # at once if no worker is starting
+
+    def _describe_shortage(self) -> str:
+        return f"workers: {self._num_ready} of {self._target.value} are ready"
 
     def begin_generation(self, membership: Membership) -> Batching:
         """Return the split of the batch over the ranks of a generation. Call before `poll_regroup`."""
-        self._membership, self._last_inputs = membership, ()
+        self._membership, self._last_inputs, self._next_size = membership, (), 0
+        self._target.record_size(membership.layout.world_size)
         self._generation_batching = self._balance(membership, self._workers.list_candidates())
         return self._generation_batching
 
@@ -70,17 +118,19 @@ class MembershipPlanner:
 
         "pause": more workers are ready, microbatches should be rebalanced, or members leave: their nodes are draining,
         or fewer workers are wanted. "save" if members leave and the state is partitioned: one may hold a part alone.
-        None: continue. After a change, also starts workers up to the target, besides spares, and sets `stop_event` if
-        draining nodes leave too few.
+        None: continue. A run that follows its cluster grows when all new workers are ready and its interval has passed.
+        After a change, also starts workers up to the target, besides spares, and sets `stop_event` if draining nodes
+        leave too few.
         """
         membership = self._membership
         if membership is None:
             return None
-        candidates, target = self._workers.list_candidates(), self._get_target_workers()
-        inputs = (target, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
+        capacity = self._workers.get_capacity()
+        target, candidates = self._target.update(capacity), self._workers.list_candidates()
+        inputs = (target, capacity, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
         if inputs == self._last_inputs:  # planning takes time
-            return None
-        self._last_inputs = inputs
+            return "pause" if self._target.may_grow(self._next_size) else None
+        self._last_inputs, self._next_size = inputs, 0
         self._workers.scale_up_to(target)
         next_membership = self._plan(candidates, target)  # only its size counts: state is reported between generations
         draining = {c.worker_id for c in candidates if c.is_draining} & set(membership.members)
@@ -92,8 +142,9 @@ class MembershipPlanner:
         size, next_size = membership.layout.world_size, next_membership.layout.world_size
         if draining or next_size < size:
             return "save" if max(compute_state_partition(membership.layout)) else "pause"
+        self._next_size = next_size if next_size > size else 0
         should_rebalance = self._balance(membership, candidates) != self._generation_batching
-        return "pause" if next_size > size or should_rebalance else None
+        return "pause" if self._target.may_grow(self._next_size) or should_rebalance else None
 
     def _plan(self, candidates: list[Candidate], target: int) -> Membership | None:
         return plan_membership(self._config, self._batching, candidates, target, self._estimate_bytes_by_axis)

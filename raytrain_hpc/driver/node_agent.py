@@ -18,6 +18,7 @@ from math import inf
 from pathlib import Path
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.preemption_notice import PreemptionNotice
 from raytrain_hpc.elastic.watchdog import Suspect, WorkerHealth, compute_timeouts, find_suspects
 from raytrain_hpc.runtime.heartbeat import HeartbeatReader, set_thread_name
 
@@ -31,10 +32,14 @@ HeartbeatPaths = Mapping[int, tuple[int, str]]  # rank -> (pid, path of its hear
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """The last reading of an agent: unresponsive ranks, and the health of every rank of its node."""
+    """The last reading of an agent: unresponsive ranks, and the health of every rank of its node.
+
+    `is_preempted`: the node's cloud has announced that it will be reclaimed.
+    """
 
     suspects: list[Suspect]
     workers: dict[int, WorkerHealth]
+    is_preempted: bool = False
 
 
 class NodeAgent:
@@ -53,6 +58,7 @@ class NodeAgent:
         self._suspects: list[Suspect] = []
         self._worker_health: dict[int, WorkerHealth] = {}
         self._closed = threading.Event()
+        self._notice = PreemptionNotice(config)
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
@@ -72,7 +78,7 @@ class NodeAgent:
         """Return the last reading. It also tells the agent that the driver still polls it."""
         self._last_query_time = time.monotonic()
         with self._lock:
-            return NodeHealth(self._suspects, self._worker_health)
+            return NodeHealth(self._suspects, self._worker_health, self._notice.is_announced)
 
     def collect_stacks(self) -> dict[int, str]:
         """Return the thread stacks of every watched rank; empty or partial after 0.1 s."""
@@ -92,8 +98,9 @@ class NodeAgent:
                 os.kill(heartbeat.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the polling thread."""
+        """Stop the polling threads."""
         self._closed.set()
+        self._notice.close()
 
     def _run(self) -> None:
         set_thread_name("watch")

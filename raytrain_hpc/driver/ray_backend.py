@@ -6,84 +6,60 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import RegroupRequest
+from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.health_monitor import HealthMonitor
-from raytrain_hpc.driver.node_drain import NodeDrainMonitor
-from raytrain_hpc.driver.ray_cluster import connect_ray
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
-from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS, read_topology, resolve_world_size
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo
+from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault, describe_pending_call
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart, compute_state_partition
 from raytrain_hpc.elastic.watchdog import Suspect, is_deadlocked
 from raytrain_hpc.errors import RaytrainError, WorkerFailedError
-from raytrain_hpc.planner.layout import get_fixed_world_size, get_model_parallel_size
-from raytrain_hpc.planner.placement import assign_workers_to_nodes
-from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _POLL_INTERVAL_S = 0.05  # between two checks of health and requests; `ray.wait` returns at once when a rank ends
 _RECALL_TIMEOUT_S = 10.0
 _REPLY_TIMEOUT_S = 0.3
+_NODE_KINDS = ("node lost", PREEMPTED)  # of failures that concern a whole node
 _ABORT_DELAY_S = 0.2  # a collective whose peer has died fails sooner
-
-
-@dataclass
-class RayBackend:
-    """A Ray cluster with room for `world_size` workers. `ray_readers`: processes on it read training data for them."""
-
-    world_size: int
-    cluster: Topology
-    store: RendezvousStore
-    ray_readers: bool
-    uses_existing_cluster: bool
-
-    def create_worker_group(self, config: Config) -> RayWorkerGroup:
-        """Reserve slots for the workers and spares, and return their group."""
-        pool = ActorPool(config, self.world_size + config.cluster.spares, self.cluster)
-        return RayWorkerGroup(config, pool, self.store, ray_readers=self.ray_readers)
-
-
-@contextmanager
-def open_ray_backend(config: Config) -> Iterator[RayBackend]:
-    """Connect to Ray, or start it, and yield the backend. Raises RaytrainError if the cluster is too small."""
-    # The store needs torch: import it while Ray and the workers start, which takes as long.
-    threading.Thread(target=import_module, args=("torch",), daemon=True).start()
-    num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
-    with connect_ray(config, num_workers + config.cluster.spares) as started:
-        cluster = read_topology(config)
-        world = resolve_world_size(config, cluster)
-        # Raises if the cluster is too small, before anything is written.
-        assign_workers_to_nodes(world + config.cluster.spares, cluster, config.parallel.tp)
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        store = RendezvousStore(host, config)
-        # A Ray that was started for this run has no CPUs besides those of the workers.
-        readers = config.data.engine == "ray" or (config.data.engine == AUTO and not started)
-        yield RayBackend(world, cluster, store, ray_readers=readers, uses_existing_cluster=not started)
 
 
 class RayWorkerGroup:
     """The actors of a run, some of which are the ranks of the current generation."""
 
-    def __init__(self, config: Config, pool: ActorPool, store: RendezvousStore, *, ray_readers: bool):
+    def __init__(
+        self,
+        config: Config,
+        pool: ActorPool,
+        store: RendezvousStore,
+        *,
+        ray_readers: bool,
+        capacity: CapacityView | None = None,
+        request_nodes: Callable[[int], None] | None = None,
+    ):
+        """Initialize the group.
+
+        `capacity`: view of the cluster that the run follows. `request_nodes`: asks the autoscaler for a number of
+        workers.
+        """
+        self._request_nodes = request_nodes
         self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
-        self._drain_monitor, self._death_messages = NodeDrainMonitor(), DeathMessageFilter()
+        self._capacity, self._death_messages = capacity, DeathMessageFilter()
         self._health, self._stragglers = HealthMonitor(config), StragglerDetector(config.fault.straggler_factor)
         self._workers: list[Worker] = []
         self._rank_of_run: dict[Any, int] = {}  # reference of each rank's run call -> rank
@@ -101,18 +77,31 @@ class RayWorkerGroup:
         self._health.start_agents(self._pool.nodes)
         self._pool.start()
 
-    def wait_for_workers(self, count: int) -> None:
-        """Block until `count` workers are ready. Raises ClusterError past cluster.start_timeout."""
-        self._pool.wait_for_workers(count)
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
+        """Block until `count` workers are ready, up to `timeout_s` seconds or cluster.start_timeout."""
+        self._pool.wait_for_workers(count, timeout_s)
+
+    def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
+        """Return the live nodes of the cluster that the run follows, as of about a second ago; None if it does not.
+
+        Slots on nodes that have left are given up.
+        """
+        return None if self._capacity is None else self._capacity.update()
 
     def scale_up_to(self, count: int) -> None:
         """Start workers in the background until there are `count` besides spares; return at once."""
-        self._pool.scale_up_to(count + self._config.cluster.spares)
+        if self._request_nodes is not None:
+            self._request_nodes(count)
+        self._pool.scale_up_to(count + self._config.cluster.spares, self.get_capacity())
 
     def list_candidates(self) -> list[Candidate]:
-        """Return all ready workers, with the states that they have held since their last generation."""
+        """Return all ready workers, with the states that they have held since their last generation.
+
+        If the driver's own node is about to be removed, so is the run: all of them count as draining.
+        """
         self._pool.poll_started()
-        draining_nodes = self._drain_monitor.get_draining_nodes()
+        self._pool.drain_monitor.announce(self._health.find_preempted_nodes())
+        draining_nodes = self._pool.drain_monitor.get_draining_nodes()
         return [
             Candidate(
                 worker.worker_id,
@@ -120,7 +109,7 @@ class RayWorkerGroup:
                 worker.info["pid"],
                 worker.states,
                 worker.slowdown,
-                node_id in draining_nodes,
+                bool(draining_nodes & {node_id, self._health.local_node}),
                 worker.info["rack"],
             )
             for worker in self._pool.ready
@@ -134,9 +123,8 @@ class RayWorkerGroup:
         worker_of_id = {worker.worker_id: worker for worker in self._pool.ready}
         self._workers = [worker_of_id[worker_id] for worker_id in members]
         self._death_messages.hide(worker.info for worker in self._workers)
-        for node_id in self._drain_monitor.get_draining_nodes() - {w.info["node_id"] for w in self._workers}:
-            self._health.remove_node(node_id)
-            self._pool.replace_workers_on_node(node_id)
+        for node_id in self._pool.drain_monitor.get_draining_nodes() - {w.info["node_id"] for w in self._workers}:
+            self._leave_node(node_id)
         return [{"rank": rank, **worker.info} for rank, worker in enumerate(self._workers)]
 
     def run_generation(
@@ -222,6 +210,13 @@ class RayWorkerGroup:
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)
         self._poller, self._broken_calls = RecordPoller([worker.actor for worker in self._workers], on_record), {}
         self._health.begin_generation({"rank": rank, **worker.info} for rank, worker in enumerate(self._workers))
+
+    def _leave_node(self, node_id: str) -> None:
+        """End the agent and all actors on a node that is lost or drained."""
+        self._health.remove_node(node_id)
+        self._pool.leave_node(node_id)
+        if self._capacity is not None:
+            self._capacity.exclude_node(node_id)
 
     def _kill_feeder(self) -> None:
         """Kill the actor that feeds data to the ranks of the last generation, if there is one."""
@@ -355,9 +350,11 @@ class RayWorkerGroup:
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
         for rank in root_cause.ranks:
             self._pool.replace_worker(self._workers[rank])
-        for node_id in {failure.node_id for failure in failures.values() if failure.kind == "node lost"}:
-            self._health.remove_node(node_id)
-            self._pool.replace_workers_on_node(node_id)
+        for node_id in {failure.node_id for failure in failures.values() if failure.kind in _NODE_KINDS}:
+            self._leave_node(node_id)
+        if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
+            for node_id in self._health.find_lost_nodes(rank_failed=True):
+                self._leave_node(node_id)
         self._poller.fetch_remaining(_REPLY_TIMEOUT_S, exclude=root_cause.ranks)
         root_cause.detected_at = detected
         root_cause.last_seen = last_seen[root_cause.rank] if root_cause not in known_failures else root_cause.last_seen
@@ -394,6 +391,8 @@ class RayWorkerGroup:
 
     def _build_failure(self, rank: int, kind: str, reason: str) -> WorkerFailedError:
         info = self._workers[rank].info
+        if kind in ("died", "node lost") and self._pool.drain_monitor.was_announced(info["node_id"]):
+            kind, reason = PREEMPTED, f"{reason}; the removal of its node was announced"
         failure = WorkerFailedError(rank, info["node"], info["pid"], kind, reason, node_id=info["node_id"])
         failure.detected_at, failure.last_seen = time.time(), self._poller.seen_at[rank]
         return failure

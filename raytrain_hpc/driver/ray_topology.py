@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.elastic.cluster_following import get_max_workers
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware import find_device_preset
 from raytrain_hpc.planner.layout import get_fixed_world_size, get_model_parallel_size
@@ -21,6 +22,8 @@ _WITHOUT_BF16 = {"K80", "P4", "P100", "T4", "V100"}  # Ray's names of GPUs older
 def read_topology(config: Config) -> Topology:
     """Return the live nodes, with one slot per GPU, or per CPU if there is no GPU or the settings ask for CPU.
 
+    If `cluster.cpus_per_worker` applies, a slot is that many CPUs.
+
     Raises ClusterError if cluster.device=cuda and no node has a GPU.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -29,11 +32,12 @@ def read_topology(config: Config) -> Topology:
         raise ClusterError("cluster.device=cuda: no node of the cluster has a GPU; use cluster.device=cpu")
     device = "cuda" if gpus and config.cluster.device != "cpu" else "cpu"
     resource = "GPU" if device == "cuda" else "CPU"
+    unit = int(config.cluster.cpus_per_worker) if device == "cpu" and is_sized_by_cpus(config) else 1
     nodes = [
         Node(
             node["NodeID"],
             node["NodeManagerAddress"],
-            int(node["Resources"].get(resource, 0)),
+            int(node["Resources"].get(resource, 0)) // unit,
             node.get("Labels", {}).get(config.cluster.rack_label, ""),
             node["NodeManagerHostname"],
         )
@@ -55,19 +59,36 @@ def _list_accelerators(nodes: list[dict[str, Any]]) -> list[str]:
     return sorted(names)
 
 
+def is_sized_by_cpus(config: Config) -> bool:
+    """Return whether the number of workers on CPU nodes is that of their CPUs by `cluster.cpus_per_worker`."""
+    is_free = config.cluster.workers == AUTO and get_fixed_world_size(config) is None
+    return is_free and config.cluster.cpus_per_worker != AUTO
+
+
+def follows_cluster(config: Config, device: str) -> bool:
+    """Return whether a run on a cluster with this device type has as many workers as the cluster has room for."""
+    is_free = config.cluster.workers == AUTO and get_fixed_world_size(config) is None
+    return is_free and (device == "cuda" or is_sized_by_cpus(config))
+
+
 def resolve_world_size(config: Config, cluster: Topology) -> int:
     """Return the number of workers to start.
 
-    It is the number that the settings fix; otherwise one per GPU, or two on CPU, rounded down to whole model replicas.
+    It is the number that the settings fix; otherwise one per slot, or two on CPU without `cluster.cpus_per_worker`,
+    less `cluster.spares`, at most `cluster.max_workers`, and rounded down to whole model replicas.
     """
     fixed_size = get_fixed_world_size(config)
     if fixed_size is not None:
         return fixed_size
     if config.cluster.workers != AUTO:
         return int(config.cluster.workers)
-    slots = cluster.total_slots if cluster.device == "cuda" else min(DEFAULT_CPU_WORKERS, cluster.total_slots)
+    slots = cluster.total_slots - config.cluster.spares
+    if not follows_cluster(config, cluster.device):
+        slots = min(DEFAULT_CPU_WORKERS, slots)
+    max_workers = get_max_workers(config)
+    limit = slots if max_workers is None else min(slots, max_workers)
     ranks_per_model = get_model_parallel_size(config)
-    return max(1, slots // ranks_per_model) * ranks_per_model
+    return max(1, limit // ranks_per_model) * ranks_per_model
 
 
 def get_raylet_addresses() -> dict[str, tuple[str, int]]:

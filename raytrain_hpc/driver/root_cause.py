@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.errors import WorkerFailedError
 
@@ -9,6 +10,7 @@ CONSEQUENCE = 3
 _PRIMARY_KINDS = (
     "died",
     "node lost",
+    PREEMPTED,
     "corrupt",
     "slow",
     "deadlocked",

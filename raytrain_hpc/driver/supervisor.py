@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverControl
 from raytrain_hpc.callbacks.plugins import prepare_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import Checkpoint
-from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_auto_layout
+from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_for_backend
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
@@ -24,19 +24,21 @@ from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
 from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, find_step_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
+from raytrain_hpc.driver.mailbox import Mailbox
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
+from raytrain_hpc.driver.resize_request import ResizeListener
 from raytrain_hpc.driver.result import Result
 from raytrain_hpc.driver.result_builder import build_result
 from raytrain_hpc.driver.run_banner import announce_run, build_plan_record, compute_state_bytes_per_rank
 from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
 from raytrain_hpc.driver.run_setup import PreparedRun, find_newest_checkpoint, make_paths_absolute, prepare_run
+from raytrain_hpc.driver.saved_state import find_memory_step, is_checkpoint_missing, is_memory_outdated
+from raytrain_hpc.driver.worker_target import WorkerTarget
 from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
-from raytrain_hpc.elastic.recovery import Membership, get_min_workers
-from raytrain_hpc.elastic.state_partition import (
-    find_newest_complete_step,
-    plan_replication_pairs,
-)
-from raytrain_hpc.errors import ClusterError, ConfigError, RunDirectoryError, RunFailedError, WorkerFailedError
+from raytrain_hpc.elastic.failure_budget import FailureCount, count_failure, find_exceeded_limit
+from raytrain_hpc.elastic.recovery import Membership
+from raytrain_hpc.elastic.state_partition import plan_replication_pairs
+from raytrain_hpc.errors import ClusterError, RunDirectoryError, RunFailedError, WorkerFailedError
 from raytrain_hpc.observability.console import Console, format_incident
 from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
 from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
@@ -84,24 +86,21 @@ class Supervisor:
         self._timestamps: dict[str, float] = {"began": time.time()}
         self._deadline: Deadline | None = None
         self._restarts = 0
-        self._consecutive_failures = 0  # failures in a row, counted from the last one beyond `_furthest_step`
-        self._furthest_step = -1  # furthest committed step at any failure
+        self._failure_count = FailureCount()
         self._first_generation_infos: list[dict[str, Any]] = []  # host facts by rank
         self._warned: set[str] = set()
         self._write_start_files: Callable[[], None] | None = None  # until settings and plan are recorded
-        self._target_workers = 0  # set by `resize`; 0 until the run knows how many workers it starts with
+        self._target = WorkerTarget(config, console.print_line)
 
-    def resize(self, workers: int) -> None:
+    def resize(self, workers: int | Literal["auto"]) -> None:
         """Set the target number of workers; return at once.
 
         Missing workers are started while a generation runs; none with `cluster.workers=0`. From a step boundary on, the
-        largest legal number of ready workers up to the target trains; others become spares. May be called from any
-        thread. Raises ConfigError below `cluster.min_workers` (auto: one model replica).
+        largest legal number of ready workers up to the target trains; others become spares. A run that follows its
+        cluster (`cluster.workers=auto`) keeps this number until it is resized to "auto". May be called from any thread.
+        Raises ConfigError below `cluster.min_workers` (auto: one model replica) or above `cluster.max_workers`.
         """
-        minimum = get_min_workers(self._config)
-        if workers < minimum:
-            raise ConfigError("workers", workers, "resize", f"cluster.min_workers allows no fewer than {minimum}")
-        self._target_workers = workers
+        self._target.resize(workers)
 
     def run(self) -> Result:
         """Prepare the run, train, and write the result. Raises the RaytrainError that the user should see."""
@@ -112,11 +111,10 @@ class Supervisor:
                 f"already trained: {self._config.run.dir} is at step {finished.steps} of {self._config.train.steps}"
             )
             return finished
-        with open_backend(self._config) as backend:
+        with open_backend(self._config, self._console.print_line, self._stop_event) as backend:
             self._timestamps["cluster"] = time.time()
-            prepared = resolve_auto_layout(prepared, backend.world_size, backend.cluster, self._console.print_line)
+            prepared = resolve_for_backend(prepared, backend, self._console.print_line)
             self._config = prepared.config
-            prepared.resolve_layout(backend.world_size)  # refuses an illegal layout before anything is written
             lease = Lease.acquire(prepared.directory.location, owner=self._config.run.name)
             try:
                 with lease.renew_in_background(self._stop_event.set), prepared.directory.keep_uploaded():
@@ -178,10 +176,10 @@ class Supervisor:
         )
         incidents = IncidentLog(prepared.directory, partial(callbacks.call, "on_incident"))
         run = _RunContext(prepared, lease, recorder, incidents, batching, deadline)
-        self._target_workers = self._target_workers or backend.world_size
+        listener = ResizeListener(Mailbox(prepared.directory.location), self.resize, lambda: self._target.value)
         outcome = "failed"
         try:
-            with deadline.watch():
+            with deadline.watch(), listener.listen():
                 outcome = self._run_generations(run, backend)
         finally:
             self._console.stop_progress()
@@ -228,18 +226,21 @@ class Supervisor:
         newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
+        self._target.begin(self._config, run.batching, backend.world_size, follows_cluster=backend.follows_cluster)
         planner = MembershipPlanner(
             self._config,
             run.batching,
             run.prepared.estimate_comm_bytes,
             workers,
-            lambda: self._target_workers,
+            self._target,
             self._console.print_line,
             self._stop_event,
         )
         try:
             while not (self._stop_event.is_set() and self._is_saved(run, workers)):
                 membership = planner.wait_for_membership()
+                if membership is None:  # a stop was requested meanwhile
+                    continue
                 try:
                     outcome = self._run_generation(run, workers, planner, membership)
                 except WorkerFailedError as failure:
@@ -255,10 +256,11 @@ class Supervisor:
             workers.close()
 
     def _is_memory_outdated(self, run: _RunContext, workers: WorkerGroup) -> bool:
-        """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""
         run.recorder.wait_for_checkpoints()
-        memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
-        return memory_step is not None and any(step > memory_step for step in run.prepared.store.list_steps())
+        return is_memory_outdated(run.prepared.store, workers)
+
+    def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
+        return not run.recorder.is_publishing(step) and is_checkpoint_missing(self._config, run.prepared.store, step)
 
     def _is_saved(self, run: _RunContext, workers: WorkerGroup) -> bool:
         """Return whether no state in memory is newer than the newest checkpoint, which is then that of the result.
@@ -267,8 +269,7 @@ class Supervisor:
         """
         newest = self._find_newest_checkpoint(run)
         run.lease.check()
-        memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
-        if newest is None or (memory_step or 0) > newest.step:
+        if newest is None or (find_memory_step(workers) or 0) > newest.step:
             return False
         run.recorder.totals.checkpoint_path = str(newest.path)
         return True
@@ -348,14 +349,6 @@ class Supervisor:
         run.recorder.wait_for_checkpoints()
         return find_newest_checkpoint(run.prepared.store, self._print_once)
 
-    def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
-        """Return whether a checkpoint of `step` is due and was not published."""
-        interval = 0 if self._config.checkpoint.interval == AUTO else int(self._config.checkpoint.interval)
-        is_due = step == self._config.train.steps or (step and interval and step % interval == 0)
-        if not is_due or run.recorder.is_publishing(step):
-            return False
-        return step not in run.prepared.store.list_steps()
-
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:
         """Log an incident; pass any other record on. If it commits the first step after a failure, print its cost."""
         previous_step = run.recorder.committed_step
@@ -380,21 +373,17 @@ class Supervisor:
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
         """Record a failed generation, with the steps that the driver had not fetched from its ranks.
 
-        Raises RunFailedError if this is more than `fault.max_failures` failures in a row. The first one counted is the
-        last failure by which the furthest committed step had advanced.
+        Raises RunFailedError if this is more than `fault.max_failures` failures or `fault.max_preemptions` preemptions
+        in a row. The first one counted is the last by which the furthest committed step had advanced.
         """
-        memory_step = find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
+        memory_step = find_memory_step(workers)
         missed = [] if memory_step is None else workers.recall_metrics(run.recorder.committed_step, memory_step)
         for metrics in missed:
             run.recorder.handle_record({"type": "step", "metrics": metrics})
         step = run.recorder.committed_step
         self._restarts += 1
-        self._consecutive_failures = self._consecutive_failures + 1 if step <= self._furthest_step else 1
-        self._furthest_step = max(step, self._furthest_step)
+        self._failure_count = count_failure(self._failure_count, failure.kind, step)
         run.incidents.record_failure(failure, run.lease.generation, step, run.recorder.world_size)
-        if self._consecutive_failures > self._config.fault.max_failures:
-            raise RunFailedError(
-                f"gave up after {self._consecutive_failures} failures "
-                f"(fault.max_failures={self._config.fault.max_failures}): {failure}"
-            ) from failure
+        if (exceeded := find_exceeded_limit(self._config, self._failure_count)) is not None:
+            raise RunFailedError(f"gave up after {exceeded}: {failure}") from failure
         self._console.print_line(f"worker failed: {failure}; {step} steps are committed")

@@ -10,13 +10,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.dataset_store import DatasetStore
+from raytrain_hpc.driver.node_drain import NodeDrainMonitor
 from raytrain_hpc.driver.node_names import NodeNames
 from raytrain_hpc.driver.ray_messages import describe_actor_death
+from raytrain_hpc.driver.slot_reservations import Slot, SlotReservations
+from raytrain_hpc.elastic.cluster_following import NodeCapacity, plan_reservations
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RaytrainError
 from raytrain_hpc.planner.placement import assign_workers_to_nodes
@@ -27,11 +28,9 @@ from raytrain_hpc.worker.actor import WorkerActor
 _log = logging.getLogger(__name__)
 _MAX_START_ATTEMPTS = 3  # consecutive failures to start a replacement, after which no more are started
 _REPLACEMENT_DELAY_S = 1.0  # a start takes a CPU for seconds: let the surviving ranks resume first
+_REFILL_INTERVAL_S = 0.5  # between two looks whether a vacant slot may be filled
 
 WorkerInfo = dict[str, Any]
-
-
-Slot = tuple[PlacementGroup, int]  # placement group, index of the bundle
 
 
 @dataclass(eq=False)
@@ -45,32 +44,61 @@ class Worker:
     actor: Any
     slot: Slot
     description_ref: Any
+    start_time: float  # monotonic seconds
     info: WorkerInfo = field(default_factory=dict)
     states: tuple[StatePart, ...] = ()
     slowdown: float = 1.0  # time for the same work, relative to the other ranks
 
 
-class ActorPool:
-    """One actor per slot, in bundles that each fit on a node. A failed actor is replaced in its slot."""
+@dataclass(frozen=True)
+class VacantSlot:
+    """A slot whose actor has ended at `since` (monotonic seconds), on the node `node_id`."""
 
-    def __init__(self, config: Config, count: int, cluster: Topology, actor_class: Any = WorkerActor):
+    since: float
+    slot: Slot
+    node_id: str
+
+
+class ActorPool:
+    """One actor per slot, in bundles that each fit on a node. A failed actor is replaced in its slot.
+
+    If the run follows the cluster, each slot belongs to a node, and is given up with it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        count: int,
+        cluster: Topology,
+        actor_class: Any = WorkerActor,
+        *,
+        nodes: Sequence[NodeCapacity] | None = None,
+    ):
         """Reserve `count` slots on `cluster`. Raises ClusterError if they are not free within cluster.start_timeout.
 
-        `actor_class`: a Ray actor with the interface of WorkerActor.
+        `actor_class`: a Ray actor with the interface of WorkerActor. `nodes`: the nodes of a cluster that the run
+        follows; their slots need not be free in time.
         """
         self._starting: list[Worker] = []
-        self._vacant_slots: list[tuple[float, Slot]] = []  # (vacant since, slot)
+        self._vacant_slots: list[VacantSlot] = []
         self.ready: list[Worker] = []
         self._num_started, self._failed_starts, self._is_started = 0, 0, False
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
-        self._node_names = NodeNames(cluster)
+        self.drain_monitor, self._node_names = NodeDrainMonitor(), NodeNames(cluster)
         self._warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
         self._dataset_store = DatasetStore()
-        self._placement_groups: list[PlacementGroup] = []
+        self._reservations = SlotReservations(cluster.ray_resource)
+        self._reserved_at: dict[str, float] = {}  # node id -> monotonic seconds of the last reservation on it
+        self._follows_cluster = nodes is not None
+        if nodes is not None:
+            self._reserve_on_nodes(count, nodes)
+            return
         workers_by_node = assign_workers_to_nodes(count, cluster, config.parallel.tp)
         # Name the nodes only if racks matter; otherwise Ray chooses those that are free.
-        self._slots = self._reserve(list(workers_by_node.values()), list(workers_by_node) if cluster.has_racks else ())
-        if not self._placement_groups[0].wait(config.cluster.start_timeout):
+        self._reservations.reserve_together(
+            list(workers_by_node.values()), list(workers_by_node) if cluster.has_racks else ()
+        )
+        if not self._reservations.wait_until_free(config.cluster.start_timeout):
             self.close()
             raise ClusterError(
                 f"cluster.start_timeout={config.cluster.start_timeout:g}: {count} free {cluster.ray_resource} slots "
@@ -78,41 +106,61 @@ class ActorPool:
             )
 
     def start(self) -> None:
-        """Start an actor in every slot and wait until all are ready. Raises ClusterError past cluster.start_timeout."""
-        for slot in self._slots:
+        """Start an actor in every slot and wait until all are ready. Raises ClusterError past cluster.start_timeout.
+
+        If the run follows the cluster, do not wait: nodes may leave meanwhile.
+        """
+        slots = self._reservations.slots
+        for slot in slots:
             self._start_worker(slot)
-        self.wait_for_workers(len(self._slots))
-        self._is_started = True
+        if not self._follows_cluster:
+            self.wait_for_workers(len(slots))
+            self._is_started = True
 
     @property
     def nodes(self) -> set[str]:
         """The ids of the nodes on which slots are reserved."""
-        tables = [placement_group_table(group) for group in self._placement_groups]  # type: ignore[no-untyped-call]
-        return {node for table in tables for node in table["bundles_to_node_id"].values() if node}
+        return self._reservations.find_nodes()
 
-    def scale_up_to(self, count: int) -> None:
+    def count_slots_by_node(self) -> dict[str, int]:
+        """Return the number of slots on each node, of a run that follows the cluster."""
+        return self._reservations.count_by_node()
+
+    def get_reservation_time(self, node_id: str) -> float:
+        """Return when slots on a node were last reserved, in monotonic seconds; 0 if they were not."""
+        return self._reserved_at.get(node_id, 0.0)
+
+    def scale_up_to(self, count: int, nodes: Sequence[NodeCapacity] | None = None) -> None:
         """Reserve slots until there are `count`, and start an actor in each new slot; return at once.
 
-        An actor starts as soon as the cluster has room for it.
+        An actor starts as soon as the cluster has room for it. `nodes`: those of the cluster that the run follows.
         """
-        tp = self._config.parallel.tp
-        missing = max(0, count - len(self._slots))
-        for slot in self._reserve([tp] * (missing // tp) + [1] * (missing % tp)):
-            self._slots.append(slot)
+        if nodes is not None:
+            slots = self._reserve_on_nodes(count, nodes)
+        else:
+            tp = self._config.parallel.tp
+            missing = max(0, count - len(self._reservations.slots))
+            slots = self._reservations.reserve_each([tp] * (missing // tp) + [1] * (missing % tp))
+        for slot in slots:
             self._start_worker(slot)
 
-    def wait_for_workers(self, count: int) -> None:
-        """Start due replacements and block until `count` actors are ready; ClusterError past cluster.start_timeout."""
-        self._refill_slots(time.monotonic())
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
+        """Start due replacements and block until `count` actors are ready.
+
+        Raises ClusterError after `timeout_s` seconds (default: cluster.start_timeout), or if no actor is to start.
+        """
         timeout = self._config.cluster.start_timeout
-        deadline = time.monotonic() + timeout
-        while (missing := count - len(self.ready)) > 0 and self._starting and time.monotonic() < deadline:
+        deadline = time.monotonic() + (timeout if timeout_s is None else timeout_s)
+        while (missing := count - len(self.ready)) > 0 and (now := time.monotonic()) < deadline:
+            self._refill_slots(now)
+            if not (self._starting or self._vacant_slots):
+                break
+            wait_s = min(deadline - now, _REFILL_INTERVAL_S) if self._vacant_slots else deadline - now
             descriptions = [worker.description_ref for worker in self._starting]
-            ready, _ = ray.wait(
-                descriptions,
-                num_returns=min(missing, len(descriptions)),
-                timeout=max(0.0, deadline - time.monotonic()),
-            )
+            if not descriptions:
+                time.sleep(wait_s)
+                continue
+            ready, _ = ray.wait(descriptions, num_returns=min(missing, len(descriptions)), timeout=wait_s)
             self._register_started(ready)  # one that failed to start is started again
         if len(self.ready) < count:
             raise ClusterError(
@@ -123,7 +171,8 @@ class ActorPool:
     def poll_started(self) -> bool:
         """Add actors that have become ready to `ready`, without blocking, and return whether there were any.
 
-        Also starts replacements in slots that have been vacant for a second.
+        Also starts replacements in slots that have been vacant for a second, and gives up slots on a node of the
+        cluster that the run follows if they were not free within cluster.start_timeout.
         """
         self._refill_slots(time.monotonic() - _REPLACEMENT_DELAY_S)
         if not self._starting:
@@ -132,6 +181,7 @@ class ActorPool:
         ready, _ = ray.wait(descriptions, num_returns=len(descriptions), timeout=0)
         count = len(self.ready)
         self._register_started(ready)
+        self._release_unavailable_slots()
         return len(self.ready) > count
 
     def put_spec(self, spec: WorkerSpec) -> Any:
@@ -147,54 +197,79 @@ class ActorPool:
         if worker in self.ready:
             self.ready.remove(worker)
             ray.kill(worker.actor, no_restart=True)
-            self._vacant_slots.append((time.monotonic(), worker.slot))
+            self._vacant_slots.append(VacantSlot(time.monotonic(), worker.slot, worker.info["node_id"]))
 
-    def replace_workers_on_node(self, node_id: str) -> None:
-        """Replace all actors on a lost node."""
+    def leave_node(self, node_id: str) -> None:
+        """End all actors on a node that is lost or drained. Slots that belong to the node are given up.
+
+        Actors in other slots are replaced when Ray has moved the slot to another node.
+        """
         for worker in [worker for worker in self.ready if worker.info["node_id"] == node_id]:
             self.replace_worker(worker)
+        self._release({slot for slot in self._reservations.slots if slot.node_id == node_id})
+
+    def _reserve_on_nodes(self, count: int, nodes: Sequence[NodeCapacity]) -> list[Slot]:
+        """Reserve slots on nodes until there are `count` on those that stay, and return the new slots."""
+        reservations = plan_reservations(nodes, count, self._config.parallel.tp)
+        now = time.monotonic()
+        self._reserved_at |= dict.fromkeys(reservations, now)
+        return [
+            slot
+            for node_id, missing in reservations.items()
+            for slot in self._reservations.reserve_on_node(node_id, missing)
+        ]
+
+    def _release_unavailable_slots(self) -> None:
+        """Give up slots on nodes that other jobs have taken: no actor was ready there within cluster.start_timeout."""
+        started_before = time.monotonic() - self._config.cluster.start_timeout
+        occupied = {id(worker.slot.group) for worker in self.ready}
+        self._release(
+            {
+                worker.slot
+                for worker in self._starting
+                if worker.slot.node_id and worker.start_time < started_before and id(worker.slot.group) not in occupied
+            }
+        )
+
+    def _release(self, slots: set[Slot]) -> None:
+        """Release slots, and forget the actors in them."""
+        if not slots:
+            return
+        groups = {id(slot.group) for slot in slots}
+        self._starting = [worker for worker in self._starting if id(worker.slot.group) not in groups]
+        self._vacant_slots = [vacant for vacant in self._vacant_slots if id(vacant.slot.group) not in groups]
+        self._reservations.release(slots)
 
     def _refill_slots(self, vacant_before: float) -> None:
-        """Start an actor in every slot that is vacant since `vacant_before` or earlier (monotonic seconds)."""
-        slots = [slot for since, slot in self._vacant_slots if since <= vacant_before]
-        self._vacant_slots = [(since, slot) for since, slot in self._vacant_slots if since > vacant_before]
-        for slot in slots:
-            self._start_worker(slot)
+        """Start an actor in every slot that is vacant since `vacant_before` or earlier (monotonic seconds).
+
+        A slot on a draining node waits until Ray has moved it.
+        """
+        if not self._vacant_slots:
+            return
+        draining = self.drain_monitor.get_draining_nodes()
+        due = [
+            vacant for vacant in self._vacant_slots if vacant.since <= vacant_before and vacant.node_id not in draining
+        ]
+        self._vacant_slots = [vacant for vacant in self._vacant_slots if vacant not in due]
+        for vacant in due:
+            self._start_worker(vacant.slot)
 
     def close(self) -> None:
         """Kill all actors and remove the placement groups."""
         for worker in [*self.ready, *self._starting]:
             ray.kill(worker.actor, no_restart=True)
-        for group in self._placement_groups:
-            remove_placement_group(group)
-
-    def _reserve(self, bundle_sizes: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
-        """Reserve one bundle per entry of `bundle_sizes`, and return its slots: as many per bundle as its size.
-
-        The bundles of the first reservation are on different nodes, on `nodes` if given.
-        """
-        if not bundle_sizes:
-            return []
-        strategy = "PACK" if self._placement_groups or len(bundle_sizes) == 1 else "STRICT_SPREAD"
-        group = placement_group(
-            [{self._cluster.ray_resource: bundle_size} for bundle_size in bundle_sizes],
-            strategy=strategy,
-            bundle_label_selector=[{"ray.io/node-id": node} for node in nodes] or None,
-        )
-        self._placement_groups.append(group)
-        return [(group, bundle) for bundle, bundle_size in enumerate(bundle_sizes) for _ in range(bundle_size)]
+        self._reservations.close()
 
     def _start_worker(self, slot: Slot) -> None:
         gpus = 1 if self._cluster.device == "cuda" else 0
         actor = self._actor_class.options(
             num_cpus=0 if gpus else 1,
             num_gpus=gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=slot[0], placement_group_bundle_index=slot[1]
-            ),
+            scheduling_strategy=slot.strategy,
         ).remote(self._cluster.device, self._config.cluster.cpu_threads)
         description_ref = actor.describe.remote(self._config, self._warmup_spec)
-        self._starting.append(Worker(self._num_started, actor, slot, description_ref))
+        self._starting.append(Worker(self._num_started, actor, slot, description_ref, time.monotonic()))
         self._num_started += 1
 
     def _register_started(self, ready: list[Any]) -> None:
@@ -206,13 +281,14 @@ class ActorPool:
             except RayError as error:
                 if not self._is_started and isinstance(cause := getattr(error, "cause", None), RaytrainError):
                     raise cause from error
-                if not self._is_started:
+                if not self._is_started and not self._follows_cluster:  # there, its node may just have left
                     raise ClusterError(f"a worker did not start: {describe_actor_death(error)}") from error
                 self._failed_starts += 1
-                _log.warning("a replacement worker did not start: %s", describe_actor_death(error))
+                _log.warning("a worker did not start: %s", describe_actor_death(error))
                 if self._failed_starts <= _MAX_START_ATTEMPTS:  # afterwards the run continues without it
                     self._start_worker(worker.slot)
                 continue
             worker.info["node"] = self._node_names.get_name(worker.info["node_id"], worker.info["host"])
             self._failed_starts = 0
+            self._is_started |= self._follows_cluster
             self.ready.append(worker)

@@ -21,7 +21,7 @@ from raytrain_hpc.planner.placement import Site, place_ranks, select_active_work
 
 @dataclass(frozen=True)
 class Candidate:
-    """A ready worker. It is given no rank if `is_draining`: its node is about to be removed.
+    """A ready worker. It is given no rank if `is_draining`: its node, or the driver's, is about to be removed.
 
     `worker_id`, `node_id`: identifiers within the run and of Ray. `state_parts`: parts of the training state in memory,
     its own before replicas, reported when its rank of the last generation ended; empty until then, and for a worker
@@ -60,6 +60,18 @@ def get_min_workers(config: Config) -> int:
     """Return the fewest workers that may train: `cluster.min_workers`, or if auto one model replica (tp x cp x pp)."""
     min_workers = config.cluster.min_workers
     return get_model_parallel_size(config) if min_workers == AUTO else int(min_workers)
+
+
+def find_legal_size(config: Config, batching: Batching, limit: int) -> int | None:
+    """Return the largest number of workers up to `limit` on which a run with `batching` can train, or None.
+
+    Only the data-parallel axes change size, as in `plan_membership`, and no size is below `get_min_workers`.
+    """
+    limit = min(limit, batching.count * get_model_parallel_size(config))  # every rank needs a microbatch
+    for world_size in range(limit, get_min_workers(config) - 1, -1):
+        if _find_legal_layout(config, world_size, batching) is not None:
+            return world_size
+    return None
 
 
 def plan_membership(

@@ -14,6 +14,7 @@ from raytrain_hpc.observability.metrics import compute_mean_rates
 # Kinds of incidents that do not read as a predicate of a rank.
 _PREDICATES = {
     "node lost": "lost with the node",
+    "preempted": "preempted with the node",
     "interpreter held": "held the interpreter lock",
     "replicas differ": "found different from other replicas",
 }

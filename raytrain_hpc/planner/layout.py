@@ -358,7 +358,7 @@ def resolve_batching(config: Config, layout: Layout, stored: Batching | None = N
 
 
 def _choose_batching(config: Config, layout: Layout) -> Batching:
-    """Choose the fewest microbatches that give every rank one.
+    """Choose the fewest microbatches that give every rank one, also after growth to `cluster.max_workers`.
 
     With pipeline parallelism, choose at least four per pipeline rank if the batch is large enough.
     """
@@ -367,6 +367,8 @@ def _choose_batching(config: Config, layout: Layout) -> Batching:
     if not counts:
         remedy = f"{dp_size} data-parallel ranks need at least {dp_size} sequences per step"
         raise LayoutError("train.global_batch_size", batch, config.origin("train.global_batch_size"), remedy)
+    largest_dp_size = get_largest_dp_size(config, layout)
+    counts = [count for count in counts if count >= largest_dp_size] or counts[-1:]
     if layout.pp == 1:
         return Batching(counts[0], batch // counts[0])
     accepted = [
@@ -374,6 +376,14 @@ def _choose_batching(config: Config, layout: Layout) -> Batching:
     ] or counts
     count = next((count for count in accepted if count >= 4 * layout.pp * dp_size), accepted[-1])
     return Batching(count, batch // count)
+
+
+def get_largest_dp_size(config: Config, layout: Layout) -> int:
+    """Return the data-parallel ranks that a run may grow to, whose batch is split now: those of cluster.max_workers."""
+    max_workers = config.cluster.max_workers
+    if max_workers in (AUTO, 0) or config.cluster.workers != AUTO:
+        return layout.dp_size
+    return max(layout.dp_size, int(max_workers) // (layout.tp * layout.cp * layout.pp))
 
 
 def _find_schedule_conflict(batching: Batching, layout: Layout) -> str | None:

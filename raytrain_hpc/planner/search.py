@@ -15,7 +15,14 @@ from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.cost_model import CostModel, StepCost
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.hardware_defaults import resolve_compile
-from raytrain_hpc.planner.layout import Batching, Layout, check_model_divisible, resolve_batching, resolve_layout
+from raytrain_hpc.planner.layout import (
+    Batching,
+    Layout,
+    check_model_divisible,
+    get_largest_dp_size,
+    resolve_batching,
+    resolve_layout,
+)
 from raytrain_hpc.planner.memory_model import MemoryFootprint, MemoryModel
 from raytrain_hpc.planner.search_space import SearchSpace
 from raytrain_hpc.planner.workload import LayoutChoice, Offload, Workload, make_workload
@@ -281,11 +288,9 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     check_model_divisible(config, spec)
     if "micro_batch_size" not in space:
         return [LayoutChoice(layout, resolve_batching(config, layout), compiled=config.train.compile is True)]
-    allowed, global_batch_size, choices = space["micro_batch_size"], config.train.global_batch_size, []
+    allowed, choices = space["micro_batch_size"], list[LayoutChoice]()
     reason = None
-    for size in (
-        _list_divisors(global_batch_size // layout.dp_size, of=global_batch_size) if allowed is None else allowed
-    ):
+    for size in _list_sizes(config, layout) if allowed is None else allowed:
         sized_config = copy(config)
         sized_config.train = replace(config.train, micro_batch_size=size)
         try:
@@ -296,6 +301,13 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
     if not choices and reason is not None:
         raise reason
     return choices
+
+
+def _list_sizes(config: Config, layout: Layout) -> list[int]:
+    """Return the micro-batch sizes that give every rank a microbatch, if possible also after the run has grown."""
+    global_batch_size = config.train.global_batch_size
+    sizes = _list_divisors(global_batch_size // get_largest_dp_size(config, layout), of=global_batch_size)
+    return sizes or _list_divisors(global_batch_size // layout.dp_size, of=global_batch_size)
 
 
 def _list_divisors(limit: int, of: int | None = None) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from raytrain_hpc.storage.object_path import ObjectPath
@@ -46,9 +48,14 @@ def write_atomically(location: Location, content: bytes) -> None:
     if isinstance(location, ObjectPath):
         location.write_bytes(content)
         return
-    temporary = location.with_name(f".{location.name}")
-    temporary.write_bytes(content)
-    temporary.replace(location)
+    temporary = location.with_name(f".{location.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(location)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def create_file(location: Location, content: bytes) -> None:

@@ -60,9 +60,8 @@ def test_wrong_input_in_a_new_process(inputs_dir: Path, wrong: Wrong) -> None:
 
 def test_more_workers_than_cpu_slots_are_rejected(inputs_dir: Path, ray_cluster: None) -> None:
     before = read_tree(inputs_dir)
-    wrong = Wrong(
-        "", f"{TRAIN} train.global_batch_size=20 cluster.workers=9", ("cluster.workers=9", "8 free CPU slots")
-    )
+    words = f"{TRAIN} train.global_batch_size=20 cluster.workers=9 cluster.start_timeout=0.1"
+    wrong = Wrong("", words, ("cluster.workers=9", "8 free CPU slots"))
     check(wrong, run_in_process(wrong.argv, inputs_dir), inputs_dir)
     assert read_tree(inputs_dir) == before
 

@@ -53,6 +53,7 @@ class DryRunBackend:
     world_size: int
     cluster: Topology
     fake_ray: FakeRay
+    follows_cluster: bool = False
     uses_existing_cluster: bool = False
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
@@ -95,7 +96,7 @@ def dry_run(ranks: int, scenario: Scenario) -> dict[str, Any]:
         backend = DryRunBackend(ranks, cluster, fake_ray)
 
         @contextmanager
-        def open_fake_backend(config: Config) -> Iterator[DryRunBackend]:
+        def open_fake_backend(config: Config, *arguments: Any) -> Iterator[DryRunBackend]:
             yield backend
 
         memory_before, start, cpu = peak_mib(), time.monotonic(), time.process_time()

@@ -14,7 +14,15 @@ from unittest import mock
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from raytrain_hpc.driver import health_monitor, node_drain, ray_backend, ray_topology, record_poller, worker_group
+from raytrain_hpc.driver import (
+    health_monitor,
+    node_drain,
+    ray_backend,
+    ray_topology,
+    record_poller,
+    slot_reservations,
+    worker_group,
+)
 from raytrain_hpc.driver.node_agent import NodeHealth
 from raytrain_hpc.elastic.watchdog import WorkerHealth
 from raytrain_hpc.planner.topology import Topology
@@ -140,7 +148,7 @@ class FakeRay:
             "remove_placement_group": lambda group: None,
             "PlacementGroupSchedulingStrategy": SimpleNamespace,
         }
-        self._patches.enter_context(mock.patch.multiple(worker_group, **replaced))
+        self._patches.enter_context(mock.patch.multiple(slot_reservations, **replaced))
         agent_class = SimpleNamespace(
             options=lambda **named: SimpleNamespace(remote=lambda *_: FakeActor(self, FakeAgent(self)))
         )
@@ -169,7 +177,8 @@ class FakeRay:
         return SimpleNamespace(remote=start)
 
     def _group(self, bundles: Sequence[dict[str, int]], **named: Any) -> Any:
-        nodes = [node.id for node in self._cluster.nodes[: len(bundles)]]
+        named_nodes = [labels["ray.io/node-id"] for labels in named.get("bundle_label_selector") or []]
+        nodes = named_nodes or [node.id for node in self._cluster.nodes[: len(bundles)]]
         return SimpleNamespace(nodes=nodes, wait=lambda timeout: True)
 
     def call(self, target: Any, name: str, arguments: tuple[Any, ...]) -> FakeRef:

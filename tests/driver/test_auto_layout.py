@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytrain_hpc.driver.auto_layout import resolve_auto_layout
+from raytrain_hpc.driver.auto_layout import resolve_auto_layout, resolve_for_backend
 from raytrain_hpc.driver.run_setup import PreparedRun, prepare_run
+from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import make_small_config
 
@@ -52,6 +56,21 @@ def test_uneven_nodes_count_as_smaller_equal_nodes() -> None:
     chosen = resolve_auto_layout(prepare(*LARGE, "cluster.workers=12"), 12, cluster(8, 4), lambda line: None)
     layout, _ = chosen.resolve_layout(12)
     assert 4 % layout.tp == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_that_follows_its_cluster_has_at_most_a_worker_per_microbatch(device: str) -> None:
+    """A run that was started on two devices resumes on eight: the split of its batch is fixed."""
+    run = prepare("train.global_batch_size=12", "cluster.workers=auto", "train.deterministic=elastic")
+    run = replace(run, stored_batching=Batching(2, 6))
+    lines: list[str] = []
+    backend: Any = SimpleNamespace(world_size=8, follows_cluster=True, cluster=cluster(8, device=device))
+    resolved = resolve_for_backend(run, backend, lines.append)
+    assert (backend.world_size, resolved.resolve_layout(2)[0].world_size) == (2, 2)
+    assert "cluster: room for 8 workers; 2 microbatches allow 2" in lines
+    backend = SimpleNamespace(world_size=8, follows_cluster=False, cluster=cluster(8, device=device))
+    with pytest.raises(LayoutError, match="too few for 8 data-parallel ranks"):
+        resolve_for_backend(run, backend, lines.append)
 
 
 def test_stored_batching_is_kept() -> None:

@@ -68,6 +68,7 @@ class FakeWorkerGroup:
         self.plan, self.held_steps, self.closed = plan, held_steps, False
         self.specs: list[Any] = []
         self.stops_at_failure = False  # a stop is requested when a generation fails
+        self.kind = "died"  # of failures
 
     @property
     def _next(self) -> int | Exception | None:
@@ -76,9 +77,12 @@ class FakeWorkerGroup:
     def start(self) -> None:
         self.wait_for_workers(1)
 
-    def wait_for_workers(self, count: int) -> None:
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
         if isinstance(self._next, Exception):
             raise self._next
+
+    def get_capacity(self) -> None:
+        """Return None: no cluster is followed."""
 
     def scale_up_to(self, count: int) -> None:
         assert count == 1, "no more workers were requested"
@@ -115,7 +119,7 @@ class FakeWorkerGroup:
         if self.stops_at_failure:
             stop_event.set()
         now = time.time()
-        raise WorkerFailedError(0, "n", 7, "died", "the reason", detected_at=now, last_seen=now - 0.25)
+        raise WorkerFailedError(0, "n", 7, self.kind, "the reason", detected_at=now, last_seen=now - 0.25)
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
         """Return metrics of steps that were committed but not fetched."""
@@ -133,20 +137,24 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
     """Run the command with a worker group that follows a plan; the last entry of the plan repeats."""
 
     def start(
-        plan: list[int | Exception | None], *words: str, held_steps: tuple[int, ...] = (), stops: bool = False
+        plan: list[int | Exception | None],
+        *words: str,
+        held_steps: tuple[int, ...] = (),
+        stops: bool = False,
+        kind: str = "died",
     ) -> tuple[int, FakeWorkerGroup]:
         workers = FakeWorkerGroup(plan, held_steps)
-        workers.stops_at_failure = stops
+        workers.stops_at_failure, workers.kind = stops, kind
 
         class FakeBackend:
             world_size, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
-            uses_existing_cluster = False
+            follows_cluster = uses_existing_cluster = False
 
             def create_worker_group(self, config: Any) -> FakeWorkerGroup:
                 return workers
 
         @contextmanager
-        def open_fake_backend(config: Any) -> Any:
+        def open_fake_backend(config: Any, *arguments: Any) -> Any:
             yield FakeBackend()
 
         monkeypatch.setattr(supervisor, "open_backend", open_fake_backend)
@@ -221,6 +229,17 @@ def test_only_failures_without_progress_count(run, tmp_path) -> None:
     code, workers = run([3, 2, 1, 0, 0, 1, None], "fault.max_failures=2", "train.steps=9", held_steps=())
     assert code == 4, "without state in memory each generation starts over, and the first one got furthest"
     assert len(read_incidents(tmp_path)) == 3
+
+
+def test_preemptions_do_not_count_as_failures(run, tmp_path, capsys) -> None:
+    code, _ = run([3, 0, 0, 0, None], "fault.max_failures=0", "train.steps=9", kind="preempted")
+    assert code == 0 and [incident["kind"] for incident in read_incidents(tmp_path)] == ["preempted"] * 4
+
+
+def test_preemptions_have_a_limit_of_their_own(run, tmp_path, capsys) -> None:
+    code, _ = run([3, 0, 0, 0, None], "fault.max_preemptions=2", "train.steps=9", kind="preempted")
+    assert code == 4 and len(read_incidents(tmp_path)) == 3
+    assert "error: gave up after 3 preemptions (fault.max_preemptions=2): rank 0" in capsys.readouterr().err
 
 
 def test_restart_appends_to_the_incidents(run, tmp_path) -> None:

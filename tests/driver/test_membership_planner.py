@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.driver import worker_target
 from raytrain_hpc.driver.local_backend import LocalWorkerGroup
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
+from raytrain_hpc.driver.worker_target import WorkerTarget
+from raytrain_hpc.elastic.cluster_following import ARRIVAL_PATIENCE_S, NodeCapacity
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RunFailedError
@@ -23,13 +27,17 @@ class Workers:
 
     def __init__(self, *candidates: Candidate):
         self.candidates, self.waits, self.targets = list(candidates), [], []
+        self.capacity: tuple[NodeCapacity, ...] | None = None
 
     def list_candidates(self) -> list[Candidate]:
         return list(self.candidates)
 
-    def wait_for_workers(self, count: int) -> None:
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
         self.waits.append(count)
         raise ClusterError("no slots")
+
+    def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
+        return self.capacity
 
     def scale_up_to(self, count: int) -> None:
         self.targets.append(count)
@@ -42,7 +50,9 @@ def make_candidates(count: int, *parts: StatePart) -> list[Candidate]:
 def make_planner(workers: Any, target: int, *overrides: str) -> tuple[MembershipPlanner, threading.Event, list[str]]:
     stop, lines = threading.Event(), []
     config = load_config(None, ["train.global_batch_size=12", "cluster.min_workers=2", *overrides])
-    arguments = (config, Batching(6, 2), lambda layout, batching: {}, workers, lambda: target, lines.append, stop)
+    worker_target, batching = WorkerTarget(config, lines.append), Batching(6, 2)
+    worker_target.begin(config, batching, target, follows_cluster=workers.get_capacity() is not None)
+    arguments = (config, batching, lambda layout, batching: {}, workers, worker_target, lines.append, stop)
     return MembershipPlanner(*arguments), stop, lines
 
 
@@ -110,3 +120,64 @@ def test_a_slow_rank_is_given_fewer_microbatches() -> None:
     assert planner.poll_regroup() == "pause"
     batching = planner.begin_generation(planner.wait_for_membership())
     assert [len(rank) for rank in batching.split_by_rank(2)] == [4, 2]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the target reads, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(worker_target, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_run_that_follows_its_cluster_grows_once_per_interval(clock: list[float]) -> None:
+    workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
+    workers.capacity = (NodeCapacity("n0", 2, 0),)
+    planner, _, lines = make_planner(workers, 2, "cluster.resize_interval=60")
+    planner.begin_generation(planner.wait_for_membership())
+    assert planner.poll_regroup() is None
+    workers.capacity = (NodeCapacity("n0", 2, 0), NodeCapacity("n1", 0, 2))
+    assert planner.poll_regroup() is None and workers.targets[-1] == 4
+    assert lines == ["cluster: room for 4 workers on 2 nodes; 4 wanted, 2 train"]
+    workers.candidates = make_candidates(3, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() is None, "the first of two new workers waits for the other"
+    workers.candidates = make_candidates(4, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() == "pause"
+    planner.begin_generation(planner.wait_for_membership())
+    workers.capacity += (NodeCapacity("n2", 0, 2),)
+    workers.candidates = make_candidates(6, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() is None, "within the interval"
+    clock[0] += 59.0
+    assert planner.poll_regroup() is None
+    clock[0] += 1.0
+    assert planner.poll_regroup() == "pause"
+
+
+def test_losses_and_replacements_do_not_wait_for_the_interval(clock: list[float]) -> None:
+    workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
+    workers.capacity = (NodeCapacity("n0", 2, 0), NodeCapacity("n1", 2, 0))
+    planner, _, _ = make_planner(workers, 2, "cluster.resize_interval=60")
+    planner.begin_generation(planner.wait_for_membership())
+    workers.candidates = make_candidates(4, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() == "pause"
+    planner.begin_generation(planner.wait_for_membership())
+    workers.candidates = workers.candidates[:3]  # a worker was killed
+    planner.begin_generation(planner.wait_for_membership())
+    assert planner.poll_regroup() is None
+    workers.candidates = make_candidates(4)
+    assert planner.poll_regroup() == "pause", "its replacement joins at once"
+    planner.begin_generation(planner.wait_for_membership())
+    workers.capacity = (NodeCapacity("n0", 2, 0), NodeCapacity("n1", 2, 0, is_draining=True))
+    workers.candidates[3] = replace(workers.candidates[3], is_draining=True)
+    assert planner.poll_regroup() == "pause", "a draining node is left at once"
+
+
+def test_new_workers_that_do_not_come_are_not_waited_for(clock: list[float]) -> None:
+    workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
+    workers.capacity = (NodeCapacity("n0", 2, 0), NodeCapacity("n1", 2, 0))
+    planner, _, _ = make_planner(workers, 2)
+    planner.begin_generation(planner.wait_for_membership())
+    workers.candidates = make_candidates(3, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() is None
+    clock[0] += ARRIVAL_PATIENCE_S
+    assert planner.poll_regroup() == "pause"

@@ -81,7 +81,7 @@ def test_an_unfinished_run_is_held_to_its_settings_too(run_dir: Path) -> None:
 def test_a_finished_run_started_again_returns_its_result_and_changes_no_file(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_no_backend(config: Any) -> None:
+    def open_no_backend(config: Any, *arguments: Any) -> None:
         raise AssertionError("nothing is started for a finished run")
 
     monkeypatch.setattr(supervisor, "open_backend", open_no_backend)

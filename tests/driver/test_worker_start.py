@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.driver import node_drain
+from raytrain_hpc.driver.ray_backend import RayWorkerGroup
 from raytrain_hpc.driver.worker_group import ActorPool
+from raytrain_hpc.elastic.cluster_following import NodeCapacity
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.topology import Node, Topology
+from tests.driver.dry_run import FakeRendezvousStore
 from tests.driver.fake_ray import FakeRay, FakeRef, Scenario
 
 CLUSTER = Topology((Node("n0", "10.0.0.1", 2),), "cuda", "h100")
@@ -41,6 +46,56 @@ def test_failed_start_of_the_only_replacement_is_repeated(failing: int, recovers
         else:
             with pytest.raises(ClusterError, match="only 1 of 2 workers"):
                 pool.wait_for_workers(2)
+
+
+def test_a_slot_on_a_draining_node_is_filled_when_it_has_moved() -> None:
+    with FakeRay(CLUSTER, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(None, ["cluster.start_timeout=0.5"]), 2, CLUSTER, fake_ray.workers)
+        pool.start()
+        draining = frozenset({"n0"})
+        with mock.patch.object(node_drain, "get_draining_nodes", lambda: draining):
+            pool.drain_monitor = node_drain.NodeDrainMonitor()
+            pool.leave_node("n0")
+            with pytest.raises(ClusterError, match="only 0 of 1 workers"):
+                pool.wait_for_workers(1)
+        pool.drain_monitor = node_drain.NodeDrainMonitor()
+        pool.wait_for_workers(2)
+
+
+def test_slots_of_a_followed_cluster_belong_to_their_nodes() -> None:
+    nodes = [NodeCapacity("n0", 0, 2), NodeCapacity("n1", 0, 1)]
+    with FakeRay(CLUSTER, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(), 3, CLUSTER, fake_ray.workers, nodes=nodes)
+        pool.start()
+        pool.wait_for_workers(3)
+        assert pool.count_slots_by_node() == {"n0": 2, "n1": 1}
+        pool.leave_node("n0")
+        assert pool.count_slots_by_node() == {"n1": 1} and len(pool.ready) == 1
+        with pytest.raises(ClusterError, match="only 1 of 2 workers"):
+            pool.wait_for_workers(2)
+        pool.scale_up_to(2, [NodeCapacity("n1", 1, 0), NodeCapacity("n2", 0, 4)])
+        pool.wait_for_workers(2)
+        assert pool.count_slots_by_node() == {"n1": 1, "n2": 1}
+
+
+def test_a_worker_of_a_followed_cluster_is_started_again_if_its_first_start_fails() -> None:
+    with FailingStarts(CLUSTER, Scenario()) as fake_ray:
+        fake_ray.failing = 1
+        pool = ActorPool(load_config(), 2, CLUSTER, fake_ray.workers, nodes=[NodeCapacity("n0", 0, 2)])
+        pool.start()
+        pool.wait_for_workers(2)
+        assert len(pool.ready) == 2
+
+
+def test_all_workers_leave_with_the_driver() -> None:
+    with FakeRay(CLUSTER, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(), 2, CLUSTER, fake_ray.workers)
+        workers = RayWorkerGroup(load_config(), pool, FakeRendezvousStore(), ray_readers=False)
+        workers.start()
+        assert [candidate.is_draining for candidate in workers.list_candidates()] == [False, False]
+        pool.drain_monitor.announce({"driver"})
+        assert [candidate.is_draining for candidate in workers.list_candidates()] == [True, True]
+        workers.close()
 
 
 def test_failed_first_start_ends_the_run() -> None:

@@ -1,0 +1,89 @@
+"""Monitor of the cluster that a run follows: which nodes are up, and how many of their slots are free."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ray.exceptions import RayError
+
+from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.ray_topology import read_topology
+from raytrain_hpc.driver.throttle import Throttle
+from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.planner.topology import Topology
+from raytrain_hpc.ray_private import get_free_resources
+
+_log = logging.getLogger(__name__)
+_POLL_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class NodeSlots:
+    """A live node with its slots, and how many of them Ray reports as free."""
+
+    node_id: str
+    slots: int
+    free: int
+
+
+@dataclass(frozen=True)
+class ClusterSnapshot:
+    """The live nodes as of `time` (monotonic seconds)."""
+
+    nodes: tuple[NodeSlots, ...]
+    time: float
+
+
+def read_snapshot(config: Config) -> ClusterSnapshot:
+    """Read the live nodes from Ray. Nodes without slots are left out. Raises ClusterError as `read_topology` does."""
+    now = time.monotonic()  # what is reserved after this moment may be missing
+    topology, free = read_topology(config), get_free_resources()
+    return ClusterSnapshot(tuple(_list_slots(topology, free)), now)
+
+
+def _list_slots(topology: Topology, free: dict[str, dict[str, float]]) -> list[NodeSlots]:
+    resource = topology.ray_resource
+    return [
+        NodeSlots(node.id, node.slots, min(node.slots, int(free.get(node.id, {}).get(resource, 0))))
+        for node in topology.nodes
+    ]
+
+
+class ClusterMonitor:
+    """Reader of the cluster's state in a thread, so that the driver never waits for Ray's answer.
+
+    It takes at most a tenth of the thread's time. While Ray's head does not answer, the last snapshot stays.
+    """
+
+    def __init__(self, read: Callable[[], ClusterSnapshot]):
+        """Take a first snapshot with `read`, and start the thread. Raises what `read` raises."""
+        self._read, self._snapshot = read, read()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+        self._thread.start()
+
+    @property
+    def snapshot(self) -> ClusterSnapshot:
+        """The newest snapshot."""
+        return self._snapshot
+
+    def close(self) -> None:
+        """Stop the thread. It may still wait for an answer of Ray, which it then ignores."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        throttle = Throttle(_POLL_INTERVAL_S)
+        while not self._closed.wait(_POLL_INTERVAL_S / 4):
+            if not throttle.is_ready():
+                continue
+            with throttle.measure():
+                try:
+                    self._snapshot = self._read()
+                except ClusterError:  # the last node with a GPU has left
+                    self._snapshot = ClusterSnapshot((), time.monotonic())
+                except (RayError, RuntimeError, OSError) as error:
+                    _log.warning("the state of the Ray cluster cannot be read: %s", error)

@@ -1,0 +1,94 @@
+"""Slots of a run's workers: reserved in Ray's placement groups, and released."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Room for one worker in a bundle of a placement group. `node_id` is "" if Ray chose the node."""
+
+    group: PlacementGroup
+    bundle: int
+    node_id: str = ""
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """The scheduling strategy that starts an actor in this slot."""
+        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=self.bundle)
+
+
+class SlotReservations:
+    """Reserver of slots, each of which takes one unit of `resource` ("GPU" or "CPU")."""
+
+    def __init__(self, resource: str):
+        self._resource = resource
+        self._groups: list[PlacementGroup] = []
+        self.slots: list[Slot] = []
+
+    def reserve_together(self, bundle_sizes: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
+        """Reserve bundles on different nodes, all of them or none: on `nodes`, or else on those that Ray chooses.
+
+        Returns the slots, as many per bundle as its size. They need not be free yet, see `wait_until_free`.
+        """
+        strategy = "STRICT_SPREAD" if len(bundle_sizes) > 1 else "PACK"
+        return self._reserve(bundle_sizes, strategy, nodes)
+
+    def reserve_each(self, bundle_sizes: Iterable[int]) -> list[Slot]:
+        """Reserve each bundle on any node that has room for it, independently of the others, and return the slots."""
+        return [slot for bundle_size in bundle_sizes for slot in self._reserve([bundle_size], "PACK", ())]
+
+    def reserve_on_node(self, node_id: str, count: int) -> list[Slot]:
+        """Reserve a bundle of `count` slots on a node, and return its slots."""
+        return self._reserve([count], "PACK", [node_id], node_id)
+
+    def wait_until_free(self, timeout_s: float) -> bool:
+        """Wait until all slots were free and are reserved. Returns whether they are within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        return all(group.wait(max(0.0, deadline - time.monotonic())) for group in self._groups)
+
+    def count_by_node(self) -> Counter[str]:
+        """Return the number of slots of each node that `reserve_on_node` was called for."""
+        return Counter(slot.node_id for slot in self.slots if slot.node_id)
+
+    def find_nodes(self) -> set[str]:
+        """Return the ids of the nodes on which slots are reserved."""
+        tables = [placement_group_table(group) for group in self._groups]  # type: ignore[no-untyped-call]
+        return {node for table in tables for node in table["bundles_to_node_id"].values() if node}
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Release the placement groups of these slots, which ends the actors in them."""
+        groups: dict[int, Any] = {id(slot.group): slot.group for slot in slots}
+        self.slots = [slot for slot in self.slots if id(slot.group) not in groups]
+        self._groups = [group for group in self._groups if id(group) not in groups]
+        for group in groups.values():
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """Release all slots."""
+        groups, self._groups, self.slots = self._groups, [], []
+        for group in groups:
+            remove_placement_group(group)
+
+    def _reserve(
+        self, bundle_sizes: Sequence[int], strategy: str, nodes: Sequence[str], node_id: str = ""
+    ) -> list[Slot]:
+        group = placement_group(
+            [{self._resource: bundle_size} for bundle_size in bundle_sizes],
+            strategy=strategy,
+            bundle_label_selector=[{"ray.io/node-id": node} for node in nodes] or None,
+        )
+        self._groups.append(group)
+        slots = [
+            Slot(group, bundle, node_id) for bundle, bundle_size in enumerate(bundle_sizes) for _ in range(bundle_size)
+        ]
+        self.slots += slots
+        return slots

@@ -1,0 +1,118 @@
+"""The number of workers that a run should have: of its settings, of a resize, or of the cluster that it follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf
+from typing import Literal
+
+from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.elastic.cluster_following import (
+    FollowRules,
+    NodeCapacity,
+    choose_target,
+    count_usable_slots,
+    get_max_workers,
+    is_growth_due,
+    make_follow_rules,
+)
+from raytrain_hpc.elastic.recovery import find_legal_size, get_min_workers
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.planner.layout import Batching
+
+
+@dataclass(frozen=True)
+class _Following:
+    """Rules and legal sizes of a run that follows its cluster."""
+
+    rules: FollowRules
+    find_legal_size: Callable[[int], int | None]
+
+
+class WorkerTarget:
+    """Target number of workers of a run. `resize` and `value` may be used by any thread, the rest by the driver's.
+
+    The number of an explicit resize holds until the run is resized to `auto`, or ends.
+    """
+
+    def __init__(self, config: Config, print_line: Callable[[str], None]):
+        self._config, self._print_line = config, print_line
+        self._requested: int | None = None
+        self._value, self._size = 0, 0
+        self._following: _Following | None = None
+        self._settled_size = 0  # growth up to it only replaces failed workers
+        self._arrival_time: float | None = None  # when the first of the workers was ready that would let the run grow
+        self._growth_time = -inf
+
+    @property
+    def value(self) -> int:
+        """The target as last updated; 0 until the run knows how many workers it starts with."""
+        return self._requested if self._requested is not None else self._value
+
+    def begin(self, config: Config, batching: Batching, workers: int, *, follows_cluster: bool) -> None:
+        """Set the number of workers that the run starts with. Call once, when its settings are resolved."""
+        self._config, self._value, self._settled_size = config, workers, workers
+        if follows_cluster:
+            self._following = _Following(make_follow_rules(config), cache(partial(find_legal_size, config, batching)))
+
+    def resize(self, workers: int | Literal["auto"]) -> None:
+        """Request a number of workers; `auto`: follow the cluster again.
+
+        Raises ConfigError outside cluster.min_workers and cluster.max_workers, and for `auto` if cluster.workers is
+        fixed.
+        """
+        if workers == AUTO:
+            if self._config.cluster.workers != AUTO:
+                remedy = f"cluster.workers={self._config.cluster.workers} fixes the number; give a number"
+                raise ConfigError("workers", workers, "resize", remedy)
+            self._requested = None
+            return
+        minimum, maximum = get_min_workers(self._config), get_max_workers(self._config)
+        if int(workers) < minimum:
+            raise ConfigError("workers", workers, "resize", f"cluster.min_workers allows no fewer than {minimum}")
+        if maximum is not None and int(workers) > maximum:
+            raise ConfigError("workers", workers, "resize", f"cluster.max_workers allows no more than {maximum}")
+        self._requested = int(workers)
+
+    def update(self, nodes: Sequence[NodeCapacity] | None) -> int:
+        """Return the target for the nodes of the cluster that the run follows (None: it follows none)."""
+        if self._following is None or nodes is None:
+            return self.value
+        rules, requested = self._following.rules, self._requested
+        room = choose_target(nodes, rules, self._following.find_legal_size)
+        target = choose_target(nodes, rules, self._following.find_legal_size, requested)
+        if room != self._value:
+            slots, num_nodes = count_usable_slots(nodes, rules.group_size), sum(not node.is_draining for node in nodes)
+            self._print_line(
+                f"cluster: room for {slots} workers on {num_nodes} nodes; {target} wanted, {self._size} train"
+            )
+            self._value = room
+        self._settled_size = min(self._settled_size, target)
+        return target
+
+    def record_size(self, size: int) -> None:
+        """Record the number of ranks of a generation that begins."""
+        if size > self._settled_size and self._size and self._requested is None:
+            self._growth_time = time.monotonic()
+        self._size, self._settled_size, self._arrival_time = size, max(size, self._settled_size), None
+
+    def may_grow(self, next_size: int) -> bool:
+        """Return whether to form a generation of `next_size` ranks; 0: no larger one is possible."""
+        if not next_size:
+            self._arrival_time = None
+            return False
+        if self._following is None:
+            return True
+        now = time.monotonic()
+        self._arrival_time = self._arrival_time or now
+        return is_growth_due(
+            next_size,
+            self.value,
+            self._following.rules,
+            since_arrival_s=now - self._arrival_time,
+            since_growth_s=now - self._growth_time,
+            is_exempt=self._requested is not None or next_size <= self._settled_size,
+        )
