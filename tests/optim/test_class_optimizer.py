@@ -94,7 +94,14 @@ def test_every_layout_agrees_with_the_class_on_whole_parameters(
     assert counts == [3.0] * len(references[name])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# One of each kind of state: one moment, a running maximum, scalars per parameter, an average, a sum, that of a user.
+ELASTIC_OPTIMIZERS = [
+    *(f"torch.optim.{name}" for name in ("SGD", "Adam", "NAdam", "ASGD", "Adagrad")),
+    "tests.optim.own_optimizers.DecayingSign",
+]
+
+
+@pytest.mark.parametrize("name", ELASTIC_OPTIMIZERS)
 def test_elastic_runs_have_the_bits_of_one_process(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, name: str
 ) -> None:

@@ -111,7 +111,7 @@ def test_every_sample_is_used_once_per_epoch_through_faults(
     assert count_epochs(tmp_path) == [Counter(range(image_task.SIZE))] * 12
     incidents = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
     assert [incident["kind"] for incident in incidents] == ["died"]
-    assert len(sent) >= 2 + len(sizes) and max(sent) < 32 << 10
+    assert len(sent) >= 3 and max(sent) < 32 << 10  # several generations, of which a kill and a resize can share one
     if isinstance(dataset, Counted):
         assert len((tmp_path / "pickles").read_bytes()) == 1
 
