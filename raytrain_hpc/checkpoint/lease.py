@@ -18,6 +18,8 @@ from raytrain_hpc.errors import LeaseLostError, RunDirectoryError
 from raytrain_hpc.storage.location import Location
 from raytrain_hpc.storage.object_path import ObjectPath
 
+_WRITE_TIMEOUT_S = 1.0  # for the number of a generation, for which the next generation waits
+
 
 class Lease:
     """A driver's exclusive right to publish into `directory`, with a generation number that only increases.
@@ -28,7 +30,8 @@ class Lease:
     def __init__(self, directory: Location, record: LeaseRecord) -> None:
         self.directory = directory
         self._record, self._file = record, open_lease_file(directory)
-        self._lock = threading.RLock()  # protects the file and `_record` together
+        self._lock = threading.Lock()  # of `_record`, which is never older than the file
+        self._file_lock = threading.Lock()  # of writes
 
     @classmethod
     def acquire(cls, directory: Location, owner: str, *, stale_after_s: float = 15.0) -> Lease:
@@ -73,8 +76,7 @@ class Lease:
         Raises LeaseLostError if the file is gone or names another owner or a later generation. Raises RunDirectoryError
         if that is unknown because the directory is gone or cannot be read.
         """
-        with self._lock:
-            self._check(self._file.read())
+        self._check(self._file.read())
 
     def _check(self, stored: LeaseRecord | None) -> None:
         """Raise as `check` does if `stored`, the content of the file, is not this driver's lease."""
@@ -95,29 +97,37 @@ class Lease:
 
         Raises LeaseLostError as `check` does, and RunDirectoryError if the file cannot be written.
         """
-        with self._lock:
-            self._update(replace(self._record, renewed=time.time()))
+        self._update(lambda record: replace(record, renewed=time.time()))
 
     def next_generation(self) -> int:
         """Start the next generation of ranks, whose number names its staging directories. Return its number.
 
-        A storage failure does not prevent it: nothing is published before the file can be read again. Raises
-        LeaseLostError.
+        Storage that fails or does not answer within a second does not prevent it: the number is then written with the
+        next renewal, and nothing is published before the file can be read again. Raises LeaseLostError.
         """
         with self._lock:
-            record = replace(self._record, generation=self.generation + 1, renewed=time.time())
+            self._record = replace(self._record, generation=self._record.generation + 1)
+            generation = self._record.generation
+        errors: list[LeaseLostError] = []
+
+        def write() -> None:
             try:
-                self._update(record)
-            except LeaseLostError:
-                raise
+                self.renew()
+            except LeaseLostError as error:
+                errors.append(error)
             except RunDirectoryError:
-                self._record = record
-            return record.generation
+                return  # a later renewal writes it
+
+        thread = threading.Thread(target=write, name="lease-generation", daemon=True)
+        thread.start()
+        thread.join(_WRITE_TIMEOUT_S)
+        if errors:
+            raise errors[0]
+        return generation
 
     def release(self) -> None:
         """Release the lease. The generation number stays in the file for the next driver. Raises as `renew` does."""
-        with self._lock:
-            self._update(replace(self._record, released=True))
+        self._update(lambda record: replace(record, released=True))
 
     @contextlib.contextmanager
     def renew_in_background(self, on_lost: Callable[[], None], *, interval_s: float = 5.0) -> Iterator[None]:
@@ -145,18 +155,20 @@ class Lease:
             done.set()
             thread.join()
 
-    def _update(self, record: LeaseRecord) -> None:
-        """Check that the lease is still held, and write `record` in its place."""
+    def _update(self, change: Callable[[LeaseRecord], LeaseRecord]) -> None:
+        """Check that the lease is still held, and write the changed record."""
 
         def compute(stored: LeaseRecord | None) -> LeaseRecord:
             self._check(stored)
-            return record
+            return change(self._record)
 
-        try:
-            self._file.update(compute)
-        except OSError as error:
-            raise RunDirectoryError(f"{self.directory / LEASE_FILE} cannot be written: {error.strerror}") from error
-        self._record = record
+        with self._file_lock:
+            try:
+                record = self._file.update(compute)
+            except OSError as error:
+                raise RunDirectoryError(f"{self.directory / LEASE_FILE} cannot be written: {error.strerror}") from error
+            with self._lock:  # a generation may have begun meanwhile
+                self._record = replace(record, generation=max(record.generation, self._record.generation))
 
 
 def check_writable(directory: Location) -> None:

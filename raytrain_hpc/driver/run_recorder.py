@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,8 @@ class RunRecorder:
             self._handle_save_failure,
             self._alarm,
         )
+        # Known without asking storage, which may not answer when a generation has to start:
+        self._published_steps, self.newest_checkpoint_time = set(store.list_steps()), store.get_newest_time()
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
         self._unprinted_steps: list[dict[str, Any]] = []  # metrics of the steps since the last log line
@@ -204,9 +207,9 @@ class RunRecorder:
         if description is not None:
             self._console.print_line(f"timeline {self._config.run.dir}/timeline/{description}")
 
-    def is_publishing(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` is written by all ranks and being published."""
-        return self._publisher.is_pending(step)
+    def has_checkpoint(self, step: int) -> bool:
+        """Return whether a checkpoint of `step` was published, or is written by all ranks and being published."""
+        return step in self._published_steps or self._publisher.is_pending(step)
 
     def wait_for_checkpoints(self) -> None:
         """Wait until all complete checkpoints are published. Call before the newest one is looked for.
@@ -230,6 +233,8 @@ class RunRecorder:
         with self._lock:
             self.totals.checkpoint_path, self.totals.save_error = str(publication.path), None
             self.totals.unsaved_steps = [(s, seconds) for s, seconds in self.totals.unsaved_steps if s > step]
+            self._published_steps.add(step)
+            self.newest_checkpoint_time = time.time()
             # With run.dir as the user wrote it:
             shown_path = f"{self._config.run.dir}/checkpoints/{publication.path.name}"
             self._console.print_line(f"checkpoint {shown_path} ({1000 * publication.publish_s:.0f} ms to publish)")

@@ -19,8 +19,7 @@ def is_memory_outdated(store: CheckpointStore, workers: WorkerGroup) -> bool:
     return memory_step is not None and any(step > memory_step for step in store.list_steps())
 
 
-def is_checkpoint_missing(config: Config, store: CheckpointStore, step: int) -> bool:
-    """Return whether a checkpoint of `step` is due and was not published."""
+def is_checkpoint_due(config: Config, step: int) -> bool:
+    """Return whether the settings ask for a checkpoint of `step`. One that is due by the time of day is not known."""
     interval = 0 if config.checkpoint.interval == AUTO else int(config.checkpoint.interval)
-    is_due = step == config.train.steps or (step and interval and step % interval == 0)
-    return bool(is_due) and step not in store.list_steps()
+    return bool(step == config.train.steps or (step and interval and step % interval == 0))

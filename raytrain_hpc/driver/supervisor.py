@@ -32,13 +32,13 @@ from raytrain_hpc.driver.result_builder import build_result
 from raytrain_hpc.driver.run_banner import announce_run, build_plan_record, compute_state_bytes_per_rank
 from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
 from raytrain_hpc.driver.run_setup import PreparedRun, find_newest_checkpoint, make_paths_absolute, prepare_run
-from raytrain_hpc.driver.saved_state import find_memory_step, is_checkpoint_missing, is_memory_outdated
+from raytrain_hpc.driver.saved_state import find_memory_step, is_checkpoint_due, is_memory_outdated
 from raytrain_hpc.driver.worker_target import WorkerTarget
 from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
 from raytrain_hpc.elastic.failure_budget import FailureCount, count_failure, find_exceeded_limit
 from raytrain_hpc.elastic.recovery import Membership
 from raytrain_hpc.elastic.state_partition import plan_replication_pairs
-from raytrain_hpc.errors import ClusterError, RunDirectoryError, RunFailedError, WorkerFailedError
+from raytrain_hpc.errors import CheckpointError, ClusterError, RunDirectoryError, RunFailedError, WorkerFailedError
 from raytrain_hpc.observability.console import Console, format_incident
 from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
 from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
@@ -153,7 +153,10 @@ class Supervisor:
         """Train, record, and write the result. Call while this driver holds the lease of the run directory."""
         layout, batching = prepared.resolve_layout(backend.world_size)
         self._announce(prepared, layout, batching, build_machine(backend.world_size, backend.cluster))
-        prepared.store.remove_leftovers()
+        try:
+            prepared.store.remove_leftovers()
+        except CheckpointError as error:
+            self._alarm(f"{error}; the run continues")
         sampler = CheckpointSampler(self._config, prepared.directory, self._console.print_line, self._alarm)
         assumed_save_s = assume_save_s(compute_state_bytes_per_rank(prepared, layout))
         deadline = DeadlineMonitor(self._deadline, assumed_save_s, self._stop_event, self._console.print_line)
@@ -260,7 +263,7 @@ class Supervisor:
         return is_memory_outdated(run.prepared.store, workers)
 
     def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
-        return not run.recorder.is_publishing(step) and is_checkpoint_missing(self._config, run.prepared.store, step)
+        return is_checkpoint_due(self._config, step) and not run.recorder.has_checkpoint(step)
 
     def _is_saved(self, run: _RunContext, workers: WorkerGroup) -> bool:
         """Return whether no state in memory is newer than the newest checkpoint, which is then that of the result.
@@ -336,7 +339,7 @@ class Supervisor:
             replication_pairs=plan_replication_pairs(layout, sites)
             if self._config.checkpoint.replicate_snapshots
             else (),
-            last_checkpoint_time=max(self._timestamps["began"], prepared.store.get_newest_time()),
+            last_checkpoint_time=max(self._timestamps["began"], recorder.newest_checkpoint_time),
             is_single_node=len({site.node for site in sites}) == 1,
         )
         run.incidents.record_resumption(step, layout.world_size)

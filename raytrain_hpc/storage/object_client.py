@@ -17,9 +17,9 @@ URL_SCHEMES = ("s3", "gs", "az")
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 # Throttling (503 SlowDown, 429), server errors and lost connections are retried with exponential, jittered delays.
-# A hundred requests in a row that each fail with probability 0.3 then succeed with probability 1 - 1e-4.
+# The time is the bound: the number of attempts would end them sooner if the random delays happen to be short.
 _RETRY_CONFIG = {
-    "max_retries": 12,
+    "max_retries": 40,
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=5), "base": 2},
 }

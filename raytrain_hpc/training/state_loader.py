@@ -27,7 +27,7 @@ GENERATORS = "generators"  # random generators of a script; earlier versions did
 CALLBACK_PREFIX = "callbacks."  # of the tensors that are the state of callbacks, which runs may add and remove
 _EXPERT_BIAS_SUFFIX = ".router.bias"  # present if a bias balances the experts
 _PUBLISH_TIMEOUT_S = 30.0  # for the driver to publish a checkpoint that all ranks have written
-_POLL_INTERVAL_S = 0.01
+_POLL_INTERVAL_S = 0.05
 
 
 def restore_state(

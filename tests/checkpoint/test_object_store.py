@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -298,6 +299,20 @@ def test_the_lease_holds_while_requests_fail(folder, s3):
         assert [lease.next_generation() for _ in range(20)] == list(range(2, 22))
         lease.check()
         lease.release()
+
+
+def test_a_slow_store_does_not_delay_a_generation(folder, s3):
+    lease = Lease.acquire(folder, "driver")
+
+    def answer_late(request, forward):
+        time.sleep(3)
+        return forward()
+
+    with s3.intercepting(answer_late):
+        start = time.monotonic()
+        assert lease.next_generation() == 2 and time.monotonic() - start < 2
+    lease.renew()
+    assert json.loads((folder / "lease.json").read_bytes())["generation"] == 2
 
 
 def test_a_store_that_does_not_answer_is_not_a_lost_lease(folder, s3):
