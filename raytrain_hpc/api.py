@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.callbacks.callback import Callback, DriverCallback
     from raytrain_hpc.data.samples.sample_dataset import CollateFunction
     from raytrain_hpc.driver.result import Result
+    from raytrain_hpc.driver.run_directory import RunDirectory
     from raytrain_hpc.driver.supervisor import Supervisor
     from raytrain_hpc.runtime.worker_spec import CustomModel, LossFunction, ModelFactory
 
@@ -170,10 +171,8 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of the committed steps so far, one dict per step with the keys of metrics.jsonl."""
-        from raytrain_hpc.driver.run_directory import RunDirectory
-        from raytrain_hpc.storage.location import parse_location
 
-        records = RunDirectory(parse_location(self._config.run.dir)).read_metrics()
+        records = self._open_directory().read_metrics()
         latest = {record["step"]: record for record in records}
         return [latest[step] for step in sorted(latest)]
 
@@ -223,7 +222,14 @@ class Run:
         from raytrain_hpc.run_report.notebook import render_live_html
 
         state = "failed" if self._error is not None else "stopping" if self._stop.is_set() else "running"
-        return render_live_html(self._config.run.dir, state if self._result is None else self._result.outcome)
+        return render_live_html(self._open_directory(), state if self._result is None else self._result.outcome)
+
+    def _open_directory(self) -> RunDirectory:
+        """Return the directory that the driver, which is in this process, writes."""
+        from raytrain_hpc.driver.run_directory import RunDirectory
+        from raytrain_hpc.storage.location import parse_location
+
+        return RunDirectory(parse_location(self._config.run.dir))
 
     def _run(self, target: Callable[[], Result]) -> None:
         try:

@@ -16,7 +16,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.base import Tokenizer
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
-from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
@@ -40,7 +40,7 @@ def generate(
     `EMA` has averaged, if there are any and `weights` is not "trained". Raises CheckpointError if the run has no such
     checkpoint of the built-in decoder, and DataError if it has no tokenizer or the tokenizer cannot encode the prompt.
     """
-    directory = open_run_directory(run_dir)
+    directory = read_run_directory(run_dir)
     tokenizer = _load_tokenizer(directory)
     model, seq_len = load_model(directory, step, weights)
     prompt_ids = [int(i) for i in tokenizer.encode(prompt)] or [0]

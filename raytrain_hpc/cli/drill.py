@@ -17,7 +17,7 @@ import click
 from raytrain_hpc.api import train
 from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
-from raytrain_hpc.driver.run_directory import open_run_directory
+from raytrain_hpc.driver.run_directory import read_run_directory
 from raytrain_hpc.errors import CheckpointError, ConfigError
 from raytrain_hpc.storage.location import get_modified_time
 
@@ -155,7 +155,7 @@ def run_drill(
     faulty.cluster.workers = world_size
     faulty.fault.inject = make_schedule(seed, num_faults, config.train.steps, world_size)
     faulty.fault.max_failures = max(config.fault.max_failures, num_faults)
-    if open_run_directory(config.run.dir).metrics.exists():
+    if read_run_directory(config.run.dir).metrics.exists():
         raise ConfigError("run.dir", config.run.dir, config.origin("run.dir"), "holds a run; choose another run.dir")
     train(faulty, quiet=quiet)
     result = build_report(faulty.fault.inject, config.run.dir)
@@ -180,7 +180,7 @@ def fingerprint(run_dir: str | Path) -> str:
     from raytrain_hpc.state.shard_index import Box, StateIndex
     from raytrain_hpc.state.sharded_state import compute_digest
 
-    directory = open_run_directory(run_dir)
+    directory = read_run_directory(run_dir)
     last = {line["step"]: line for line in directory.read_metrics()}
     curve = [(step, last[step]["train/loss"], last[step]["train/grad_norm"]) for step in sorted(last)]
     checkpoint = CheckpointStore(directory.checkpoints).find_newest_valid(lambda path, reason: None)
@@ -194,7 +194,7 @@ def fingerprint(run_dir: str | Path) -> str:
 
 def build_report(faults: Sequence[InjectConfig], run_dir: str | Path) -> DrillReport:
     """Match the faults with the incidents that a finished run recorded in its directory."""
-    directory = open_run_directory(run_dir)
+    directory = read_run_directory(run_dir)
     incidents = [json.loads(line) for line in directory.read_incidents()]
     metrics = list(directory.read_metrics())
     markers = {number: directory.location / "injected" / str(number) for number in range(len(faults))}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.dataset.sources import STDLIB
-from raytrain_hpc.driver.run_directory import open_run_directory
+from raytrain_hpc.driver.run_directory import read_run_directory
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
@@ -25,7 +25,7 @@ def sample_text(config: Config, result: Result) -> Iterator[str]:
         return
     if config.model.hf:  # transformers samples from its own models, once they are exported
         return
-    directory = open_run_directory(config.run.dir)
+    directory = read_run_directory(config.run.dir)
     if not directory.tokenizer.exists():
         return
     from raytrain_hpc.text_generation import generate

@@ -32,13 +32,15 @@ class _Job:
     generation: int
     reports: Sequence[ShardReport]
     write_s: float
+    is_superseded: bool = False
 
 
 class CheckpointPublisher:
     """Collects the shard reports of ranks, and publishes a checkpoint when all ranks have written their shards.
 
-    A thread publishes, labels and prunes, one checkpoint after the other. Not thread-safe, except for the callbacks,
-    which it calls from its thread: `on_published(publication)`, `on_failed(step, reason)`, `alarm(line)`.
+    A thread publishes, labels and prunes, one checkpoint after the other. If storage is slower than the checkpoints
+    come, those that would be pruned at once are not published. Not thread-safe, except for the callbacks, which it
+    calls from its thread: `on_published(publication)`, `on_failed(step, reason)`, `alarm(line)`.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class CheckpointPublisher:
         self._labels: dict[int, list[str]] = {}  # of steps whose checkpoint is not published yet
         self._jobs: SimpleQueue[_Job | Callable[[], None] | None] = SimpleQueue()
         self._pending_steps: list[int] = []  # submitted, not finished
+        self._waiting: list[_Job] = []  # submitted, not begun
+        self._num_jobs = 0  # submitted, not finished
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: LeaseLostError | None = None
@@ -111,7 +115,11 @@ class CheckpointPublisher:
                 continue
             shards = [report for report in reports.values() if not isinstance(report, str)]
             self._pending_steps.append(step)
-            self._submit(_Job(step, self._generation, shards, write_s))
+            job = _Job(step, self._generation, shards, write_s)
+            self._waiting.append(job)
+            for older in self._waiting[: -self._keep] if self._keep else ():
+                older.is_superseded = older.step not in self._labels
+            self._submit(job)
 
     def raise_error(self) -> None:
         """Raise LeaseLostError if a publication found that another driver has taken over."""
@@ -134,8 +142,6 @@ class CheckpointPublisher:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
-
-    _num_jobs = 0
 
     def _submit(self, job: _Job | Callable[[], None]) -> None:
         if self._thread is None:
@@ -161,6 +167,10 @@ class CheckpointPublisher:
                     self._idle.notify_all()
 
     def _publish(self, job: _Job) -> None:
+        self._waiting.remove(job)
+        if job.is_superseded:
+            self._store.discard(job.step, job.generation)
+            return
         start = time.perf_counter()
         try:
             self._lease.check()  # records of a driver that was replaced cannot be written either

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +17,7 @@ from raytrain_hpc.config.loader import config_to_yaml
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.storage.location import Location, parse_location
+from raytrain_hpc.storage.location import Location, is_url, parse_location
 from raytrain_hpc.storage.object_path import ObjectPath
 from raytrain_hpc.storage.working_copy import WorkingCopy, get_working_directory
 
@@ -34,11 +37,14 @@ class RunDirectory:
     result.json      the result (driver/result.py)
     """
 
-    def __init__(self, location: Location, alarm: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self, location: Location, alarm: Callable[[str], None] = lambda text: None, working_path: Path | None = None
+    ):
+        """Initialize without reading. `working_path`: of the working copy; default: that of this process's run."""
         self.location = location
-        self.path = path = get_working_directory(location)
+        self.path = path = working_path or get_working_directory(location)
         self._alarm = alarm
-        self.working_copy = WorkingCopy(location, alarm) if isinstance(location, ObjectPath) else None
+        self.working_copy = WorkingCopy(location, path, alarm) if isinstance(location, ObjectPath) else None
         self.metrics = path / "metrics.jsonl"
         self.incidents = path / "incidents.jsonl"
         self.checkpoints = location / "checkpoints"
@@ -126,13 +132,30 @@ class RunDirectory:
             self._alarm(f"alarm: {path} cannot be written: {error.strerror}; the run continues")
 
 
-def open_run_directory(run_dir: str | Path, alarm: Callable[[str], None] = lambda text: None) -> RunDirectory:
-    """Return a run directory for reading; from an object store, its files are downloaded first.
+def open_run_directory(run_dir: str | Path, alarm: Callable[[str], None]) -> RunDirectory:
+    """Return the run directory of a driver; from an object store, its files are downloaded first.
 
     Raises RunDirectoryError if the URL is not valid or the store does not answer.
     """
+    return _download(run_dir, alarm, None)
+
+
+def read_run_directory(run_dir: str | Path) -> RunDirectory:
+    """Return any run directory, of which files from an object store are downloaded to a directory of their own.
+
+    That is removed with the result. Raises as `open_run_directory` does.
+    """
+    if not is_url(run_dir):
+        return RunDirectory(Path(run_dir).expanduser())
+    working_path = Path(tempfile.mkdtemp(prefix="raytrain-read-"))
+    directory = _download(run_dir, lambda text: None, working_path)
+    weakref.finalize(directory, shutil.rmtree, working_path, ignore_errors=True)
+    return directory
+
+
+def _download(run_dir: str | Path, alarm: Callable[[str], None], working_path: Path | None) -> RunDirectory:
     try:
-        directory = RunDirectory(parse_location(run_dir), alarm)
+        directory = RunDirectory(parse_location(run_dir), alarm, working_path)
         if directory.working_copy is not None:
             directory.working_copy.download()
     except ValueError as error:

@@ -23,7 +23,7 @@ from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset, SampleStream
 from raytrain_hpc.driver.resume_check import check_resumable
-from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory, read_run_directory
 from raytrain_hpc.errors import (
     CheckpointError,
     ConfigError,
@@ -199,7 +199,7 @@ def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Loca
     """
     if not run.config.run.init_from:
         return None
-    directory = open_run_directory(run.config.run.init_from)
+    directory = read_run_directory(run.config.run.init_from)
     checkpoint = find_newest_checkpoint(CheckpointStore(directory.checkpoints), warn)
     if checkpoint is None:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.hf_files import build_tokenizer_files
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
-from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
 from raytrain_hpc.errors import CheckpointError, ModelError
 from raytrain_hpc.huggingface.atomic_dir import (
     GENERATION_CONFIG_FILE,
@@ -72,7 +72,7 @@ def export_model(
     Raises CheckpointError if there is no such checkpoint or `out` exists, and ModelError if the model belongs to no
     supported family or a weight overflows `dtype`.
     """
-    source, out = open_run_directory(run_dir), Path(out).expanduser()
+    source, out = read_run_directory(run_dir), Path(out).expanduser()
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ModelError(f"export: dtype={dtype!r}: known are {', '.join(EXPORT_DTYPES)}")
     checkpoint = _find_checkpoint(source, step)

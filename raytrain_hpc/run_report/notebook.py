@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.run_report.charts import draw_svg
 from raytrain_hpc.run_report.curves import build_curves
 from raytrain_hpc.run_report.run_reader import RunRecord, read_run
@@ -23,11 +23,11 @@ _CHART_STYLE = (
 _LEGEND = '<div><b>loss</b> <i class="c0"></i>training <i class="c1"></i>validation</div>'
 
 
-def render_live_html(run_dir: str | Path, state: str) -> str:
+def render_live_html(directory: RunDirectory, state: str) -> str:
     """Return HTML with current metrics and the loss curve, or only `state` if the run has not written anything yet."""
-    if not (Path(run_dir) / "config.yaml").exists():
-        return f'<div style="{_STYLE}"><b>{escape(str(run_dir))}</b>: {escape(state)}</div>'
-    run = read_run(run_dir)
+    if not directory.config.exists():
+        return f'<div style="{_STYLE}"><b>{escape(str(directory.location))}</b>: {escape(state)}</div>'
+    run = read_run(directory)
     cells = "".join(f"<td><small>{name}</small><br><b>{value}</b></td>" for name, value in _collect_figures(run, state))
     charts = build_curves([run])
     chart = _LEGEND + draw_svg(charts[0])[0] if charts else ""

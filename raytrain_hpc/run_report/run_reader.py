@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raytrain_hpc.driver.run_directory import open_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.storage.location import Location
 
@@ -44,9 +44,9 @@ class RunRecord:
         return self.metrics[-1] if self.metrics else {}
 
 
-def read_run(path: str | Path) -> RunRecord:
+def read_run(run: str | Path | RunDirectory) -> RunRecord:
     """Read the directory of a finished or a running run. Raises RunDirectoryError if it is no run directory."""
-    directory = open_run_directory(path)
+    directory = run if isinstance(run, RunDirectory) else read_run_directory(run)
     if not directory.config.exists():
         raise RunDirectoryError(f"{directory.location}: no run directory, as it has no config.yaml")
     try:

@@ -45,21 +45,24 @@ def get_working_directory(location: Location) -> Path:
 
 
 class WorkingCopy:
-    """The working copy of this process, and its synchronization with the object store.
+    """A working copy, and its synchronization with the object store.
 
     An object is replaced only if it is as this process has read or written it: a driver that was replaced by another
     cannot overwrite that one's files. Objects above 4 MiB are not protected in this way.
     """
 
-    def __init__(self, remote: ObjectPath, alarm: Callable[[str], None], *, overwrites: bool = False) -> None:
+    def __init__(
+        self, remote: ObjectPath, path: Path, alarm: Callable[[str], None], *, overwrites: bool = False
+    ) -> None:
         """Initialize without any transfer.
 
         Args:
             remote: The run directory.
+            path: The local directory.
             alarm: Called with one line when uploads begin to fail.
             overwrites: Replace objects of other processes too, as ranks do, whose file names are theirs alone.
         """
-        self._remote, self._alarm, self.path = remote, alarm, get_working_directory(remote)
+        self._remote, self._alarm, self.path = remote, alarm, path
         self._overwrites = overwrites
         self._lock = threading.Lock()
         self._versions: dict[str, Version] = {}

@@ -60,6 +60,7 @@ def add_common_callbacks(
     if config.profiler.name != "none" and rank in config.profiler.ranks:
         callbacks.add(StepProfiler(config.profiler, rank, callbacks.context.run_dir))
     if isinstance(run_dir, ObjectPath) and config.cluster.workers != 0:  # with 0 the driver's process uploads them
-        callbacks.add(WorkingCopyUpload(WorkingCopy(run_dir, callbacks.context.log, overwrites=True)))
+        context = callbacks.context
+        callbacks.add(WorkingCopyUpload(WorkingCopy(run_dir, context.run_dir, context.log, overwrites=True)))
     if config.fault.replica_check_interval:
         callbacks.add(ReplicaCheckSchedule(config.fault.replica_check_interval, replica_check, on_verified))

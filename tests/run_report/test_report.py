@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import raytrain_hpc as rt
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.cli.status import format_status
+from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.run_report.notebook import render_live_html
 from tests.run_report.run_directories import make_metrics, write_run_directory
@@ -240,8 +241,8 @@ def test_status_reads_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_notebook_view_is_well_formed_and_self_contained(tmp_path: Path) -> None:
-    assert "getting ready" in render_live_html(tmp_path / "run", "getting ready")
-    html = render_live_html(write_run_directory(tmp_path / "run"), "running")
+    assert "getting ready" in render_live_html(RunDirectory(tmp_path / "run"), "getting ready")
+    html = render_live_html(RunDirectory(write_run_directory(tmp_path / "run")), "running")
     parser = PageParser()
     parser.feed(html)
     assert not parser.open and not parser.fetched

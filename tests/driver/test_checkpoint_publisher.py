@@ -1,0 +1,135 @@
+"""Publication in the background: order, failures, slow storage, and a lease that is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.driver.checkpoint_publisher import CheckpointPublisher, Publication
+from raytrain_hpc.errors import LeaseLostError
+from tests.checkpoint.conftest import FakeRanks
+
+RANKS = 2
+
+
+class Recorder:
+    """A publisher for two ranks, and what it has called."""
+
+    def __init__(self, directory: Path, keep: int = 2) -> None:
+        self.store, self.lease = CheckpointStore(directory / "checkpoints"), Lease.acquire(directory, "me")
+        self.published: list[Publication] = []
+        self.failed: list[tuple[int, str]] = []
+        self.alarms: list[str] = []
+        self.may_sync = threading.Event()
+        self.may_sync.set()
+        self.publisher = CheckpointPublisher(
+            self.store,
+            self.lease,
+            keep,
+            lambda step: {"data": step},
+            lambda: self.may_sync.wait(20) and None,
+            self.published.append,
+            lambda step, reason: self.failed.append((step, reason)),
+            self.alarms.append,
+        )
+        self.publisher.begin_generation(1, RANKS)
+
+    def report(self, step: int, *, generation: int = 1, error: str = "") -> None:
+        """Write the shards of a step and add the reports of both ranks; rank 1 fails if `error` is given."""
+        for rank, report in enumerate(FakeRanks.write(self.store, step, RANKS, generation)):
+            result: dict[str, Any] = {"error": error} if error and rank == 1 else {"shard": report.to_json()}
+            self.publisher.add_report({"step": step, "rank": rank, "generation": generation, "seconds": 0.5, **result})
+
+
+@pytest.fixture
+def make_recorder(tmp_path: Path) -> Iterator[Callable[..., Recorder]]:
+    recorders = []
+
+    def make(**options: Any) -> Recorder:
+        recorders.append(Recorder(tmp_path, **options))
+        return recorders[-1]
+
+    yield make
+    for recorder in recorders:
+        recorder.may_sync.set()
+        recorder.publisher.close()
+
+
+def test_complete_checkpoints_of_committed_steps_are_published_in_order(make_recorder) -> None:
+    recorder = make_recorder()
+    recorder.report(3)
+    recorder.report(5)
+    recorder.publisher.publish_complete(4)
+    recorder.publisher.wait()
+    assert recorder.store.list_steps() == [3] and not recorder.publisher.is_pending(3)
+    recorder.publisher.publish_complete(5)
+    recorder.publisher.wait()
+    assert [publication.step for publication in recorder.published] == [3, 5]
+    assert recorder.published[0].write_s == 0.5 and recorder.published[0].publish_s > 0
+    assert recorder.store.verify(5).meta == {"data": 5} and not recorder.failed and not recorder.alarms
+
+
+def test_incomplete_checkpoints_of_an_earlier_generation_are_dropped(make_recorder) -> None:
+    recorder = make_recorder()
+    recorder.report(3)
+    recorder.publisher.begin_generation(2, RANKS)
+    recorder.report(4, generation=1)
+    recorder.publisher.publish_complete(9)
+    recorder.publisher.wait()
+    assert recorder.store.list_steps() == []
+
+
+def test_the_error_of_a_rank_is_reported_and_its_checkpoint_discarded(make_recorder) -> None:
+    recorder = make_recorder()
+    recorder.report(3, error="disk full")
+    recorder.publisher.publish_complete(3)
+    recorder.publisher.wait()
+    assert recorder.failed == [(3, "rank 1: disk full")] and list(recorder.store.root.iterdir()) == []
+
+
+def test_while_storage_is_slow_only_the_checkpoints_that_would_be_kept_wait(make_recorder) -> None:
+    recorder = make_recorder(keep=2)
+    recorder.may_sync.clear()
+    recorder.publisher.add_labels(3, ["best"])
+    for step in range(1, 8):
+        recorder.report(step)
+        recorder.publisher.publish_complete(step)
+    assert recorder.publisher.is_pending(7)
+    recorder.may_sync.set()
+    recorder.publisher.wait()
+    published = [publication.step for publication in recorder.published]
+    assert published in ([1, 3, 6, 7], [3, 6, 7])  # the first may have begun at once
+    assert recorder.store.list_steps() == [3, 6, 7] and recorder.store.read_labels() == {"best": 3}
+    assert not [path.name for path in recorder.store.root.iterdir() if path.name.startswith(".")]
+
+
+def test_all_checkpoints_are_published_if_all_are_kept(make_recorder) -> None:
+    recorder = make_recorder(keep=0)
+    recorder.may_sync.clear()
+    for step in range(1, 6):
+        recorder.report(step)
+        recorder.publisher.publish_complete(step)
+    recorder.may_sync.set()
+    recorder.publisher.wait()
+    assert recorder.store.list_steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_lost_lease_is_raised_and_nothing_is_published(make_recorder, tmp_path) -> None:
+    recorder = make_recorder()
+    (tmp_path / "lease.json").unlink()
+    recorder.report(3)
+    recorder.publisher.publish_complete(3)
+    for call in (
+        recorder.publisher.wait,
+        recorder.publisher.raise_error,
+        lambda: recorder.publisher.publish_complete(3),
+    ):
+        with pytest.raises(LeaseLostError):
+            call()
+    assert recorder.store.list_steps() == [] and not recorder.published
