@@ -89,8 +89,8 @@ def start(cluster: TwoNodeCluster, tmp_path_factory: pytest.TempPathFactory) -> 
     directory = tmp_path_factory.getbasetemp() / "followed"
     directory.mkdir(exist_ok=True)
 
-    def start_run(*words: str) -> FollowingRun:
-        runs.append(FollowingRun(cluster, directory / "run", *words))
+    def start_run(*words: str, directory: Path = directory / "run") -> FollowingRun:
+        runs.append(FollowingRun(cluster, directory, *words))
         return runs[-1]
 
     yield start_run
@@ -142,3 +142,25 @@ def test_a_run_follows_nodes_that_come_and_go(
     one_process = make_small_config(None, *WORDS, "cluster.workers=1", f"run.dir={tmp_path}/one")
     reference = [curve_point(metrics) for metrics in get_step_metrics(pool.train(one_process)[0])]
     assert [curve_point(metrics_of_step[step]) for step in range(1, COMPARED_STEPS + 1)] == reference
+
+
+def test_axes_left_to_the_planner_are_chosen_again(
+    cluster: TwoNodeCluster, start: Any, pool: WarmPool, tmp_path: Path
+) -> None:
+    """Two microbatches leave four workers no layout but tp=2, to which the state is resharded in memory."""
+    words = ["train.global_batch_size=2", "train.micro_batch_size=1", "train.dtype=fp64", "train.deterministic=false"]
+    run = start(*words, "parallel.tp=auto", "run.resume=never", directory=tmp_path / "run")
+    run.wait_for_size(2)
+    cluster.send("add")
+    run.wait_for_size(4)
+    workers = json.loads((run.directory / "workers.json").read_text())["workers"]
+    assert [worker["coordinates"]["tp"] for worker in workers] == [0, 1, 0, 1]
+    run.wait_until(lambda: run.read_metrics()[-1]["step"] >= COMPARED_STEPS)
+    run.process.terminate()
+    assert run.process.wait(timeout=60) == 3, run.output
+    metrics = run.read_metrics()
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1)), "no step is lost"
+    one_process = make_small_config(None, *WORDS, *words, "cluster.workers=1", f"run.dir={tmp_path}/one")
+    one_process.train.steps = len(metrics)
+    reference = [line["train/loss"] for line in get_step_metrics(pool.train(one_process)[0])]
+    assert [line["train/loss"] for line in metrics] == pytest.approx(reference, rel=1e-8)

@@ -1,0 +1,69 @@
+"""Choice of the axes that are left to the planner, for the number of workers that a cluster has room for by now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+
+from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.auto_layout import list_free_settings, resolve_auto_layout
+from raytrain_hpc.driver.run_setup import PreparedRun
+from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.planner.layout import Batching
+from raytrain_hpc.planner.topology import Node, Topology
+
+
+class LayoutChooser:
+    """Settings of the best layout for a number of workers, searched in a thread, since a search can take seconds.
+
+    The split of the batch is that of the run. Numbers are searched once, on the nodes as they are then.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        running: Config,
+        batching: Batching,
+        cluster: Topology,
+        print_line: Callable[[str], None],
+    ):
+        """Initialize the chooser.
+
+        `prepared`: the run with the settings that the user gave, before any was chosen. `running`: the settings that it
+        started with, of which the compute type is kept.
+        """
+        config = copy(prepared.config)
+        config.train = replace(config.train, dtype=running.train.dtype)
+        self._prepared = replace(prepared, config=config, stored_batching=batching)
+        self._cluster, self._print_line = cluster, print_line
+        self._has_choice = bool(list_free_settings(self._prepared, cluster))
+        self._choices: dict[int, Config | None] = {}  # number of workers -> settings; None: not found, or not yet
+        self._lock = threading.Lock()  # one search at a time
+
+    def get(self, world_size: int) -> Config | None:
+        """Return the settings for a number of workers, or None if they are not known."""
+        return self._choices.get(world_size)
+
+    def request(self, world_size: int, nodes: Sequence[NodeCapacity]) -> None:
+        """Search the settings for a number of workers on these nodes, unless that was done; return at once."""
+        if self._has_choice and world_size > 0 and world_size not in self._choices:
+            self._choices[world_size] = None
+            topology = replace(
+                self._cluster, nodes=tuple(Node(node.node_id, "", node.held + node.free) for node in nodes)
+            )
+            threading.Thread(target=self._search, args=(world_size, topology), name="layout", daemon=True).start()
+
+    def _search(self, world_size: int, topology: Topology) -> None:
+        lines: list[str] = []
+        with self._lock:
+            try:
+                resolved = resolve_auto_layout(self._prepared, world_size, topology, lines.append)
+                resolved.resolve_layout(world_size)
+            except ConfigError:  # no layout is legal: the data-parallel axes are fitted as far as possible
+                return
+        for line in lines:
+            self._print_line(line)
+        self._choices[world_size] = resolved.config
