@@ -19,7 +19,7 @@ from raytrain_hpc.planner.topology import Node, Topology
 class LayoutChooser:
     """Settings of the best layout for a number of workers, searched in a thread, since a search can take seconds.
 
-    The split of the batch is that of the run. Numbers are searched once, on the nodes as they are then.
+    The split of the batch is that of the run. Each number is searched once, on the nodes as they are then.
     """
 
     def __init__(
@@ -40,30 +40,38 @@ class LayoutChooser:
         self._prepared = replace(prepared, config=config, stored_batching=batching)
         self._cluster, self._print_line = cluster, print_line
         self._has_choice = bool(list_free_settings(self._prepared, cluster))
-        self._choices: dict[int, Config | None] = {}  # number of workers -> settings; None: not found, or not yet
+        self._choices: dict[int, Config] = {}  # number of workers -> settings
+        self._sizes: dict[int, int] = {}  # room for workers -> legal number of workers; 0: not found, or not yet
         self._lock = threading.Lock()  # one search at a time
 
     def get(self, world_size: int) -> Config | None:
         """Return the settings for a number of workers, or None if they are not known."""
         return self._choices.get(world_size)
 
-    def request(self, world_size: int, nodes: Sequence[NodeCapacity]) -> None:
-        """Search the settings for a number of workers on these nodes, unless that was done; return at once."""
-        if self._has_choice and world_size > 0 and world_size not in self._choices:
-            self._choices[world_size] = None
+    def find_size(self, limit: int, nodes: Sequence[NodeCapacity]) -> int:
+        """Return the largest number of workers up to `limit` with a layout on these nodes; return at once.
+
+        0: none is known. The first call for a limit starts the search.
+        """
+        if self._has_choice and limit not in self._sizes:
+            self._sizes[limit] = 0
             topology = replace(
                 self._cluster, nodes=tuple(Node(node.node_id, "", node.held + node.free) for node in nodes)
             )
-            threading.Thread(target=self._search, args=(world_size, topology), name="layout", daemon=True).start()
+            threading.Thread(target=self._search, args=(limit, topology), name="layout", daemon=True).start()
+        return self._sizes.get(limit, 0)
 
-    def _search(self, world_size: int, topology: Topology) -> None:
-        lines: list[str] = []
+    def _search(self, limit: int, topology: Topology) -> None:
         with self._lock:
-            try:
-                resolved = resolve_auto_layout(self._prepared, world_size, topology, lines.append)
-                resolved.resolve_layout(world_size)
-            except ConfigError:  # no layout is legal: the data-parallel axes are fitted as far as possible
+            for world_size in range(limit, 0, -1):
+                lines: list[str] = []
+                try:
+                    resolved = resolve_auto_layout(self._prepared, world_size, topology, lines.append)
+                    resolved.resolve_layout(world_size)
+                except ConfigError:  # no layout is legal for this number
+                    continue
+                for line in lines:
+                    self._print_line(line)
+                self._choices[world_size] = resolved.config
+                self._sizes[limit] = world_size
                 return
-        for line in lines:
-            self._print_line(line)
-        self._choices[world_size] = resolved.config

@@ -34,9 +34,8 @@ class _Following:
     chooser: LayoutChooser
 
     def find_size(self, limit: int, nodes: Sequence[NodeCapacity]) -> int | None:
-        """Return the largest legal number of workers up to `limit`: `limit`, if a layout was chosen for it."""
-        self.chooser.request(limit, nodes)
-        return limit if self.chooser.get(limit) is not None else self.find_legal_size(limit)
+        """Return the largest legal number of workers up to `limit`, or None."""
+        return max(self.chooser.find_size(limit, nodes), self.find_legal_size(limit) or 0) or None
 
 
 class WorkerTarget:
@@ -104,8 +103,9 @@ class WorkerTarget:
         if self._following is None or nodes is None:
             return self.value
         rules, requested = self._following.rules, self._requested
-        room = choose_target(nodes, rules, partial(self._following.find_size, nodes=nodes))
-        target = room if requested is None else requested
+        find_size = partial(self._following.find_size, nodes=nodes)
+        room = choose_target(nodes, rules, find_size)
+        target = choose_target(nodes, rules, find_size, requested)
         if room != self._value:
             slots, num_nodes = count_usable_slots(nodes, rules.group_size), sum(not node.is_draining for node in nodes)
             self._print_line(

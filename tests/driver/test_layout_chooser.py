@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from raytrain_hpc.driver.auto_layout import resolve_auto_layout
 from raytrain_hpc.driver.layout_chooser import LayoutChooser
 from raytrain_hpc.driver.run_setup import prepare_run
@@ -26,12 +28,18 @@ def make_chooser(directory: Path, *words: str) -> tuple[LayoutChooser, list[str]
     return LayoutChooser(given, running, BATCHING, CLUSTER, lines.append), lines
 
 
-def test_the_planner_chooses_for_the_nodes_that_there_are(tmp_path: Path) -> None:
+def find_size(chooser: LayoutChooser, limit: int) -> int:
+    """Wait until the number of workers that the planner has found is known, and return it."""
+    wait_until(lambda: chooser.find_size(limit, NODES) > 0, timeout_s=20)
+    return chooser.find_size(limit, NODES)
+
+
+@pytest.mark.parametrize("limit", [4, 5])
+def test_the_planner_chooses_for_the_nodes_that_there_are(tmp_path: Path, limit: int) -> None:
     """Two microbatches allow two data-parallel ranks: four workers are pairs of tensor-parallel ranks."""
-    chooser, lines = make_chooser(tmp_path, "parallel.tp=auto")
+    chooser, lines = make_chooser(tmp_path, "parallel.tp=[1,2]")
     assert chooser.get(4) is None
-    chooser.request(4, NODES)
-    wait_until(lambda: chooser.get(4) is not None, timeout_s=20)
+    assert find_size(chooser, limit) == 4
     config = chooser.get(4)
     assert config is not None
     layout = resolve_layout(config, 4)
@@ -42,13 +50,5 @@ def test_the_planner_chooses_for_the_nodes_that_there_are(tmp_path: Path) -> Non
 
 def test_nothing_is_searched_if_nothing_is_left_to_choose(tmp_path: Path) -> None:
     chooser, lines = make_chooser(tmp_path)
-    chooser.request(4, NODES)
+    assert chooser.find_size(4, NODES) == 0
     assert chooser.get(4) is None and lines == []
-
-
-def test_a_number_without_a_legal_layout_has_no_choice(tmp_path: Path) -> None:
-    chooser, lines = make_chooser(tmp_path, "parallel.tp=[1]", "parallel.zero=auto")
-    chooser.request(4, NODES)
-    chooser.request(2, NODES[:1])
-    wait_until(lambda: chooser.get(2) is not None, timeout_s=20)
-    assert chooser.get(4) is None, "too few microbatches"

@@ -51,7 +51,7 @@ def make_planner(workers: Any, target: int, *overrides: str) -> tuple[Membership
     stop, lines = threading.Event(), []
     config = load_config(None, ["train.global_batch_size=12", "cluster.min_workers=2", *overrides])
     worker_target, batching = WorkerTarget(config, lines.append), Batching(6, 2)
-    chooser = SimpleNamespace(request=lambda size, nodes: None, get=lambda size: None)
+    chooser = SimpleNamespace(find_size=lambda limit, nodes: 0, get=lambda size: None)
     worker_target.begin(config, batching, target, None if workers.get_capacity() is None else chooser)
     arguments = (config, batching, lambda layout, batching: {}, workers, worker_target, lines.append, stop)
     return MembershipPlanner(*arguments), stop, lines
