@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.auto_layout import list_free_settings, resolve_auto_layout
+from raytrain_hpc.driver.backend import ExecutionBackend
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
 from raytrain_hpc.errors import ConfigError
@@ -27,21 +28,22 @@ class LayoutChooser:
         prepared: PreparedRun,
         running: Config,
         batching: Batching,
-        cluster: Topology,
+        backend: ExecutionBackend,
         print_line: Callable[[str], None],
     ):
         """Initialize the chooser.
 
         `prepared`: the run with the settings that the user gave, before any was chosen. `running`: the settings that it
-        started with, of which the compute type is kept.
+        started with on the workers of `backend`, of which the compute type is kept.
         """
         config = copy(prepared.config)
         config.train = replace(config.train, dtype=running.train.dtype)
         self._prepared = replace(prepared, config=config, stored_batching=batching)
-        self._cluster, self._print_line = cluster, print_line
-        self._has_choice = bool(list_free_settings(self._prepared, cluster))
+        self._cluster, self._print_line = backend.cluster, print_line
+        self._has_choice = bool(list_free_settings(self._prepared, backend.cluster))
         self._choices: dict[int, Config] = {}  # number of workers -> settings
-        self._sizes: dict[int, int] = {}  # room for workers -> legal number of workers; 0: not found, or not yet
+        # Room for workers -> legal number of workers; 0: not found, or not yet. The run has its layout for the first.
+        self._sizes: dict[int, int] = {backend.world_size: backend.world_size}
         self._lock = threading.Lock()  # one search at a time
 
     def get(self, world_size: int) -> Config | None:

@@ -229,7 +229,7 @@ class Supervisor:
         """
         workers = self._start_worker_group(backend)
         chooser = (
-            LayoutChooser(run.given, self._config, run.batching, backend.cluster, self._console.print_line)
+            LayoutChooser(run.given, self._config, run.batching, backend, self._console.print_line)
             if backend.follows_cluster
             else None
         )

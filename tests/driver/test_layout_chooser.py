@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,8 @@ def make_chooser(directory: Path, *words: str) -> tuple[LayoutChooser, list[str]
     given = prepare_run(make_small_config(directory, "cluster.workers=auto", *words), None, lambda line: None)
     running = resolve_auto_layout(given, 2, CLUSTER, lambda line: None).config
     lines: list[str] = []
-    return LayoutChooser(given, running, BATCHING, CLUSTER, lines.append), lines
+    backend: Any = SimpleNamespace(cluster=CLUSTER, world_size=2)
+    return LayoutChooser(given, running, BATCHING, backend, lines.append), lines
 
 
 def find_size(chooser: LayoutChooser, limit: int) -> int:
@@ -39,6 +42,7 @@ def test_the_planner_chooses_for_the_nodes_that_there_are(tmp_path: Path, limit:
     """Two microbatches allow two data-parallel ranks: four workers are pairs of tensor-parallel ranks."""
     chooser, lines = make_chooser(tmp_path, "parallel.tp=[1,2]")
     assert chooser.get(4) is None
+    assert chooser.find_size(2, NODES[:1]) == 2 and chooser.get(2) is None, "those of the run"
     assert find_size(chooser, limit) == 4
     config = chooser.get(4)
     assert config is not None
