@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from raytrain_hpc import ray_private
+from tests.driver.cli_process import wait_until
 
 START_AND_INSPECT = """
 import json, os, sys
@@ -45,6 +47,19 @@ ray.shutdown()
 def test_no_node_of_a_cluster_at_rest_is_draining(ray_cluster: None) -> None:
     """A node that drains is listed in tests/driver/test_two_nodes.py."""
     assert ray_private.get_draining_nodes() == frozenset()
+
+
+def test_free_resources_are_those_that_nothing_holds(ray_cluster: None) -> None:
+    def count_free_cpus() -> float:
+        return sum(resources.get("CPU", 0.0) for resources in ray_private.get_free_resources().values())
+
+    wait_until(lambda: count_free_cpus() == 8.0, timeout_s=20)
+    group = placement_group([{"CPU": 3}])
+    ray.get(group.ready(), timeout=20)
+    wait_until(lambda: count_free_cpus() == 5.0, timeout_s=20)
+    remove_placement_group(group)
+    (node_id,) = ray_private.get_free_resources()
+    assert node_id == ray.get_runtime_context().get_node_id()
 
 
 def test_the_address_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from raytrain_hpc.config.validation import validate_config
 from raytrain_hpc.driver.backend import ExecutionBackend
@@ -53,6 +54,18 @@ def resolve_for_backend(
         raise
 
 
+def list_free_settings(prepared: PreparedRun, cluster: Topology) -> dict[str, Sequence[Any] | None]:
+    """Return the settings of the layout that the planner chooses on `cluster`, with the values to choose from."""
+    space = build_search_space(
+        prepared.config,
+        has_accelerator=cluster.device == "cuda",
+        data_parallel_only=prepared.custom is not None,
+    )
+    # The batch was split when the run first started.
+    is_split = prepared.stored_batching is not None
+    return {name: values for name, values in space.items() if not (is_split and name == "micro_batch_size")}
+
+
 def resolve_auto_layout(
     prepared: PreparedRun, world: int, cluster: Topology, print_line: Callable[[str], None]
 ) -> PreparedRun:
@@ -64,13 +77,9 @@ def resolve_auto_layout(
     """
     has_accelerator = cluster.device == "cuda"
     config = copy(resolve_dtype(prepared.config, has_bf16=cluster.has_bf16))
-    free_settings = dict(
-        build_search_space(config, has_accelerator=has_accelerator, data_parallel_only=prepared.custom is not None)
-    )
+    free_settings = list_free_settings(replace(prepared, config=config), cluster)
     if prepared.custom is not None:  # train.compile=auto compiles the built-in decoder only
         config = resolve_compile(config, has_accelerator=False)
-    if prepared.stored_batching is not None:  # the batch was split when the run first started
-        free_settings.pop("micro_batch_size", None)
     if not free_settings:
         return replace(prepared, config=resolve_compile(config, has_accelerator=has_accelerator))
     if prepared.stored_batching is not None:

@@ -19,6 +19,7 @@ from raytrain_hpc.ray_private import get_free_resources
 
 _log = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 1.0
+_CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class ClusterMonitor:
         return self._snapshot
 
     def close(self) -> None:
-        """Stop the thread. It may still wait for an answer of Ray, which it then ignores."""
+        """Stop the thread. Call before Ray is disconnected. If Ray's head does not answer, do not wait for long."""
         self._closed.set()
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         throttle = Throttle(_POLL_INTERVAL_S)

@@ -147,7 +147,11 @@ class MembershipPlanner:
         return "pause" if self._target.may_grow(self._next_size) or should_rebalance else None
 
     def _plan(self, candidates: list[Candidate], target: int) -> Membership | None:
-        return plan_membership(self._config, self._batching, candidates, target, self._estimate_bytes_by_axis)
+        membership = self._membership
+        config = self._config if membership is None or membership.config is None else membership.config
+        return plan_membership(
+            config, self._batching, candidates, target, self._estimate_bytes_by_axis, self._target.choose_config
+        )
 
     def _balance(self, membership: Membership, candidates: list[Candidate]) -> Batching:
         """Return the split of the batch over ranks; slow ranks get fewer microbatches if on_straggler=rebalance."""

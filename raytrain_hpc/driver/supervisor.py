@@ -24,6 +24,7 @@ from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
 from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, find_step_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
+from raytrain_hpc.driver.layout_chooser import LayoutChooser
 from raytrain_hpc.driver.mailbox import Mailbox
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
 from raytrain_hpc.driver.resize_request import ResizeListener
@@ -53,7 +54,8 @@ from raytrain_hpc.runtime.worker_spec import CustomModel, Script, WorkerSpec
 class _RunContext:
     """Objects shared by all generations of a run."""
 
-    prepared: PreparedRun
+    given: PreparedRun  # with the settings that the user gave
+    prepared: PreparedRun  # with what the planner has chosen
     lease: Lease
     recorder: RunRecorder
     incidents: IncidentLog
@@ -113,12 +115,12 @@ class Supervisor:
             return finished
         with open_backend(self._config, self._console.print_line, self._stop_event) as backend:
             self._timestamps["cluster"] = time.time()
-            prepared = resolve_for_backend(prepared, backend, self._console.print_line)
+            given, prepared = prepared, resolve_for_backend(prepared, backend, self._console.print_line)
             self._config = prepared.config
             lease = Lease.acquire(prepared.directory.location, owner=self._config.run.name)
             try:
                 with lease.renew_in_background(self._stop_event.set), prepared.directory.keep_uploaded():
-                    return self._run_under_lease(prepared, lease, backend)
+                    return self._run_under_lease(given, prepared, lease, backend)
             finally:
                 self._release_lease(lease)
 
@@ -149,7 +151,9 @@ class Supervisor:
         except RunDirectoryError as error:  # another driver holds it, or the disk is full
             self._alarm(str(error))
 
-    def _run_under_lease(self, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend) -> Result:
+    def _run_under_lease(
+        self, given: PreparedRun, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend
+    ) -> Result:
         """Train, record, and write the result. Call while this driver holds the lease of the run directory."""
         layout, batching = prepared.resolve_layout(backend.world_size)
         self._announce(prepared, layout, batching, build_machine(backend.world_size, backend.cluster))
@@ -178,7 +182,7 @@ class Supervisor:
             on_published,
         )
         incidents = IncidentLog(prepared.directory, partial(callbacks.call, "on_incident"))
-        run = _RunContext(prepared, lease, recorder, incidents, batching, deadline)
+        run = _RunContext(given, prepared, lease, recorder, incidents, batching, deadline)
         listener = ResizeListener(Mailbox(prepared.directory.location), self.resize, lambda: self._target.value)
         outcome = "failed"
         try:
@@ -229,7 +233,12 @@ class Supervisor:
         newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
-        self._target.begin(self._config, run.batching, backend.world_size, follows_cluster=backend.follows_cluster)
+        chooser = (
+            LayoutChooser(run.given, self._config, run.batching, backend, self._console.print_line)
+            if backend.follows_cluster
+            else None
+        )
+        self._target.begin(self._config, run.batching, backend.world_size, chooser)
         planner = MembershipPlanner(
             self._config,
             run.batching,
@@ -316,7 +325,7 @@ class Supervisor:
         self._console.start_progress(self._config.train.steps, step)
         only_saves = self._stop_event.is_set() and membership.step is not None and step < self._config.train.steps
         spec = WorkerSpec(
-            config=make_paths_absolute(self._config),
+            config=make_paths_absolute(membership.config or self._config),
             layout=layout,
             batching=batching,
             model_spec=prepared.model_spec,

@@ -10,6 +10,7 @@ from math import inf
 from typing import Literal
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.driver.layout_chooser import LayoutChooser
 from raytrain_hpc.elastic.cluster_following import (
     FollowRules,
     NodeCapacity,
@@ -26,10 +27,15 @@ from raytrain_hpc.planner.layout import Batching
 
 @dataclass(frozen=True)
 class _Following:
-    """Rules and legal sizes of a run that follows its cluster."""
+    """Rules, legal sizes and layouts of a run that follows its cluster."""
 
     rules: FollowRules
     find_legal_size: Callable[[int], int | None]
+    chooser: LayoutChooser
+
+    def find_size(self, limit: int, nodes: Sequence[NodeCapacity]) -> int | None:
+        """Return the largest legal number of workers up to `limit`, or None."""
+        return max(self.chooser.find_size(limit, nodes), self.find_legal_size(limit) or 0) or None
 
 
 class WorkerTarget:
@@ -52,11 +58,26 @@ class WorkerTarget:
         """The target as last updated; 0 until the run knows how many workers it starts with."""
         return self._requested if self._requested is not None else self._value
 
-    def begin(self, config: Config, batching: Batching, workers: int, *, follows_cluster: bool) -> None:
-        """Set the number of workers that the run starts with. Call once, when its settings are resolved."""
+    def begin(
+        self,
+        config: Config,
+        batching: Batching,
+        workers: int,
+        chooser: LayoutChooser | None,
+    ) -> None:
+        """Set the number of workers that the run starts with. Call once, when its settings are resolved.
+
+        `chooser`: of layouts for other numbers, if the run follows its cluster; None: it does not.
+        """
         self._config, self._value, self._settled_size = config, workers, workers
-        if follows_cluster:
-            self._following = _Following(make_follow_rules(config), cache(partial(find_legal_size, config, batching)))
+        if chooser is not None:
+            self._following = _Following(
+                make_follow_rules(config), cache(partial(find_legal_size, config, batching)), chooser
+            )
+
+    def choose_config(self, workers: int) -> Config | None:
+        """Return the settings of the layout that the planner has chosen for this number of workers, or None."""
+        return None if self._following is None else self._following.chooser.get(workers)
 
     def resize(self, workers: int | Literal["auto"]) -> None:
         """Request a number of workers; `auto`: follow the cluster again.
@@ -82,8 +103,9 @@ class WorkerTarget:
         if self._following is None or nodes is None:
             return self.value
         rules, requested = self._following.rules, self._requested
-        room = choose_target(nodes, rules, self._following.find_legal_size)
-        target = choose_target(nodes, rules, self._following.find_legal_size, requested)
+        find_size = partial(self._following.find_size, nodes=nodes)
+        room = choose_target(nodes, rules, find_size)
+        target = choose_target(nodes, rules, find_size, requested)
         if room != self._value:
             slots, num_nodes = count_usable_slots(nodes, rules.group_size), sum(not node.is_draining for node in nodes)
             self._print_line(

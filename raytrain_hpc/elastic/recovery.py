@@ -48,12 +48,14 @@ class Membership:
     """The members of the next generation: worker `members[r]` gets rank r.
 
     `step`: step to resume from, whose state the members hold in memory together; None: start from the newest
-    checkpoint, or from initial weights.
+    checkpoint, or from initial weights. `config`: settings with the axes of the layout, if the planner has chosen them
+    for this number of workers; None: those of the run.
     """
 
     layout: Layout
     members: tuple[int, ...]
     step: int | None
+    config: Config | None = None
 
 
 def get_min_workers(config: Config) -> int:
@@ -80,12 +82,14 @@ def plan_membership(
     candidates: Sequence[Candidate],
     max_workers: int,
     estimate_bytes_by_axis: Callable[[Layout, Batching], Mapping[str, float]] = lambda layout, batching: {},
+    choose_config: Callable[[int], Config | None] = lambda world_size: None,
 ) -> Membership | None:
     """Return the largest legal membership of at most `max_workers` workers; None if no size down to the minimum is.
 
     Call with all ready workers: before each generation, and while one runs to decide whether to end it. The batch keeps
-    its microbatches. Only the data-parallel axes change size; tensor-, context- and pipeline-parallel sizes are kept,
-    and a tensor-parallel group stays on one node.
+    its microbatches. Axes are those of `choose_config(world_size)`, settings for this number of workers, if it knows
+    some. Otherwise only the data-parallel axes change size; tensor-, context- and pipeline-parallel sizes are kept. A
+    tensor-parallel group stays on one node.
 
     The generation resumes from the newest step for which the members hold all state parts. Workers that hold state are
     preferred as members, but no set is searched that completes a step: `step` is None if theirs is incomplete. Ranks
@@ -95,9 +99,11 @@ def plan_membership(
     """
     candidates = [candidate for candidate in candidates if not candidate.is_draining]
     for world_size in range(min(max_workers, len(candidates)), get_min_workers(config) - 1, -1):
-        layout = _find_legal_layout(config, world_size, batching)
-        members = None if layout is None else _select_members(candidates, world_size, config.parallel.tp)
-        if layout is not None and members is not None:
+        for chosen in (choose_config(world_size), None):
+            layout = _find_legal_layout(chosen or config, world_size, batching)
+            members = None if layout is None else _select_members(candidates, world_size, layout.tp)
+            if layout is None or members is None:
+                continue
             step, sites = find_newest_complete_step(m.state_parts for m in members), [m.site for m in members]
             held_parts = [[state.part for state in m.state_parts if state.step == step] for m in members]
             placement = assign_ranks(
@@ -106,7 +112,7 @@ def plan_membership(
                 held_parts,
                 compute_state_partition(layout),
             )
-            return Membership(layout, tuple(members[index].worker_id for index in placement), step)
+            return Membership(layout, tuple(members[index].worker_id for index in placement), step, chosen)
     return None
 
 

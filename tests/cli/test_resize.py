@@ -22,7 +22,7 @@ from raytrain_hpc.planner.layout import Batching
 def make_target(*overrides: str, workers: int = 2) -> WorkerTarget:
     config = load_config(None, ["train.global_batch_size=12", *overrides])
     target = WorkerTarget(config, lambda line: None)
-    target.begin(config, Batching(12, 1), workers, follows_cluster=False)
+    target.begin(config, Batching(12, 1), workers, None)
     return target
 
 

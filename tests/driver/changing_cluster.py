@@ -93,7 +93,7 @@ def measure(metrics: list[dict[str, Any]], incidents: list[dict[str, Any]], even
 
 def train_through_changes(directory: Path, seconds: float, seed: int) -> list[Event]:
     """Train in `directory` while the cluster changes, stop the run, and return the changes."""
-    cluster, out_file = TwoNodeCluster(nodes=1), directory / "out"
+    cluster, out_file = TwoNodeCluster(cpus=[CPUS]), directory / "out"
     command = [sys.executable, "-m", "raytrain_hpc", "train", *WORDS, *FOLLOWING, *throttle(MAX_NODES * CPUS)]
     with out_file.open("w") as out:
         process = subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.driver import worker_target
+from raytrain_hpc.driver import membership_planner, worker_target
 from raytrain_hpc.driver.local_backend import LocalWorkerGroup
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
 from raytrain_hpc.driver.worker_target import WorkerTarget
@@ -51,7 +51,8 @@ def make_planner(workers: Any, target: int, *overrides: str) -> tuple[Membership
     stop, lines = threading.Event(), []
     config = load_config(None, ["train.global_batch_size=12", "cluster.min_workers=2", *overrides])
     worker_target, batching = WorkerTarget(config, lines.append), Batching(6, 2)
-    worker_target.begin(config, batching, target, follows_cluster=workers.get_capacity() is not None)
+    chooser = SimpleNamespace(find_size=lambda limit, nodes: 0, get=lambda size: None)
+    worker_target.begin(config, batching, target, None if workers.get_capacity() is None else chooser)
     arguments = (config, batching, lambda layout, batching: {}, workers, worker_target, lines.append, stop)
     return MembershipPlanner(*arguments), stop, lines
 
@@ -181,3 +182,27 @@ def test_new_workers_that_do_not_come_are_not_waited_for(clock: list[float]) -> 
     assert planner.poll_regroup() is None
     clock[0] += ARRIVAL_PATIENCE_S
     assert planner.poll_regroup() == "pause"
+
+
+def test_a_cluster_without_enough_nodes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes come back; before the first generation and after losses, the wait ends with different errors."""
+    monkeypatch.setattr(membership_planner, "_CLUSTER_POLL_S", 0.01)
+    workers = Workers(*make_candidates(1))
+    workers.capacity = (NodeCapacity("n0", 1, 0),)
+    planner, stop, _ = make_planner(workers, 2, "cluster.start_timeout=0.05")
+    with pytest.raises(ClusterError, match="no slots"):
+        planner.wait_for_membership()
+    workers.candidates, workers.capacity = make_candidates(2), (NodeCapacity("n0", 2, 0),)
+    planner.begin_generation(planner.wait_for_membership())
+    workers.candidates, workers.capacity = [], ()
+    with pytest.raises(RunFailedError, match="too few workers to continue: no slots"):
+        planner.wait_for_membership()
+
+    def return_nodes(count: int, timeout_s: float | None = None) -> None:
+        workers.candidates, workers.capacity = make_candidates(2), (NodeCapacity("n1", 2, 0),)
+
+    monkeypatch.setattr(workers, "wait_for_workers", return_nodes)
+    assert planner.wait_for_membership().layout.world_size == 2
+    workers.candidates, workers.capacity = [], ()
+    monkeypatch.setattr(workers, "wait_for_workers", lambda count, timeout_s: stop.set())
+    assert planner.wait_for_membership() is None, "a stop ends the wait"

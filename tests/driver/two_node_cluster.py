@@ -28,16 +28,16 @@ _SIGNALS = {"lose": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIG
 class TwoNodeCluster:
     """Handle of the cluster. `env` is the environment of a driver on it; drivers run on the first node.
 
-    `stored`: the head keeps its state in Redis, so that it survives a restart of the head. `nodes`: at the start. The
-    environment of a node that is added has NODE_NUMBER, counted from 1 for the first.
+    `stored`: the head keeps its state in Redis, so that it survives a restart of the head. `cpus`: of each node
+    at the start. The environment of a node that is added has NODE_NUMBER, counted from 1 for the first.
     """
 
-    def __init__(self, *, stored: bool = False, nodes: int = 2) -> None:
+    def __init__(self, *, stored: bool = False, cpus: Sequence[int] = (CPUS, CPUS)) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
         env |= {"RAY_worker_niceness": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(nodes), *(["stored"] if stored else [])],
+            [sys.executable, __file__, ",".join(map(str, cpus)), *(["stored"] if stored else [])],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -118,7 +118,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    nodes: list[Any] = [cluster.add_node(num_cpus=CPUS, **LEAN_HEAD) for _ in range(int(sys.argv[1]))]
+    nodes: list[Any] = [cluster.add_node(num_cpus=int(cpus), **LEAN_HEAD) for cpus in sys.argv[1].split(",")]
     num_started = len(nodes)
     cluster.wait_for_nodes(timeout=60)
     print(cluster.address, flush=True)

@@ -105,6 +105,19 @@ def test_model_parallel_axes_keep_their_size() -> None:
     assert membership is not None and membership.layout.pp == 2 and membership.layout.world_size == 4
 
 
+def test_axes_chosen_for_a_number_of_workers_are_used() -> None:
+    """Without a choice, the settings are; and if the chosen groups do not fit on the nodes."""
+    wide = make_config("parallel.tp=2")
+    workers = parse_workers("a:5 a:5 b:5 b:5")
+    membership = plan_membership(make_config(), BATCH, workers, 4, choose_config={4: wide}.get)
+    assert membership is not None and (membership.layout.tp, membership.config) == (2, wide)
+    membership = plan_membership(make_config(), BATCH, workers[:3], 4, choose_config={4: wide}.get)
+    assert membership is not None and (get_sizes(membership), membership.config) == ((3, 3, 1), None)
+    scattered = parse_workers("a:5 b:5 c:5 d:5")
+    membership = plan_membership(make_config(), BATCH, scattered, 4, choose_config={4: wide}.get)
+    assert membership is not None and (get_sizes(membership), membership.config) == ((4, 4, 1), None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "num_left", "expected"),
     [
