@@ -171,7 +171,6 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of the committed steps so far, one dict per step with the keys of metrics.jsonl."""
-
         records = self._open_directory().read_metrics()
         latest = {record["step"]: record for record in records}
         return [latest[step] for step in sorted(latest)]

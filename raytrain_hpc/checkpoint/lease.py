@@ -130,6 +130,21 @@ class Lease:
         self._update(lambda record: replace(record, released=True))
 
     @contextlib.contextmanager
+    def hold(self, on_lost: Callable[[], None], alarm: Callable[[str], None]) -> Iterator[None]:
+        """Renew the lease in the background while the `with` block runs, then release it.
+
+        `on_lost`: see `renew_in_background`. A failure to release is an `alarm`, since the run itself has ended.
+        """
+        try:
+            with self.renew_in_background(on_lost):
+                yield
+        finally:
+            try:
+                self.release()
+            except RunDirectoryError as error:  # another driver holds it, or storage fails
+                alarm(str(error))
+
+    @contextlib.contextmanager
     def renew_in_background(self, on_lost: Callable[[], None], *, interval_s: float = 5.0) -> Iterator[None]:
         """Renew the lease every `interval_s` seconds while the `with` block runs.
 

@@ -39,7 +39,7 @@ from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
 from raytrain_hpc.elastic.failure_budget import FailureCount, count_failure, find_exceeded_limit
 from raytrain_hpc.elastic.recovery import Membership
 from raytrain_hpc.elastic.state_partition import plan_replication_pairs
-from raytrain_hpc.errors import CheckpointError, ClusterError, RunDirectoryError, RunFailedError, WorkerFailedError
+from raytrain_hpc.errors import CheckpointError, ClusterError, RunFailedError, WorkerFailedError
 from raytrain_hpc.observability.console import Console, format_incident
 from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
 from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
@@ -118,11 +118,8 @@ class Supervisor:
             given, prepared = prepared, resolve_for_backend(prepared, backend, self._console.print_line)
             self._config = prepared.config
             lease = Lease.acquire(prepared.directory.location, owner=self._config.run.name)
-            try:
-                with lease.renew_in_background(self._stop_event.set), prepared.directory.keep_uploaded():
-                    return self._run_under_lease(given, prepared, lease, backend)
-            finally:
-                self._release_lease(lease)
+            with lease.hold(self._stop_event.set, self._alarm), prepared.directory.keep_uploaded():
+                return self._run_under_lease(given, prepared, lease, backend)
 
     def _start_driver_callbacks(self, backend: ExecutionBackend) -> DriverCallbackList:
         """Start the trackers that the settings ask for, Ray gauges on a cluster that was running, and the user's."""
@@ -143,13 +140,6 @@ class Supervisor:
         if text not in self._warned:
             self._warned.add(text)
             self._console.print_line(text)
-
-    def _release_lease(self, lease: Lease) -> None:
-        """Release the lease. A failure to do so is an alarm, since the run itself has ended."""
-        try:
-            lease.release()
-        except RunDirectoryError as error:  # another driver holds it, or the disk is full
-            self._alarm(str(error))
 
     def _run_under_lease(
         self, given: PreparedRun, prepared: PreparedRun, lease: Lease, backend: ExecutionBackend
