@@ -11,7 +11,7 @@ from raytrain_hpc.storage.location import Location, get_size, read_chunks
 from raytrain_hpc.storage.object_path import ObjectPath
 
 _THREADS = 4
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**18  # small: several files are read at once
 _OBJECT_CHUNK_BYTES = 16 * 2**20  # of a request
 
 
