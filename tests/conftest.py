@@ -1,8 +1,7 @@
 """Shared fixtures (warm worker processes, one Ray cluster per session) and the distribution of tests over processes.
 
-With `pytest -n 2` (pytest-xdist), one process runs all tests that measure time or inject faults into a cluster, one
-after another. The other process runs the remaining tests at a lower CPU priority: first those that start Ray, one after
-another, then file by file.
+With `pytest -n 2` (pytest-xdist), one process runs all tests that start Ray or measure time, one after another. The
+other process runs the remaining tests, file by file, at a lower CPU priority.
 """
 
 from __future__ import annotations
@@ -25,31 +24,27 @@ if TYPE_CHECKING:
     from tests.training.elastic_runs import RunOnce
 
 MODEL_MODULES = ["transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
-SERIAL_TESTS = {  # files with tests that measure time or inject faults into a cluster
+SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "test_ray_private",
-    "driver/test_cluster_address",
-    "driver/test_network_partition",
-    "driver/test_ray_metrics",
-    "cli/test_autotune",
-    "driver/test_cluster_probe",
-    "driver/test_growing_cluster",
-    "driver/test_ray_faults",
-    "driver/test_ray_interruption",
-    "driver/test_storage_outage",
-    "driver/test_nodes_without_a_common_directory",
-    "driver/test_two_nodes",
-    "distributed/test_abort",
-    "runtime/test_heartbeat",
-}
-CLUSTER_TESTS = {  # other files with tests that start Ray
     "callbacks/test_callbacks_on_a_cluster",
     "cli/test_wrong_inputs",
     "data/loader/test_exactly_once",
     "data/preprocess/test_executors",
     "data/samples/test_samples_on_a_cluster",
+    "driver/test_cluster_address",
+    "driver/test_network_partition",
+    "driver/test_ray_metrics",
+    "cli/test_autotune",
     "driver/test_ray_placement",
+    "driver/test_cluster_probe",
+    "driver/test_growing_cluster",
     "driver/test_trial_slots",
     "driver/test_ray_data",
+    "driver/test_ray_faults",
+    "driver/test_ray_interruption",
+    "driver/test_storage_outage",
+    "driver/test_nodes_without_a_common_directory",
+    "driver/test_two_nodes",
     "examples/test_attached_loop",
     "examples/test_custom_module",
     "examples/test_elastic_scripts",
@@ -60,8 +55,9 @@ CLUSTER_TESTS = {  # other files with tests that start Ray
     "huggingface/test_transformers_on_a_cluster",
     "jobs/test_job_submit",
     "optim/test_optimizers_on_a_cluster",
+    "distributed/test_abort",
+    "runtime/test_heartbeat",
 }
-_SERIAL, _CLUSTER, _OTHERS = range(3)  # groups of tests, in the order of their start
 QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ray; few processes, and one fault
     "architecture/test_structure",
     "callbacks/test_callback_list",
@@ -156,7 +152,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _get_group(item.nodeid))  # the longest first
+    items.sort(key=lambda item: not _is_serial(item.nodeid))  # the longest first
     for item in items:
         if _get_file(item.nodeid) in QUICK_TESTS:
             item.add_marker("quick")
@@ -168,27 +164,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = _get_group(nodeid)
-            return nodeid.split("::")[0] if group == _OTHERS else f"group {group}"
+            return "serial" if _is_serial(nodeid) else nodeid.split("::")[0]
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    group = _get_group(item.nodeid)
-    if "PYTEST_XDIST_WORKER" not in os.environ or group == _SERIAL:
+    if "PYTEST_XDIST_WORKER" not in os.environ or _is_serial(item.nodeid):
         return
-    assert group == _CLUSTER or "ray_cluster" not in getattr(item, "fixturenames", ()), (
-        "a file that starts Ray must be listed in SERIAL_TESTS or CLUSTER_TESTS"
+    assert "ray_cluster" not in getattr(item, "fixturenames", ()), (
+        "a file that starts Ray must be listed in SERIAL_TESTS"
     )
     if os.nice(0) < 10:
         os.nice(10)
 
 
-def _get_group(nodeid: str) -> int:
-    file = _get_file(nodeid)
-    return _SERIAL if file in SERIAL_TESTS else _CLUSTER if file in CLUSTER_TESTS else _OTHERS
+def _is_serial(nodeid: str) -> bool:
+    return _get_file(nodeid) in SERIAL_TESTS
 
 
 def _get_file(nodeid: str) -> str:

@@ -15,6 +15,7 @@ from raytrain_hpc.elastic.recovery import get_min_workers
 from raytrain_hpc.planner.layout import get_fixed_world_size
 
 _log = logging.getLogger(__name__)
+_RELEASE_TIMEOUT_S = 10.0  # for a request that is being sent
 Bundle = dict[str, float]  # resource -> amount, which must fit on one node
 
 
@@ -68,6 +69,7 @@ class AutoscalerRequest:
     def __init__(self, config: Config, resource: str, send: Callable[[Sequence[Bundle]], None] = send_request):
         self._config, self._resource, self._send = config, resource, send
         self._num_workers = 0
+        self._thread: threading.Thread | None = None  # of the last request
         self._lock = threading.Lock()  # requests arrive in the order in which they were made
 
     def ask(self, target: int = 0) -> None:
@@ -78,12 +80,18 @@ class AutoscalerRequest:
         workers = count_wanted_workers(self._config, target) + self._config.cluster.spares
         if workers != self._num_workers:
             self._num_workers = workers
-            threading.Thread(target=self._update, name="autoscaler", daemon=True).start()
+            self._thread = threading.Thread(target=self._update, name="autoscaler", daemon=True)
+            self._thread.start()
 
     def release(self) -> None:
-        """Withdraw the request, so that the autoscaler may remove nodes that are idle. Call when the run ends."""
+        """Withdraw the request, so that the autoscaler may remove nodes that are idle. Call when the run ends.
+
+        Waits for a request that is being sent, since Ray is disconnected afterwards.
+        """
         if self._num_workers:
             self._num_workers = 0
+            if self._thread is not None:
+                self._thread.join(_RELEASE_TIMEOUT_S)
             self._update()
 
     def _update(self) -> None:

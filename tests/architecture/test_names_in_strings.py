@@ -18,7 +18,7 @@ import raytrain_hpc
 from raytrain_hpc.bench import BENCHMARKS
 from raytrain_hpc.cli.main import COMMANDS
 from raytrain_hpc.parallel.blocking_collectives import get_blocking_files, wait_all
-from tests.conftest import CLUSTER_TESTS, QUICK_TESTS, SERIAL_TESTS
+from tests.conftest import QUICK_TESTS, SERIAL_TESTS
 from tests.warm_pool import PRELOADED_MODULES
 
 PACKAGE = Path(raytrain_hpc.__file__).parent
@@ -73,7 +73,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 def test_quick_tests_exist_need_no_ray_and_cover_every_package() -> None:
     for name in QUICK_TESTS:
         assert (TESTS / f"{name}.py").is_file(), name
-    assert not QUICK_TESTS & (SERIAL_TESTS | CLUSTER_TESTS) and not SERIAL_TESTS & CLUSTER_TESTS
+    assert not QUICK_TESTS & SERIAL_TESTS
     packages = {path.name for path in TESTS.iterdir() if any(path.rglob("test_*.py"))}
     # The tests of these take processes, or imports of seconds.
     assert packages - {name.split("/")[0] for name in QUICK_TESTS} == {
@@ -107,7 +107,7 @@ def test_preloaded_modules_exist() -> None:
 
 
 def test_files_of_serial_tests_exist() -> None:
-    assert not [name for name in SERIAL_TESTS | CLUSTER_TESTS if not (TESTS / f"{name}.py").is_file()]
+    assert not [name for name in SERIAL_TESTS if not (TESTS / f"{name}.py").is_file()]
 
 
 def test_package_data_exists() -> None:

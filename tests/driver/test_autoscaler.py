@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -69,3 +70,19 @@ def test_an_autoscaler_that_does_not_answer_is_only_reported(caplog: pytest.LogC
     request.ask()
     wait_until(lambda: "did not reach Ray's autoscaler: no answer" in caplog.text, timeout_s=10)
     request.release()
+
+
+def test_the_end_of_a_run_waits_for_the_request_that_is_being_sent() -> None:
+    """Otherwise the request arrives when Ray is disconnected, or after the release."""
+    sent: list[int] = []
+    may_send = threading.Event()
+
+    def send(bundles: Sequence[Bundle]) -> None:
+        may_send.wait(5)
+        sent.append(len(bundles))
+
+    request = AutoscalerRequest(load_config(None, ["cluster.workers=3"]), "CPU", send)
+    request.ask()
+    threading.Timer(0.2, may_send.set).start()
+    request.release()
+    assert len(sent) == 2 and sent[-1] == 0, "both were sent before the release returned, the release last"

@@ -64,7 +64,8 @@ def test_neighboring_ranks_share_a_node(cluster: TwoNodeCluster, pool: WarmPool,
 def test_too_many_workers_are_refused_with_both_numbers(cluster: TwoNodeCluster, tmp_path: Path) -> None:
     process = train(cluster, tmp_path / "five", "cluster.workers=5", "cluster.start_timeout=0.1")
     assert process.returncode == 2
-    (line,) = process.stderr.splitlines()
+    line, *others = process.stderr.splitlines()
+    assert not others, process.stderr
     assert line.startswith("error: cluster.workers=5: the cluster has 4 free CPU slots on 2 nodes")
     assert "use cluster.workers=4" in line
     assert "Traceback" not in process.stderr
