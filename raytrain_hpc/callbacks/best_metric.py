@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import isnan
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ class BestMetric:
         self.best, self.num_worse = state["best"], state["num_worse"]
 
 
-class MetricCallback(Callback):
+class MetricCallback(Callback, ABC):
     """Base of callbacks that act on each value of a metric, and whose state is the best one.
 
     A metric that starts with "val/" has a value at every evaluation, others at every step.
@@ -55,9 +56,9 @@ class MetricCallback(Callback):
     def __init__(self, metric: str, mode: Mode, min_delta: float = 0.0):
         self.metric, self.best = metric, BestMetric(mode, min_delta)
 
+    @abstractmethod
     def on_value(self, is_best: bool) -> None:
         """Act on a value, which `best` has taken into account. `is_best`: whether it is the best so far."""
-        raise NotImplementedError
 
     def post_step(self, metrics: dict[str, Any]) -> None:
         """Take a metric of training into account."""

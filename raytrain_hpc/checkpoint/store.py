@@ -34,7 +34,7 @@ from raytrain_hpc.checkpoint.verification import (
 )
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, find_missing
-from raytrain_hpc.storage.location import Location, get_modified_time, is_file, list_directory_names, write_atomically
+from raytrain_hpc.storage.location import Location, get_modified_time, list_directory_names, write_atomically
 from raytrain_hpc.storage.object_path import ObjectPath
 
 _STEP_PATTERN = re.compile(r"step-(\d+)")
@@ -143,7 +143,7 @@ class CheckpointStore:
         Raises CheckpointError if storage does not answer.
         """
         with self._translate_errors():
-            return [step for step, path in self._list_directories() if is_file(path / MANIFEST_FILE)]
+            return [step for step, path in self._list_directories() if (path / MANIFEST_FILE).is_file()]
 
     def get_newest_time(self) -> float:
         """Return the Unix time at which the newest checkpoint was published, or 0 if there is none.

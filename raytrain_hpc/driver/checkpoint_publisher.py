@@ -75,7 +75,7 @@ class CheckpointPublisher:
         self._num_jobs = 0  # submitted, not finished
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._error: LeaseLostError | None = None
+        self._error: Exception | None = None
 
     def begin_generation(self, generation: int, world_size: int) -> None:
         """Discard incomplete checkpoints of earlier generations. Those that are complete are still published."""
@@ -100,7 +100,7 @@ class CheckpointPublisher:
     def publish_complete(self, committed_step: int) -> None:
         """Start to publish every checkpoint up to `committed_step` that all ranks have written.
 
-        Raises LeaseLostError if an earlier publication found that another driver has taken over.
+        Raises as `raise_error` does.
         """
         self.raise_error()
         for step in sorted(self._reports):
@@ -122,7 +122,7 @@ class CheckpointPublisher:
             self._submit(job)
 
     def raise_error(self) -> None:
-        """Raise LeaseLostError if a publication found that another driver has taken over."""
+        """Raise LeaseLostError if a publication found that another driver has taken over, or its unexpected error."""
         if self._error is not None:
             raise self._error
 
@@ -155,10 +155,10 @@ class CheckpointPublisher:
         while (job := self._jobs.get()) is not None:
             try:
                 self._publish(job) if isinstance(job, _Job) else job()
-            except LeaseLostError as error:
-                self._error = error
             except CheckpointError as error:
                 self._alarm(f"{error}; the run continues")
+            except Exception as error:  # a lost lease, or a defect: `raise_error` raises it in the driver's thread
+                self._error = self._error or error
             finally:
                 with self._idle:
                     self._num_jobs -= 1

@@ -81,11 +81,6 @@ def list_directory_names(location: Location) -> list[str]:
     return sorted(path.name for path in location.iterdir() if path.is_dir()) if location.is_dir() else []
 
 
-def is_file(location: Location) -> bool:
-    """Return whether there is a file, or an object, of this name. Raises OSError if an object store does not answer."""
-    return location.is_file()
-
-
 def get_modified_time(location: Location) -> float:
     """Return the Unix time of the last change of a file. Raises OSError."""
     return location.get_modified_time() if isinstance(location, ObjectPath) else location.stat().st_mtime

@@ -14,6 +14,7 @@ from typing import Any
 from raytrain_hpc.errors import MissingDependencyError
 
 URL_SCHEMES = ("s3", "gs", "az")
+_VARIABLE_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 # Throttling (503 SlowDown, 429), server errors and lost connections are retried with exponential, jittered delays.
@@ -34,11 +35,10 @@ def open_bucket(scheme: str, bucket: str) -> Any:
     Credentials, region and endpoint come from the environment variables that the providers document (AWS_*, GOOGLE_*,
     AZURE_*), or from the machine's role. Raises OSError if they are not usable, MissingDependencyError without obstore.
     """
-    variables = tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(_PREFIXES[scheme])))
+    variables = tuple(
+        sorted((key, value) for key, value in os.environ.items() if key.startswith(_VARIABLE_PREFIXES[scheme]))
+    )
     return _open_bucket(scheme, bucket, variables)
-
-
-_PREFIXES = {"s3": ("AWS_",), "gs": ("GOOGLE_",), "az": ("AZURE_",)}
 
 
 @lru_cache(maxsize=16)

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -33,7 +34,9 @@ def get_working_directory(location: Location) -> Path:
     if isinstance(location, Path):
         return location
     digest = hashlib.sha256(str(location).encode()).hexdigest()[:16]
-    parent = Path(tempfile.gettempdir()) / f"raytrain-{os.getuid()}"
+    # Pids are those of a host and of a container's namespace, which may share the directory with others.
+    namespace = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    parent = Path(tempfile.gettempdir()) / f"raytrain-{os.getuid()}" / namespace
     path = parent / f"{digest}-{os.getpid()}"
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)

@@ -133,3 +133,19 @@ def test_a_lost_lease_is_raised_and_nothing_is_published(make_recorder, tmp_path
         with pytest.raises(LeaseLostError):
             call()
     assert recorder.store.list_steps() == [] and not recorder.published
+
+
+def test_an_unexpected_error_is_raised_in_the_driver(make_recorder, monkeypatch) -> None:
+    recorder = make_recorder()
+
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(recorder.store, "publish", fail)
+    for step in (3, 4):
+        recorder.report(step)
+    recorder.publisher.publish_complete(4)
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        recorder.publisher.wait()
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        recorder.publisher.publish_complete(4)
