@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from raytrain_hpc.background_thread import run_in_background
 from raytrain_hpc.checkpoint.lease_file import LEASE_FILE, LeaseRecord, open_lease_file
 from raytrain_hpc.errors import LeaseLostError, RunDirectoryError
 from raytrain_hpc.storage.location import Location
@@ -150,9 +151,8 @@ class Lease:
 
         If another driver takes over, `on_lost` is called once, from the renewing thread, and renewing stops.
         """
-        done = threading.Event()
 
-        def renew_until_done() -> None:
+        def renew_until_done(done: threading.Event) -> None:
             while not done.wait(interval_s):
                 try:
                     self.renew()
@@ -162,13 +162,8 @@ class Lease:
                 except RunDirectoryError:
                     continue  # storage failed: the next publish reports it, and drivers on this host check the pid
 
-        thread = threading.Thread(target=renew_until_done, name="lease", daemon=True)
-        thread.start()
-        try:
+        with run_in_background("lease", renew_until_done):
             yield
-        finally:
-            done.set()
-            thread.join()
 
     def _update(self, change: Callable[[LeaseRecord], LeaseRecord]) -> None:
         """Check that the lease is still held, and write the changed record."""

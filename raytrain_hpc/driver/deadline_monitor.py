@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 
+from raytrain_hpc.background_thread import run_in_background
 from raytrain_hpc.elastic.deadline import Deadline, StopCosts, should_stop
 from raytrain_hpc.observability.console import format_duration
 
@@ -41,14 +43,8 @@ class DeadlineMonitor:
             yield
             return
         self._print_line(f"ends by {_describe(self._deadline)}: saves and stops before, exit code 3")
-        closed = threading.Event()
-        thread = threading.Thread(target=self._run, args=(self._deadline, closed), name="deadline", daemon=True)
-        thread.start()
-        try:
+        with run_in_background("deadline", partial(self._run, self._deadline)):
             yield
-        finally:
-            closed.set()
-            thread.join()
 
     def record_step(self, seconds: float) -> None:
         """Record the time of a committed step."""

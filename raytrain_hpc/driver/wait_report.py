@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from raytrain_hpc.background_thread import run_in_background
 from raytrain_hpc.observability.console import format_duration
 
 _FIRST_DELAY_S = 3.0  # shorter waits are not reported
@@ -20,10 +21,9 @@ def report_wait(print_line: Callable[[str], None], describe: Callable[[], str], 
 
     `describe` returns what is missing; it is called in another thread. `limit_s`: cluster.start_timeout.
     """
-    done = threading.Event()
     start = time.monotonic()
 
-    def report() -> None:
+    def report(done: threading.Event) -> None:
         delay_s = _FIRST_DELAY_S
         while not done.wait(delay_s):
             waited = format_duration(time.monotonic() - start)
@@ -32,10 +32,5 @@ def report_wait(print_line: Callable[[str], None], describe: Callable[[], str], 
             )
             delay_s = min(delay_s * _GROWTH, _MAX_DELAY_S)
 
-    thread = threading.Thread(target=report, name="wait", daemon=True)
-    thread.start()
-    try:
+    with run_in_background("wait", report):
         yield
-    finally:
-        done.set()
-        thread.join()

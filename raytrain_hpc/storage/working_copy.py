@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from raytrain_hpc.background_thread import run_in_background
 from raytrain_hpc.storage.location import Location
 from raytrain_hpc.storage.object_path import ObjectPath, Version
 
@@ -160,19 +161,15 @@ class WorkingCopy:
     @contextmanager
     def upload_in_background(self) -> Iterator[None]:
         """Upload changes every 5 s while the context is active, and all of them at its end. Failures are alarms."""
-        done = threading.Event()
 
-        def upload_until_done() -> None:
+        def upload_until_done(done: threading.Event) -> None:
             while not done.wait(_INTERVAL_S):
                 self._try_upload(only_due=True)
 
-        thread = threading.Thread(target=upload_until_done, name="working-copy", daemon=True)
-        thread.start()
         try:
-            yield
+            with run_in_background("working-copy", upload_until_done):
+                yield
         finally:
-            done.set()
-            thread.join()
             self._try_upload(only_due=False)
 
     def _try_upload(self, *, only_due: bool) -> None:

@@ -32,8 +32,9 @@ PACKAGE_OF_FILE = {
 ALLOWED_IMPORTS = {
     "errors": "",
     "torch_private": "",
+    "background_thread": "",
     "ray_private": "",
-    "storage": "errors",
+    "storage": "errors background_thread",
     "config": "errors storage",
     "callbacks": "errors storage torch_private config",
     "planner": "errors config",
@@ -45,14 +46,14 @@ ALLOWED_IMPORTS = {
     "distributed": "errors callbacks torch_private config planner elastic state parallel snapshot",
     "data": "errors ray_private torch_private config",
     "runtime": "errors storage callbacks config planner elastic state parallel distributed data",
-    "checkpoint": "errors storage config state snapshot",
+    "checkpoint": "errors background_thread storage config state snapshot",
     "observability": "errors storage callbacks config planner",
     "optim": "errors torch_private config state",
     "training": "errors storage callbacks torch_private config planner elastic state model parallel snapshot "
     "distributed data runtime checkpoint observability optim",
     "worker": "errors storage config planner elastic state parallel snapshot distributed data runtime training",
-    "driver": "errors storage callbacks ray_private config planner elastic state distributed data runtime checkpoint "
-    "observability optim training worker",
+    "driver": "errors background_thread storage callbacks ray_private config planner elastic state distributed data runtime "
+    "checkpoint observability optim training worker",
     "run_report": "errors storage config observability driver",
     "api": "errors storage callbacks config planner elastic state model snapshot data runtime checkpoint observability "
     "training driver run_report",
