@@ -52,8 +52,8 @@ ALLOWED_IMPORTS = {
     "training": "errors storage callbacks torch_private config planner elastic state model parallel snapshot "
     "distributed data runtime checkpoint observability optim",
     "worker": "errors storage config planner elastic state parallel snapshot distributed data runtime training",
-    "driver": "errors background_thread storage callbacks ray_private config planner elastic state distributed data runtime "
-    "checkpoint observability optim training worker",
+    "driver": "errors background_thread storage callbacks ray_private config planner elastic state distributed data "
+    "runtime checkpoint observability optim training worker",
     "run_report": "errors storage config observability driver",
     "api": "errors storage callbacks config planner elastic state model snapshot data runtime checkpoint observability "
     "training driver run_report",
