@@ -53,6 +53,7 @@ class ShardReport:
     file: str
     checksum: FileChecksum
     entries: tuple[ShardEntry, ...]
+    host: str = ""  # name of the node of a file in node-local storage
 
     def to_json(self) -> dict[str, Any]:
         """Convert to dicts, lists, strings and numbers."""
@@ -65,7 +66,7 @@ class ShardReport:
             ShardEntry(**{**entry, **{key: tuple(entry[key]) for key in ("shape", "offsets", "sizes")}})
             for entry in data["entries"]
         )
-        return cls(data["file"], FileChecksum.from_json(data["checksum"]), tuple(entries))
+        return cls(data["file"], FileChecksum.from_json(data["checksum"]), tuple(entries), data.get("host", ""))
 
 
 @dataclass(frozen=True)

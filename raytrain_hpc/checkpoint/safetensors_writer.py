@@ -60,11 +60,19 @@ def write_tensors(
     """
     header, checksum = _build_header(entries, metadata), ChecksumBuilder()
     chunks = _iterate_chunks(header, map(_view_bytes, tensors), checksum)
+    write_chunks(path, chunks, len(header) + sum(entry.nbytes for entry in entries))
+    return checksum.finish()
+
+
+def write_chunks(path: Location, chunks: Iterable[memoryview | bytes], total_bytes: int) -> None:
+    """Write content of `total_bytes` as a local file, synced, or as an object, uploaded in parallel parts.
+
+    Raises OSError, after removing the partial file.
+    """
     if isinstance(path, ObjectPath):
-        path.upload(chunks, len(header) + sum(entry.nbytes for entry in entries))
+        path.upload(chunks, total_bytes)
     else:
         _write_file(path, chunks)
-    return checksum.finish()
 
 
 def _iterate_chunks(header: bytes, blocks: Iterable[memoryview], checksum: ChecksumBuilder) -> Iterator[memoryview]:
@@ -76,7 +84,7 @@ def _iterate_chunks(header: bytes, blocks: Iterable[memoryview], checksum: Check
             yield chunk
 
 
-def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+def _write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> None:
     """Write and sync a local file. Raises OSError after removing the partial file."""
     try:
         with path.open("wb") as file:

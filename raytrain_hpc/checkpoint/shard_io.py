@@ -66,6 +66,27 @@ def read_state(checkpoint: Checkpoint, destination: ShardedState) -> None:
             _read_file(path, copies, destination)
 
 
+def open_shards(checkpoint: Checkpoint, directory: Path, files: Sequence[str]) -> ShardedState:
+    """Return the shards in some files of a checkpoint, which lie in `directory`, as views of the mapped files.
+
+    Raises CheckpointCorruptedError if a file cannot be opened, or is not as the manifest lists it.
+    """
+    return ShardedState(shard for file in files for shard in _open_file(checkpoint, directory / file))
+
+
+def _open_file(checkpoint: Checkpoint, path: Path) -> list[StateShard]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return [
+                StateShard(name, tensor.shape, tensor.dtype, location.box, file.get_tensor(location.key))
+                for name, tensor in checkpoint.index.items()
+                for location in checkpoint.locations[name]
+                if location.file == path.name
+            ]
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointCorruptedError(f"{path}: cannot be read: {error}") from error
+
+
 def _read_file(path: Path, copies: Iterable[tuple[ShardLocation, RegionCopy]], destination: ShardedState) -> None:
     """Copy the planned regions from one shard file. Raises CheckpointCorruptedError."""
     try:

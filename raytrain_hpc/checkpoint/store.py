@@ -22,18 +22,17 @@ from raytrain_hpc.checkpoint.manifest import (
     MANIFEST_FILE,
     Checkpoint,
     ShardReport,
-    build_index,
     build_manifest,
 )
 from raytrain_hpc.checkpoint.object_publisher import ObjectPublisher
 from raytrain_hpc.checkpoint.verification import (
+    find_gap,
     find_size_problem,
     get_step_name,
     has_expected_files,
     verify_checkpoint,
 )
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
-from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, find_missing
 from raytrain_hpc.storage.location import Location, get_modified_time, list_directory_names, write_atomically
 from raytrain_hpc.storage.object_path import ObjectPath
 
@@ -129,7 +128,7 @@ class CheckpointStore:
         """Check the shard files against their reports and build the manifest. Raises CheckpointError."""
         directory = self._publisher.get_files_directory(generation)
         manifest = build_manifest(step, generation, reports, meta, directory)
-        if gap := _find_gap(build_index(reports)):
+        if gap := find_gap(reports):
             raise CheckpointError(f"step {step} cannot be published: no rank has written {gap}")
         staging = self._publisher.get_staging_path(step, generation)
         for report in reports:
@@ -261,11 +260,3 @@ class CheckpointStore:
         a checkpoint, the earlier one is restored. Raises CheckpointError if storage fails.
         """
         self._publisher.remove_leftovers()
-
-
-def _find_gap(index: StateIndex) -> str | None:
-    """Return the first region of a tensor that no box covers, as text; None if all tensors are complete."""
-    complete = StateIndex(TensorSlices(t.name, t.shape, t.dtype, (Box.from_shape(t.shape),)) for t in index.values())
-    for name, region in find_missing([index], complete):
-        return f"{name}{region}"
-    return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from raytrain_hpc.checkpoint.checksum import ChecksumBuilder, FileChecksum
-from raytrain_hpc.checkpoint.manifest import MANIFEST_FILE, Checkpoint, read_manifest
+from raytrain_hpc.checkpoint.manifest import MANIFEST_FILE, Checkpoint, ShardReport, build_index, read_manifest
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
+from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices, find_missing
 from raytrain_hpc.storage.location import Location, get_size, read_chunks
 from raytrain_hpc.storage.object_path import ObjectPath
 
@@ -31,7 +33,7 @@ def verify_checkpoint(path: Location) -> Checkpoint:
         raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is that of step {checkpoint.step}")
     with ThreadPoolExecutor(_THREADS) as pool:
         files = (checkpoint.files_path / name for name in checkpoint.files)
-        for problem in pool.map(_find_file_problem, files, checkpoint.files.values()):
+        for problem in pool.map(find_file_problem, files, checkpoint.files.values()):
             if problem:
                 raise CheckpointCorruptedError(problem)
     return checkpoint
@@ -46,6 +48,18 @@ def has_expected_files(path: Location) -> bool:
     return not any(
         find_size_problem(checkpoint.files_path / name, expected.bytes) for name, expected in checkpoint.files.items()
     )
+
+
+def find_gap(reports: Sequence[ShardReport]) -> str | None:
+    """Return the first region of a tensor that no file holds, as text; None if all tensors are complete.
+
+    Raises CheckpointError if two files disagree on a tensor's shape or dtype.
+    """
+    index = build_index(reports)
+    complete = StateIndex(TensorSlices(t.name, t.shape, t.dtype, (Box.from_shape(t.shape),)) for t in index.values())
+    for name, region in find_missing([index], complete):
+        return f"{name}{region}"
+    return None
 
 
 def find_size_problem(path: Location, expected: int) -> str | None:
@@ -73,7 +87,7 @@ def describe_read_error(path: Location, error: OSError) -> str:
     return f"{path}: cannot be read: {error.strerror}"
 
 
-def _find_file_problem(path: Location, expected: FileChecksum) -> str | None:
+def find_file_problem(path: Location, expected: FileChecksum) -> str | None:
     """Describe how a file differs from the manifest in size or checksum; None if it matches. Reads the whole file."""
     if problem := find_size_problem(path, expected.bytes):
         return problem

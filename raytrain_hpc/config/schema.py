@@ -174,7 +174,7 @@ class ParallelConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    """Checkpoints in run.dir/checkpoints, and in-memory snapshots."""
+    """Checkpoints in run.dir/checkpoints and in node-local storage, and in-memory snapshots."""
 
     interval: int | Auto = key(
         AUTO,
@@ -183,6 +183,21 @@ class CheckpointConfig(Section):
     )
     keep: int = key(3, "Number of newest checkpoints to keep; 0: all.", minimum=0)
     async_: bool = key(True, "Write checkpoints in the background, overlapped with the next steps.")
+    local_dir: str = key(
+        "",
+        "Directory on a disk (or in the memory, below /dev/shm) of each node: every checkpoint is written there, and "
+        "only those of checkpoint.upload_interval to run.dir too; a run resumes from the newest. May begin with ~ or "
+        "$VARIABLE, as they are on each node. Empty: none.",
+    )
+    upload_interval: int | Auto = key(
+        AUTO,
+        "With checkpoint.local_dir, steps between checkpoints in run.dir: a multiple of checkpoint.interval; auto: "
+        "every checkpoint. Those at the end, at a stop, and that callbacks request or label are always in run.dir.",
+        minimum=1,
+    )
+    local_keep: int = key(
+        2, "Number of newest checkpoints to keep in checkpoint.local_dir while the next one is written.", minimum=1
+    )
     snapshot_interval: int = key(
         1,
         "Steps between in-memory snapshots, from which surviving ranks continue after a failure; 0: none. If every "
@@ -194,6 +209,11 @@ class CheckpointConfig(Section):
         "Replicate in-memory snapshots so that they survive the loss of a rank: asynchronously to another node if all "
         "copies are on one node or, on a single node, through shared memory.",
     )
+
+    @property
+    def publish_interval(self) -> int | Auto:
+        """Steps between the checkpoints in run.dir: those of `interval`, or with a local tier of `upload_interval`."""
+        return self.upload_interval if self.local_dir and self.upload_interval != AUTO else self.interval
 
 
 @dataclass

@@ -229,6 +229,26 @@ def _check_cluster(config: Config) -> None:
         raise _make_error(config, "cluster.preemption_file", remedy)
 
 
+def _check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    interval, upload_interval, path = checkpoint.interval, checkpoint.upload_interval, checkpoint.local_dir
+    if path and path[0] not in "/~$":
+        remedy = "needs an absolute path; it may begin with ~ or $VARIABLE, as they are on each node"
+        raise _make_error(config, "checkpoint.local_dir", remedy)
+    if upload_interval == AUTO:
+        return
+    if not path:
+        remedy = "needs checkpoint.local_dir, which holds the checkpoints in between; set it, or set this to auto"
+        raise _make_error(config, "checkpoint.upload_interval", remedy)
+    if interval in (AUTO, 0):
+        remedy = f"needs checkpoint.interval as a number of steps that divides it, not {interval}; or set this to auto"
+        raise _make_error(config, "checkpoint.upload_interval", remedy)
+    if int(upload_interval) % int(interval):
+        multiple = -(-int(upload_interval) // int(interval)) * int(interval)
+        remedy = f"must be a multiple of checkpoint.interval={interval}; {multiple} would"
+        raise _make_error(config, "checkpoint.upload_interval", remedy)
+
+
 def _check_fault(config: Config) -> None:
     workers = config.cluster.workers
     if workers == 0 and any(fault.kind not in ("nan", "exception") for fault in config.fault.inject):
@@ -252,6 +272,7 @@ _RULES = (
     _check_lora,
     _check_parallel,
     _check_cluster,
+    _check_checkpoint,
     _check_fault,
     _check_profiler,
 )

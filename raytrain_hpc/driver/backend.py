@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
@@ -12,6 +12,7 @@ from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
+T = TypeVar("T")
 RegroupRequest = Literal["pause", "save", None]  # end the generation to form another; "save": after saving a checkpoint
 
 
@@ -60,6 +61,13 @@ class WorkerGroup(Protocol):
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
         """Return the metrics of steps after `after_step` up to `until_step` from a surviving worker's memory."""
+
+    def call_on_nodes(self, function: Callable[[], T], timeout_s: float) -> dict[str, T]:
+        """Call a picklable function in one member per node, and return the results by node id.
+
+        Call between generations, after `set_members`. Nodes without a result within `timeout_s` seconds are left out.
+        Raises the RaytrainError of a function that raises one.
+        """
 
     def discard_state(self) -> None:
         """Mark the training state in the workers' memory as unusable for recovery."""

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
-from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CheckpointError, LeaseLostError, RunDirectoryError
 from raytrain_hpc.storage.location import Location
 
@@ -24,6 +23,32 @@ class Publication:
     path: Location
     write_s: float
     publish_s: float
+
+
+class PublicationTarget(Protocol):
+    """A CheckpointStore, or the catalog of the checkpoints in node-local storage."""
+
+    def publish(
+        self,
+        step: int,
+        generation: int,
+        reports: Sequence[ShardReport],
+        meta: Mapping[str, Any],
+        pre_publish: Callable[[], None],
+    ) -> Location:
+        """Publish the files of a step as a checkpoint, and return its directory."""
+
+    def discard(self, step: int, generation: int) -> None:
+        """Delete the files of a step that cannot be published."""
+
+    def list_steps(self) -> list[int]:
+        """Return the steps of all checkpoints, ascending."""
+
+    def set_labels(self, step: int, labels: Sequence[str]) -> None:
+        """Move labels to the checkpoint of a step."""
+
+    def prune(self, keep: int) -> list[Location]:
+        """Delete checkpoints older than the newest `keep` ones; 0: none. Return the deleted paths."""
 
 
 @dataclass
@@ -45,7 +70,7 @@ class CheckpointPublisher:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: PublicationTarget,
         lease: Lease,
         keep: int,
         make_metadata: Callable[[int], Mapping[str, Any]],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.backend import RegroupRequest
+from raytrain_hpc.driver.backend import RegroupRequest, T
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware import find_device_preset
@@ -21,6 +21,8 @@ from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.factory import build_rank_trainer
 from raytrain_hpc.worker.host_info import describe_process
+
+_NODE_ID = "local"
 
 
 class LocalWorkerGroup:
@@ -45,11 +47,15 @@ class LocalWorkerGroup:
 
     def list_candidates(self) -> list[Candidate]:
         """Return this process as the only candidate, with no state in memory."""
-        return [Candidate(0, "local", os.getpid())]
+        return [Candidate(0, _NODE_ID, os.getpid())]
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
         """Return no metrics: all records have been handled."""
         return []
+
+    def call_on_nodes(self, function: Callable[[], T], timeout_s: float) -> dict[str, T]:
+        """Call a function in this process, and return its result."""
+        return {_NODE_ID: function()}
 
     def discard_state(self) -> None:
         """Do nothing: no state is kept between generations."""
@@ -65,7 +71,7 @@ class LocalWorkerGroup:
             {
                 "rank": 0,
                 "node": host,
-                "node_id": "local",
+                "node_id": _NODE_ID,
                 "rack": "",
                 "address": "127.0.0.1",
                 "host": host,
@@ -106,7 +112,7 @@ class LocalBackend:
         self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
         device_name = find_device_preset(torch.cuda.get_device_name(self._device)) if use_cuda else ""
         has_bf16 = use_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        self.cluster = Topology((Node("local", "127.0.0.1", 1),), self._device.type, device_name, has_bf16)
+        self.cluster = Topology((Node(_NODE_ID, "127.0.0.1", 1),), self._device.type, device_name, has_bf16)
 
     def create_worker_group(self, config: Config) -> LocalWorkerGroup:
         """Create the worker group of one rank."""

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.backend import RegroupRequest
+from raytrain_hpc.driver.backend import RegroupRequest, T
 from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
@@ -21,7 +21,7 @@ from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
-from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo
+from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo, call_on_nodes
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault, describe_pending_call
@@ -52,11 +52,7 @@ class RayWorkerGroup:
         capacity: CapacityView | None = None,
         request_nodes: Callable[[int], None] | None = None,
     ):
-        """Initialize the group.
-
-        `capacity`: view of the cluster that the run follows. `request_nodes`: asks the autoscaler for a number of
-        workers.
-        """
+        """Initialize. `capacity`: of the cluster that the run follows. `request_nodes`: asks for a number of workers."""
         self._request_nodes = request_nodes
         self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
         self._capacity, self._death_messages = capacity, DeathMessageFilter()
@@ -174,6 +170,10 @@ class RayWorkerGroup:
                 except RayError:
                     continue
         return []
+
+    def call_on_nodes(self, function: Callable[[], T], timeout_s: float) -> dict[str, T]:
+        """Call a function in one member per node, and return the results by node id."""
+        return call_on_nodes(self._workers, function, timeout_s)
 
     def discard_state(self) -> None:
         """Forget which states the workers hold in memory."""
@@ -377,9 +377,8 @@ class RayWorkerGroup:
             lost = self._find_ranks_on_lost_nodes(rank_failed=True) if pending else {}
             failures |= {rank: lost[rank] for rank in (self._rank_of_run[ref] for ref in pending) if rank in lost}
             pending = [ref for ref in pending if self._rank_of_run[ref] not in lost]
-        for rank in (self._rank_of_run[ref] for ref in pending):
-            failures[rank] = self._build_failure(rank, "silent", f"did not end within {settle_s:g} s")
-        return failures
+        silent, reason = (self._rank_of_run[ref] for ref in pending), f"did not end within {settle_s:g} s"
+        return failures | {rank: self._build_failure(rank, "silent", reason) for rank in silent}
 
     def _attribute_out_of_step(self, failures: dict[int, WorkerFailedError]) -> None:
         """Attribute failures that are broken collectives only to the ranks that called a different collective."""

@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.local_catalog import LocalCatalog
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.checkpoint_publisher import CheckpointPublisher, Publication
@@ -66,11 +68,12 @@ class RunRecorder:
         flops_per_token: float | None,
         callbacks: DriverCallbackList,
         on_published: Callable[[int, float], None] = lambda step, seconds: None,
+        local_catalog: LocalCatalog | None = None,
     ):
         """Open the run's files and restore the totals of earlier starts.
 
-        `on_published` is called with the step of each published checkpoint, and its seconds from the copy of the state,
-        from any thread.
+        `on_published` is called with the step of each checkpoint published in the run directory, and its seconds from
+        the copy of the state, from any thread. `local_catalog`: of checkpoints in node-local storage; None: none.
         """
         self._config, self._directory, self._console = config, directory, console
         self._flops_per_token = flops_per_token
@@ -88,6 +91,18 @@ class RunRecorder:
             self._handle_save_failure,
             self._alarm,
         )
+        self._publishers: dict[str, CheckpointPublisher] = {"run": self._publisher}  # tier -> publisher
+        if local_catalog is not None:
+            self._publishers["local"] = CheckpointPublisher(
+                local_catalog,
+                lease,
+                config.checkpoint.local_keep,
+                checkpoint_metadata,
+                self._sync,
+                lambda publication: None,
+                partial(self._alarm_unsaved, "local checkpoint"),
+                self._alarm,
+            )
         # Known without asking storage, which may not answer when a generation has to start:
         self._published_steps, self.newest_checkpoint_time = set(store.list_steps()), store.get_newest_time()
         self._timelines = TimelineWriter(directory.timeline)
@@ -105,7 +120,8 @@ class RunRecorder:
         self._callbacks.call("on_membership_changed", world, generation)
         with self._lock:
             self._world, self._device, self._committed_step = world, device, first_step
-            self._publisher.begin_generation(generation, world)
+            for publisher in self._publishers.values():
+                publisher.begin_generation(generation, world)
             self._awaits_first_step = self.totals.first_step_unix is None
             if self._awaits_first_step:
                 self.ready_records = {}
@@ -125,8 +141,9 @@ class RunRecorder:
             if record["type"] == "step":
                 self._handle_step(record["metrics"])
             elif record["type"] == "shard":
-                self._publisher.add_report(record)
-                self._publisher.publish_complete(self._committed_step)
+                publisher = self._publishers[record["tier"]]
+                publisher.add_report(record)
+                publisher.publish_complete(self._committed_step)
             elif record["type"] == "label":
                 self._publisher.add_labels(record["step"], record["labels"])
             elif record["type"] == "ready" and self._awaits_first_step:
@@ -148,7 +165,8 @@ class RunRecorder:
 
     def close(self) -> None:
         """Publish complete checkpoints, write what is pending and close all files."""
-        self._publisher.close()
+        for publisher in self._publishers.values():
+            publisher.close()
         with self._lock:
             self._jsonl.close()
             if self._tensorboard is not None:
@@ -196,7 +214,8 @@ class RunRecorder:
             line = format_step_line(metrics, self._unprinted_steps, steps, self._device.memory_gib)
             self._console.print_line(line)
             self._unprinted_steps = []
-        self._publisher.publish_complete(self._committed_step)
+        for publisher in self._publishers.values():
+            publisher.publish_complete(self._committed_step)
 
     def _handle_timeline(self, record: Record) -> None:
         try:
@@ -216,11 +235,13 @@ class RunRecorder:
 
         Raises LeaseLostError if another driver has taken over.
         """
-        self._publisher.wait()
+        for publisher in self._publishers.values():
+            publisher.wait()
 
     def raise_error(self) -> None:
         """Raise LeaseLostError if another driver has taken over."""
-        self._publisher.raise_error()
+        for publisher in self._publishers.values():
+            publisher.raise_error()
 
     def _sync(self) -> None:
         """Make the metrics of all steps so far durable. Raises OSError."""
@@ -243,8 +264,11 @@ class RunRecorder:
 
     def _handle_save_failure(self, step: int, reason: str) -> None:
         with self._lock:
-            self._alarm(f"checkpoint of step {step} not saved: {reason}; the run continues")
+            self._alarm_unsaved("checkpoint", step, reason)
             self.totals.save_error = reason
+
+    def _alarm_unsaved(self, kind: str, step: int, reason: str) -> None:
+        self._alarm(f"{kind} of step {step} not saved: {reason}; the run continues")
 
     def _alarm(self, text: str) -> None:
         self._console.print_line(f"alarm: {text}")

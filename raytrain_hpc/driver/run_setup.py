@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.checkpoint.lease import Lease, check_writable
+from raytrain_hpc.checkpoint.local_catalog import LocalCatalog
 from raytrain_hpc.checkpoint.manifest import HF_CONFIG_KEY, LORA_META_KEY, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
@@ -25,6 +27,7 @@ from raytrain_hpc.data.samples.sample_dataset import SampleDataset, SampleStream
 from raytrain_hpc.driver.resume_check import check_resumable
 from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory, read_run_directory
 from raytrain_hpc.errors import (
+    CheckpointCorruptedError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -64,9 +67,14 @@ class PreparedRun:
     directory: RunDirectory
     store: CheckpointStore
     stream: LocalStream | SampleStream  # for its data state; the driver reads no data
-    newest_checkpoint: Checkpoint | None = None  # to resume from
+    newest_checkpoint: Checkpoint | None = None  # in the run directory
     stored_batching: Batching | None = None  # the split of the batch when the run first started
     init_checkpoint: Location | None = None  # the checkpoint that provides the initial weights
+
+    @property
+    def local_catalog(self) -> LocalCatalog | None:
+        """The catalog of the run's checkpoints in node-local storage; None without `checkpoint.local_dir`."""
+        return LocalCatalog(self.directory.location) if self.config.checkpoint.local_dir else None
 
     def resolve_layout(self, world: int) -> tuple[Layout, Batching]:
         """Return layout and microbatches on `world` ranks. Raises LayoutError if the layout is not legal."""
@@ -154,9 +162,12 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         )
     _warn_about_samples(dataset, stream, config, warn)
     prepared = PreparedRun(config, model_spec, dataset, custom, directory, store, stream)
-    newest = find_newest_checkpoint(store, warn)
+    in_run_directory = find_newest_checkpoint(store, warn)
+    if in_run_directory is None:
+        prepared = replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
+    newest = _find_newest_manifest(prepared, in_run_directory)
     if newest is None:
-        return replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
+        return prepared
     if config.train.dtype == AUTO:  # a run keeps the type that it started with, whatever hardware it resumes on
         config = copy(config)
         config.train = replace(config.train, dtype=newest.meta["dtype"])
@@ -164,10 +175,21 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         prepared = replace(prepared, config=config)
     check_resumable(config, prepared.build_identity(), directory, newest)
     stream.get_resume_step(DataState.from_json(newest.meta["data_state"]))
-    prepared = replace(prepared, newest_checkpoint=newest, stored_batching=Batching(**newest.meta["microbatches"]))
+    stored_batching = Batching(**newest.meta["microbatches"])
+    prepared = replace(prepared, newest_checkpoint=in_run_directory, stored_batching=stored_batching)
     if world is not None:
         prepared.resolve_layout(world)
     return prepared
+
+
+def _find_newest_manifest(run: PreparedRun, in_run_directory: Checkpoint | None) -> Checkpoint | None:
+    """Return the newest checkpoint, in run.dir or on nodes, which may not be there any more. For its metadata only."""
+    catalog = run.local_catalog
+    for name in reversed([] if catalog is None else catalog.list_names()):
+        with suppress(CheckpointCorruptedError):  # reported when a checkpoint to resume from is looked for
+            checkpoint = LocalCatalog(run.directory.location).read(name)
+            return in_run_directory if in_run_directory and in_run_directory.step >= checkpoint.step else checkpoint
+    return in_run_directory
 
 
 def _get_own_dataset(custom: CustomModel | Script | None) -> SampleDataset | None:
@@ -339,7 +361,7 @@ def _to_absolute(path: str) -> str:
 def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest valid checkpoint, or None if none was ever published. Corrupted ones are reported and skipped.
 
-    Raises CheckpointError if checkpoints exist but none is valid: the user has to decide whether to start over.
+    Raises CheckpointCorruptedError if checkpoints exist but none is valid: the user decides whether to start over.
     """
     damaged_names: list[str] = []
 
@@ -349,7 +371,7 @@ def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) 
 
     newest = store.find_newest_valid(report_damage)
     if newest is None and damaged_names:
-        raise CheckpointError(
+        raise CheckpointCorruptedError(
             f"{store.root}: none of its checkpoints is valid ({', '.join(damaged_names)}); remove them to start over"
         )
     return newest

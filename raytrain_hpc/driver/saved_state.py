@@ -1,11 +1,96 @@
-"""Comparison of the state in the workers' memory with the checkpoints of a run."""
+"""What is saved of the training state of a run: in run.dir, in node-local storage, and in the workers' memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.local_catalog import LocalCatalog
+from raytrain_hpc.checkpoint.local_directory import LocalDirectory
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.backend import WorkerGroup
+from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
+from raytrain_hpc.driver.run_recorder import RunRecorder
+from raytrain_hpc.driver.run_setup import make_paths_absolute
 from raytrain_hpc.elastic.state_partition import find_newest_complete_step
+
+_REMOVAL_TIMEOUT_S = 30.0
+
+
+class SavedState:
+    """The checkpoints of a run and the state in its workers' memory, compared. Call between generations.
+
+    `catalog`: of the checkpoints in node-local storage; None: there are none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        store: CheckpointStore,
+        catalog: LocalCatalog | None,
+        finder: CheckpointFinder,
+        recorder: RunRecorder,
+        lease: Lease,
+    ) -> None:
+        self._config, self._store, self._catalog = config, store, catalog
+        self._finder, self._recorder, self._lease = finder, recorder, lease
+
+    @property
+    def listed_local_names(self) -> tuple[str, ...]:
+        """The local checkpoints in the catalog when `find_resume_point` was last called."""
+        return self._finder.listed_local_names
+
+    def find_resume_point(self, workers: WorkerGroup, infos: Sequence[Mapping[str, Any]]) -> ResumePoint | None:
+        """Return the newest complete checkpoint, after those that are being published; None if there is none.
+
+        `infos`: facts of the ranks of the next generation, in rank order.
+        """
+        self._recorder.wait_for_checkpoints()
+        return self._finder.find(workers, infos)
+
+    def is_memory_outdated(self, workers: WorkerGroup) -> bool:
+        """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""
+        self._recorder.wait_for_checkpoints()
+        memory_step = find_memory_step(workers)
+        return memory_step is not None and any(step > memory_step for step in self._store.list_steps())
+
+    def is_checkpoint_missing(self, step: int) -> bool:
+        """Return whether the settings ask for a checkpoint of `step` in the run directory, and it is not there."""
+        return is_checkpoint_due(self._config, step) and not self._recorder.has_checkpoint(step)
+
+    def is_saved(self, workers: WorkerGroup) -> bool:
+        """Return whether no state in memory is newer than the newest checkpoint in run.dir, which is the result's then.
+
+        False if there is no checkpoint. Raises LeaseLostError if another driver took over.
+        """
+        self._recorder.wait_for_checkpoints()
+        newest = self._finder.find_in_run_directory()
+        self._lease.check()
+        if newest is None or (find_memory_step(workers) or 0) > newest.step:
+            return False
+        self._recorder.totals.checkpoint_path = str(newest.path)
+        return True
+
+    def remove_local_checkpoints(self, workers: WorkerGroup) -> None:
+        """Delete all checkpoints in node-local storage if the run has its last one in run.dir. Call at its end.
+
+        Raises CheckpointError if storage fails.
+        """
+        if self._catalog is None:
+            return
+        self._recorder.wait_for_checkpoints()
+        if self._recorder.has_checkpoint(self._recorder.committed_step):
+            self._catalog.clear()
+            workers.call_on_nodes(
+                partial(_remove_local_directory, make_paths_absolute(self._config)), _REMOVAL_TIMEOUT_S
+            )
+
+
+def _remove_local_directory(config: Config) -> None:
+    LocalDirectory.open(config).remove()
 
 
 def find_memory_step(workers: WorkerGroup) -> int | None:
@@ -13,13 +98,8 @@ def find_memory_step(workers: WorkerGroup) -> int | None:
     return find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
 
 
-def is_memory_outdated(store: CheckpointStore, workers: WorkerGroup) -> bool:
-    """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""
-    memory_step = find_memory_step(workers)
-    return memory_step is not None and any(step > memory_step for step in store.list_steps())
-
-
 def is_checkpoint_due(config: Config, step: int) -> bool:
-    """Return whether the settings ask for a checkpoint of `step`. One that is due by the time of day is not known."""
-    interval = 0 if config.checkpoint.interval == AUTO else int(config.checkpoint.interval)
+    """Return whether the settings ask for a checkpoint of `step` in run.dir. One that is due by time is not known."""
+    publish_interval = config.checkpoint.publish_interval
+    interval = 0 if publish_interval == AUTO else int(publish_interval)
     return bool(step == config.train.steps or (step and interval and step % interval == 0))

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverControl
 from raytrain_hpc.callbacks.plugins import prepare_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
-from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_for_backend
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
+from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
 from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
@@ -32,8 +32,8 @@ from raytrain_hpc.driver.result import Result
 from raytrain_hpc.driver.result_builder import build_result
 from raytrain_hpc.driver.run_banner import announce_run, build_plan_record, compute_state_bytes_per_rank
 from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
-from raytrain_hpc.driver.run_setup import PreparedRun, find_newest_checkpoint, make_paths_absolute, prepare_run
-from raytrain_hpc.driver.saved_state import find_memory_step, is_checkpoint_due, is_memory_outdated
+from raytrain_hpc.driver.run_setup import PreparedRun, make_paths_absolute, prepare_run
+from raytrain_hpc.driver.saved_state import SavedState, find_memory_step
 from raytrain_hpc.driver.worker_target import WorkerTarget
 from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
 from raytrain_hpc.elastic.failure_budget import FailureCount, count_failure, find_exceeded_limit
@@ -59,6 +59,7 @@ class _RunContext:
     lease: Lease
     recorder: RunRecorder
     incidents: IncidentLog
+    saved: SavedState
     batching: Batching
     deadline: DeadlineMonitor
 
@@ -170,9 +171,12 @@ class Supervisor:
             None if self._custom else compute_flops_per_token(prepared.model_spec, self._config.train.seq_len),
             callbacks,
             on_published,
+            prepared.local_catalog,
         )
         incidents = IncidentLog(prepared.directory, partial(callbacks.call, "on_incident"))
-        run = _RunContext(given, prepared, lease, recorder, incidents, batching, deadline)
+        finder = CheckpointFinder(self._config, prepared.store, prepared.local_catalog, self._print_once)
+        saved = SavedState(self._config, prepared.store, prepared.local_catalog, finder, recorder, lease)
+        run = _RunContext(given, prepared, lease, recorder, incidents, saved, batching, deadline)
         listener = ResizeListener(Mailbox(prepared.directory.location), self.resize, lambda: self._target.value)
         outcome = "failed"
         try:
@@ -239,7 +243,7 @@ class Supervisor:
             self._stop_event,
         )
         try:
-            while not (self._stop_event.is_set() and self._is_saved(run, workers)):
+            while not (self._stop_event.is_set() and run.saved.is_saved(workers)):
                 membership = planner.wait_for_membership()
                 if membership is None:  # a stop was requested meanwhile
                     continue
@@ -248,33 +252,23 @@ class Supervisor:
                 except WorkerFailedError as failure:
                     self._handle_failure(run, workers, failure)
                 else:
+                    if outcome == "done":
+                        self._finish_local_tier(run, workers)
                     if outcome == "done" or (outcome == "stopped" and self._stop_event.is_set()):
                         return outcome
-                    if outcome == "lost" or (outcome == "stopped" and self._is_memory_outdated(run, workers)):
+                    if outcome == "lost" or (outcome == "stopped" and run.saved.is_memory_outdated(workers)):
                         workers.discard_state()
                 run.lease.next_generation()  # a new number: shards that earlier generations report are ignored
             return "stopped"
         finally:
             workers.close()
 
-    def _is_memory_outdated(self, run: _RunContext, workers: WorkerGroup) -> bool:
-        run.recorder.wait_for_checkpoints()
-        return is_memory_outdated(run.prepared.store, workers)
-
-    def _is_checkpoint_missing(self, run: _RunContext, step: int) -> bool:
-        return is_checkpoint_due(self._config, step) and not run.recorder.has_checkpoint(step)
-
-    def _is_saved(self, run: _RunContext, workers: WorkerGroup) -> bool:
-        """Return whether no state in memory is newer than the newest checkpoint, which is then that of the result.
-
-        False if there is no checkpoint. Call between generations. Raises LeaseLostError if another driver took over.
-        """
-        newest = self._find_newest_checkpoint(run)
-        run.lease.check()
-        if newest is None or (find_memory_step(workers) or 0) > newest.step:
-            return False
-        run.recorder.totals.checkpoint_path = str(newest.path)
-        return True
+    def _finish_local_tier(self, run: _RunContext, workers: WorkerGroup) -> None:
+        """Delete the checkpoints in node-local storage. Call when the run is done."""
+        try:
+            run.saved.remove_local_checkpoints(workers)
+        except CheckpointError as error:
+            self._alarm(f"{error}; the run is done")
 
     def _start_worker_group(self, backend: ExecutionBackend) -> WorkerGroup:
         """Create the worker group of the run and start it. Raises ClusterError if the workers do not start."""
@@ -301,15 +295,16 @@ class Supervisor:
         if len(set(sites)) > 1:
             self._console.print_line(f"placed  {describe_placement(layout, sites)}")
         self._first_generation_infos = self._first_generation_infos or infos
-        newest = None if membership.step is not None else self._find_newest_checkpoint(run)
+        newest = None if membership.step is not None else run.saved.find_resume_point(workers, infos)
         step = membership.step if membership.step is not None else 0 if newest is None else newest.step
         prepared.directory.write_workers(run.lease.generation, layout, infos)
         recorder.begin_generation(
             run.lease.generation, layout.world_size, get_device_info(self._config, infos[0]), step
         )
         if newest is not None:
-            self._console.print_line(f"resumed from {newest.path}: step {step} of {self._config.train.steps}")
-            recorder.totals.checkpoint_path = str(newest.path)
+            self._console.print_line(f"resumed from {newest.describe()}: step {step} of {self._config.train.steps}")
+            if newest.local is None:
+                recorder.totals.checkpoint_path = str(newest.checkpoint.path)
         elif membership.step is None and prepared.init_checkpoint is not None:
             self._console.print_line(f"initial weights from {prepared.init_checkpoint}")
         self._console.start_progress(self._config.train.steps, step)
@@ -327,13 +322,15 @@ class Supervisor:
             if self._rank_callbacks or isinstance(self._custom, Script)
             else None,
             resume_step=None if newest is None else step,
+            local_checkpoint=None if newest is None else newest.local,
+            listed_local_checkpoints=run.saved.listed_local_names,
             memory_step=membership.step,
             end_step=step if only_saves else self._config.train.steps,
             pending_eval_metrics=None
             if only_saves
             else find_pending_eval_metrics(prepared, step, recorder.totals.last_metrics),
             has_pending_checkpoint=only_saves
-            or (membership.step is not None and self._is_checkpoint_missing(run, step)),
+            or (step > 0 and (newest is None or newest.local is not None) and run.saved.is_checkpoint_missing(step)),
             init_checkpoint=prepared.init_checkpoint,
             replication_pairs=plan_replication_pairs(layout, sites)
             if self._config.checkpoint.replicate_snapshots
@@ -345,11 +342,6 @@ class Supervisor:
         on_record = partial(self._handle_record, run)
         outcome = workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
         return "stopped" if only_saves and outcome == "done" else outcome
-
-    def _find_newest_checkpoint(self, run: _RunContext) -> Checkpoint | None:
-        """Return the newest valid checkpoint, after those that are being published; None if there is none."""
-        run.recorder.wait_for_checkpoints()
-        return find_newest_checkpoint(run.prepared.store, self._print_once)
 
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:
         """Log an incident; pass any other record on. If it commits the first step after a failure, print its cost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.backend import T
 from raytrain_hpc.driver.dataset_store import DatasetStore
 from raytrain_hpc.driver.node_drain import NodeDrainMonitor
 from raytrain_hpc.driver.node_names import NodeNames
@@ -48,6 +49,27 @@ class Worker:
     info: WorkerInfo = field(default_factory=dict)
     states: tuple[StatePart, ...] = ()
     slowdown: float = 1.0  # time for the same work, relative to the other ranks
+
+
+def call_on_nodes(workers: Sequence[Worker], function: Callable[[], T], timeout_s: float) -> dict[str, T]:
+    """Call a function in one of these workers per node, and return the results by node id.
+
+    A node whose worker does not answer in time, or dies, is left out. Raises the RaytrainError that a call raises.
+    """
+    worker_of_node = {worker.info["node_id"]: worker for worker in workers}
+    refs = {node_id: worker.actor.call.remote(function) for node_id, worker in worker_of_node.items()}
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    results: dict[str, T] = {}
+    for node_id, ref in refs.items():
+        if ref not in ready:
+            continue
+        try:
+            results[node_id] = ray.get(ref)
+        except RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), RaytrainError):
+                raise cause from error
+            _log.warning("a worker did not answer: %s", describe_actor_death(error))
+    return results
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,18 @@ class Script:
 
 
 @dataclass(frozen=True)
+class LocalCheckpoint:
+    """A checkpoint in node-local storage to resume from.
+
+    `name`: that of its manifest in the catalog, and of its directory on each node. `files_by_rank`: the files on the
+    node of each rank, verified.
+    """
+
+    name: str
+    files_by_rank: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """One generation of a run, the same for every rank."""
 
@@ -61,6 +73,7 @@ class WorkerSpec:
     custom: CustomModel | Script | None
     generation: int
     resume_step: int | None  # the published checkpoint to start from; None: start from initial weights
+    local_checkpoint: LocalCheckpoint | None = field(default=None, kw_only=True)  # where that of resume_step is
     memory_step: int | None = field(default=None, kw_only=True)  # recover this step from the memory of ranks
     end_step: int  # train until this many steps are committed
     callbacks: tuple[Callback, ...] = ()  # of the user; every rank gets its own copies
@@ -68,6 +81,7 @@ class WorkerSpec:
     start_metrics: dict[str, Any] | None = None  # recorded metrics of the start step, for callbacks; None: unknown
     pending_eval_metrics: dict[str, Any] | None = None  # metrics of the start step, if its evaluation was interrupted
     has_pending_checkpoint: bool = False  # whether a checkpoint of the start step was interrupted
+    listed_local_checkpoints: tuple[str, ...] = ()  # in the catalog; others of earlier generations are leftovers
     init_checkpoint: Location | None = None  # weights that a fresh run starts from
     replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
     last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run; 0: unknown

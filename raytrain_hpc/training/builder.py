@@ -58,7 +58,7 @@ from raytrain_hpc.training.state_builder import (
     list_persistent_buffers,
     measure_state_memory,
 )
-from raytrain_hpc.training.state_loader import CheckpointRollback, restore_state
+from raytrain_hpc.training.state_loader import CheckpointRollback, get_source_state, restore_state
 from raytrain_hpc.training.step_callbacks import EvaluationSchedule, RankStatistics
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
@@ -120,7 +120,7 @@ def _build_with_callbacks(
     replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
     replica_check.compare()
     snapshots = _build_snapshots(spec, model, state, optimizer, snapshot_store, peers, peer_info, control)
-    checkpointer = _build_checkpointer(spec, state, peer_info, context, store, control)
+    checkpointer = Checkpointer(state, peer_info.destination_indexes, context, store, spec, control.emit)
     optimizer.release_memory()
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
     control.emit(timestamps | {"model": time.time()})
@@ -160,12 +160,12 @@ def _restore_state(
     snapshot_store: SnapshotStore | None,
 ) -> tuple[SnapshotPeers, PeerInfo, CheckpointStore]:
     """Fill the state, and return the peers of its snapshots, the indexes of all ranks, and the checkpoints."""
-    memory_state = _get_memory_state(spec, snapshot_store)
+    source_state = get_source_state(spec, context.rank, snapshot_store)
     peers = SnapshotPeers(spec, context.rank, snapshot_store, context.device)
     # All groups exist.
-    peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
+    peer_info = exchange_peer_info(state.to_index(), source_state.to_index(), context, peers.handles)
     store = CheckpointStore(parse_location(spec.config.run.dir) / "checkpoints")
-    restore_state(spec, context, state, memory_state, peer_info, store)
+    restore_state(spec, context, state, source_state, peer_info, store)
     callback_state.sync(context.world_group, context.device)
     callback_state.restore()
     return peers, peer_info, store
@@ -262,13 +262,6 @@ def _build_model_update(
     )
 
 
-def _get_memory_state(spec: WorkerSpec, snapshot_store: SnapshotStore | None) -> ShardedState:
-    """Return this process's snapshot of the step to resume from; empty if it has none."""
-    if snapshot_store is None or spec.memory_step is None:
-        return ShardedState()
-    return snapshot_store.get_state(spec.memory_step)
-
-
 def _make_recent_losses(config: Config, device: torch.device) -> torch.Tensor | None:
     """Return the window of recent losses that loss spikes are detected with; None if they are not."""
     if not config.fault.loss_spike_deviations:
@@ -294,27 +287,6 @@ def _build_snapshots(
     attached_snapshots = peers.attach_snapshots(peer_info, control.log)
     snapshots.begin_generation(spec.start_step, spec.generation, peers.own_snapshots, attached_snapshots)
     return snapshots
-
-
-def _build_checkpointer(
-    spec: WorkerSpec,
-    state: ShardedState,
-    peer_info: PeerInfo,
-    context: ParallelContext,
-    store: CheckpointStore,
-    control: ControlChannel,
-) -> Checkpointer:
-    indexes = peer_info.destination_indexes
-    return Checkpointer(
-        state,
-        indexes,
-        context,
-        store,
-        spec.generation,
-        spec.config.checkpoint,
-        control.emit,
-        last_time=spec.last_checkpoint_time,
-    )
 
 
 def _build_rollback(

@@ -78,7 +78,7 @@ class ScriptCompletion:
         is_from_memory = self.spec.memory_step is not None
         is_requested = requests.save or requests.stop or self.progress.requested_step == step > 0
         if self.spec.has_pending_checkpoint or (is_from_memory and is_requested):
-            self._save(step, requests)
+            self._save(step, requests, publish=True)
         self.timer = StepTimer()
         return "done" if requests.stop else None
 
@@ -123,9 +123,10 @@ class ScriptCompletion:
             self.control.record_commit(record)
         stopped = totals.stop and not is_end
         self.callbacks.run("post_commit", record)
-        if self.checkpointer.should_save(step) or totals.save or is_end or stopped or requests.save:
+        publish = totals.save or is_end or stopped or requests.save
+        if self.checkpointer.should_save(step) or publish:
             with self.timer.exclude():
-                record["time/checkpoint_s"] = self._save(step, requests)
+                record["time/checkpoint_s"] = self._save(step, requests, publish=publish)
         self._logged, self._carried, self._is_updated, self._is_save_requested = {}, CallbackRequests(), False, False
         self._step, self._last_record, self._is_pending = step, record, True
         if is_end or stopped or paused:
@@ -166,7 +167,7 @@ class ScriptCompletion:
         self.exchange.undo()
         requests = callbacks.agree_requests()
         if requests.save and not self._is_updated:
-            self._save(self._step, requests)
+            self._save(self._step, requests, publish=True)
             self.control.set_phase("evaluating")
             requests = CallbackRequests(stop=requests.stop)
         self._carried = self._carried.union(requests)
@@ -187,14 +188,16 @@ class ScriptCompletion:
         """Rows of all batches of the step; 1 if a single rank has taken none by `local_batch`."""
         return self.backward.batches.num_rows or 1
 
-    def _save(self, step: int, requests: CallbackRequests) -> float:
+    def _save(self, step: int, requests: CallbackRequests, *, publish: bool) -> float:
         """Save the current state in the background, unless it is saved. Return the seconds waited."""
         if self.checkpointer.has_saved(step):
+            if publish:
+                self.checkpointer.publish(step)
             self.checkpointer.label(step, requests.labels)
             return 0.0
         self.callbacks.run("pre_checkpoint_saved")
         self.control.set_phase("saving")
-        waited_s = self.checkpointer.save(step)
+        waited_s = self.checkpointer.save(step, publish=publish or bool(requests.labels))
         self.checkpointer.label(step, requests.labels)
         self.callbacks.run("post_checkpoint_saved")
         return waited_s

@@ -48,7 +48,7 @@ from raytrain_hpc.training.script_random import ScriptGenerators
 from raytrain_hpc.training.script_state import ScriptState
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
-from raytrain_hpc.training.state_loader import restore_state
+from raytrain_hpc.training.state_loader import get_source_state, restore_state
 from raytrain_hpc.training.step_completion import TrainOutcome
 from raytrain_hpc.training.weight_exchange import WeightExchange
 
@@ -155,7 +155,8 @@ class ScriptTrainer:
         replica_check.compare()
         self._snapshots = self._build_snapshots(state, peers, peer_info)
         self._exit_stack.enter_context(self._snapshots.close_on_exit())
-        self._checkpointer = self._build_checkpointer(state, peer_info, store)
+        indexes, emit = peer_info.destination_indexes, self._control.emit
+        self._checkpointer = Checkpointer(state, indexes, context, store, spec, emit)
         script_loss = ScriptLoss()
         self._backward = self._build_backward(script_loss)
         on_verified = self._snapshots.mark_verified
@@ -179,32 +180,18 @@ class ScriptTrainer:
         self, state: ShardedState, callback_state: CallbackState
     ) -> tuple[SnapshotPeers, PeerInfo, CheckpointStore]:
         """Fill the state, and return the peers of its snapshots, the indexes of all ranks, and the checkpoints."""
-        spec, context, memory_state = self._spec, self.context, ShardedState()
-        if self._snapshot_store is not None and spec.memory_step is not None:
-            memory_state = self._snapshot_store.get_state(spec.memory_step)
+        spec, context = self._spec, self.context
+        source_state = get_source_state(spec, context.rank, self._snapshot_store)
         peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device)
-        peer_info = exchange_peer_info(state.to_index(), memory_state.to_index(), context, peers.handles)
+        peer_info = exchange_peer_info(state.to_index(), source_state.to_index(), context, peers.handles)
         store = CheckpointStore(parse_location(self._config.run.dir) / "checkpoints")
-        restore_state(spec, context, state, memory_state, peer_info, store)
+        restore_state(spec, context, state, source_state, peer_info, store)
         self._models.connect(peer_info.destination_indexes)
         if spec.start_step:
             self._script_state.restore(context.world_group, self.device)
         callback_state.sync(context.world_group, self.device)
         callback_state.restore()
         return peers, peer_info, store
-
-    def _build_checkpointer(self, state: ShardedState, peer_info: PeerInfo, store: CheckpointStore) -> Checkpointer:
-        spec = self._spec
-        return Checkpointer(
-            state,
-            peer_info.destination_indexes,
-            self.context,
-            store,
-            spec.generation,
-            self._config.checkpoint,
-            self._control.emit,
-            last_time=spec.last_checkpoint_time,
-        )
 
     def _build_backward(self, script_loss: ScriptLoss) -> ScriptBackward:
         return ScriptBackward(

@@ -9,18 +9,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from raytrain_hpc.checkpoint.local_catalog import LocalCatalog
+from raytrain_hpc.checkpoint.local_directory import LocalDirectory
 from raytrain_hpc.checkpoint.manifest import Checkpoint, read_manifest
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
-from raytrain_hpc.checkpoint.shard_io import read_state
+from raytrain_hpc.checkpoint.shard_io import open_shards, read_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.distributed.handshake import PeerInfo
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import CheckpointError, RunFailedError
 from raytrain_hpc.model.lora import LORA_MARKER
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.reshard import reshard_state
 from raytrain_hpc.state.shard_index import StateIndex, find_difference, merge_indexes
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.storage.location import parse_location
 
 RECENT_LOSSES = "losses"  # part of the state only if loss spikes are detected
 GENERATORS = "generators"  # random generators of a script; earlier versions did not save them
@@ -34,23 +38,58 @@ def restore_state(
     spec: WorkerSpec,
     context: ParallelContext,
     state: ShardedState,
-    memory_state: ShardedState,
+    source_state: ShardedState,
     peer_info: PeerInfo,
     store: CheckpointStore,
 ) -> None:
-    """Restore the state from memory or from a checkpoint. A fresh run may load weights of another run."""
+    """Restore the state from memory or from a checkpoint. A fresh run may load weights of another run.
+
+    `source_state`: that of `get_source_state`; `peer_info` has the indexes of all ranks'.
+    """
     if spec.memory_step is not None:
         reshard_state(
             state,
-            memory_state,
+            source_state,
             context.world_group,
             context.device,
             (peer_info.source_indexes, peer_info.destination_indexes),
         )
+    elif spec.local_checkpoint is not None:
+        load_local_checkpoint(spec.local_checkpoint.name, state, source_state, context, peer_info)
     elif spec.resume_step is not None:
         load_checkpoint(read_manifest(store.get_path(spec.resume_step)), state, peer_info.destination_indexes)
     elif spec.init_checkpoint is not None:
         load_model_weights(read_manifest(spec.init_checkpoint), state, peer_info.destination_indexes)
+
+
+def get_source_state(spec: WorkerSpec, rank: int, snapshot_store: SnapshotStore | None) -> ShardedState:
+    """Return the part of the state to resume from that this rank has: a snapshot, or the files on its node.
+
+    Empty if it has none. Files are memory-mapped. Raises CheckpointCorruptedError if one cannot be opened.
+    """
+    local = spec.local_checkpoint
+    if local is not None:
+        files = LocalDirectory.open(spec.config).root / local.name
+        checkpoint = LocalCatalog(parse_location(spec.config.run.dir)).read(local.name)
+        return open_shards(checkpoint, files, local.files_by_rank[rank])
+    if snapshot_store is None or spec.memory_step is None:
+        return ShardedState()
+    return snapshot_store.get_state(spec.memory_step)
+
+
+def load_local_checkpoint(
+    name: str, state: ShardedState, source_state: ShardedState, context: ParallelContext, peer_info: PeerInfo
+) -> None:
+    """Fill the state from files on the nodes of all ranks. Collective.
+
+    A rank reads what its own node has, and receives the rest. Raises CheckpointError as `load_checkpoint` does.
+    """
+    checkpoint_index = merge_indexes(peer_info.source_indexes)
+    names = _select_stored(checkpoint_index, peer_info.destination_indexes, f"local checkpoint {name}")
+    destinations = [index.select(name for name in index if name in names) for index in peer_info.destination_indexes]
+    destination = ShardedState(shard for shard in state if shard.name in names)
+    indexes = (peer_info.source_indexes, destinations)
+    reshard_state(destination, source_state, context.world_group, context.device, indexes)
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:
@@ -59,14 +98,20 @@ def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[S
     Recent losses and the state of callbacks may be missing on either side, since `fault.loss_spike_deviations` and the
     callbacks of a run may change.
     """
-    checkpoint_index, state_index = (
-        index.select(name for name in index if not _is_optional(name))
-        for index in (checkpoint.index, merge_indexes(indexes))
-    )
-    if difference := find_difference(checkpoint_index, state_index):
-        raise CheckpointError(f"{checkpoint.path} is of another model: {difference}; choose another run.dir")
-    stored = (shard for shard in state if not _is_optional(shard.name) or shard.name in checkpoint.index)
-    read_state(checkpoint, ShardedState(stored))
+    names = _select_stored(checkpoint.index, indexes, str(checkpoint.path))
+    read_state(checkpoint, ShardedState(shard for shard in state if shard.name in names))
+
+
+def _select_stored(stored: StateIndex, indexes: list[StateIndex], checkpoint_name: str) -> set[str]:
+    """Return the names of the tensors to load. Raises CheckpointError unless the stored ones are those of this model.
+
+    `indexes`: the state that each rank needs.
+    """
+    index = merge_indexes(indexes)
+    stored_part, index_part = (some.select(name for name in some if not _is_optional(name)) for some in (stored, index))
+    if difference := find_difference(stored_part, index_part):
+        raise CheckpointError(f"{checkpoint_name} is of another model: {difference}; choose another run.dir")
+    return {name for name in index if not _is_optional(name) or name in stored}
 
 
 def _is_optional(name: str) -> bool:

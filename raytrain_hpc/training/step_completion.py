@@ -37,25 +37,29 @@ class StepCompletion:
         return replace(requests, evaluate=True) if requests.stop and self.evaluator is not None else requests
 
     def save_and_evaluate(
-        self, record: Record, *, save: bool, evaluate: bool, labels: tuple[str, ...]
+        self, record: Record, *, save: bool, publish: bool, evaluate: bool, labels: tuple[str, ...]
     ) -> TrainOutcome | None:
         """Save the step, evaluate it into its metrics, and save it then if there is a reason to.
 
-        A checkpoint that is due is written before the evaluation, which can take long. Returns "stopped" if a stop was
-        requested before the end of the evaluation, "done" if a callback ends training after it, else None.
+        A checkpoint that is due is written before the evaluation, which can take long. `publish`: see
+        `Checkpointer.save`. Returns "stopped" if a stop was requested before the end of the evaluation, "done" if a
+        callback ends training after it, else None.
         """
         if save:
-            record["time/checkpoint_s"] = self._save(labels)
+            record["time/checkpoint_s"] = self._save(labels, publish=publish)
         if not evaluate:
             return None
         is_complete = self._evaluate(record)
         requests = self.callbacks.agree_requests()
         step = self.callbacks.context.step
         self.callback_state.capture(PendingRequests(step, replace(requests, evaluate=not is_complete)))
-        if not save and (requests.save or requests.stop or not is_complete):
+        is_requested = requests.save or requests.stop or not is_complete
+        if is_requested and not save:
             self.callbacks.run("pre_checkpoint_saved")
-            record["time/checkpoint_s"] = self._save(requests.labels)
+            record["time/checkpoint_s"] = self._save(requests.labels, publish=True)
         else:
+            if is_requested:
+                self.checkpointer.publish(step)
             self.checkpointer.label(step, requests.labels)
         return "done" if requests.stop else None if is_complete else "stopped"
 
@@ -74,14 +78,14 @@ class StepCompletion:
         self.undo_weight_exchange()
         return "val/loss" in record
 
-    def _save(self, labels: tuple[str, ...]) -> float:
+    def _save(self, labels: tuple[str, ...], *, publish: bool) -> float:
         """Save the current state, in the background unless `checkpoint.async=false`. Return the seconds waited.
 
         Waits for an earlier write first. A storage error is reported to the driver, not raised.
         """
         self.control.set_phase("saving")
         step = self.callbacks.context.step
-        waited_s = self.checkpointer.save(step)
+        waited_s = self.checkpointer.save(step, publish=publish or bool(labels))
         self.checkpointer.label(step, labels)
         self.optimizer.release_memory()  # the copy has read the moments
         self.callbacks.run("post_checkpoint_saved")

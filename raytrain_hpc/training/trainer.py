@@ -205,14 +205,17 @@ class Trainer:
             self.snapshots.after_step(step, before_pause=pause)
             self.control.record_commit(record)
         stop = result.requests.stop and not is_end
-        save = self.checkpointer.should_save(step) or result.requests.save or requests.save or is_end or stop
+        publish = result.requests.save or requests.save or is_end or stop
+        save = self.checkpointer.should_save(step) or publish
         callbacks.run("post_commit", record)
         self._compute_phase = "training"
         if save:
             callbacks.run("pre_checkpoint_saved")
         with timer.exclude():
             evaluate = requests.evaluate and not (stop or pause)
-            outcome = self.completion.save_and_evaluate(record, save=save, evaluate=evaluate, labels=requests.labels)
+            outcome = self.completion.save_and_evaluate(
+                record, save=save, publish=publish, evaluate=evaluate, labels=requests.labels
+            )
         self.control.amend_metrics(record)
         self.metrics.emit_step(record)
         return "done" if is_end and outcome is None else "stopped" if stop else "paused" if pause else outcome
@@ -228,7 +231,9 @@ class Trainer:
         save, evaluate = self._should_save_at_start(requests), record is not None
         if save:
             self.callbacks.run("pre_checkpoint_saved")
-        outcome = self.completion.save_and_evaluate(record or {}, save=save, evaluate=evaluate, labels=requests.labels)
+        outcome = self.completion.save_and_evaluate(
+            record or {}, save=save, publish=True, evaluate=evaluate, labels=requests.labels
+        )
         if record is not None and not is_evaluated and outcome != "stopped":
             self.metrics.emit_step(record)
         return "done" if requests.stop and outcome is None else outcome

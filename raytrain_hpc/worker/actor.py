@@ -19,6 +19,8 @@ from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.worker.malloc import use_single_malloc_arena
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from raytrain_hpc.config.schema import Config
     from raytrain_hpc.data.samples.sample_dataset import SampleDataset
     from raytrain_hpc.distributed.rendezvous import Rendezvous
@@ -191,6 +193,10 @@ class WorkerActor:
         if self._dataset is None or self._dataset.form != "map":  # a stream has a position: begin with another copy
             self._dataset = ray.get(custom.dataset.object_ref)
         return replace(spec, custom=replace(custom, dataset=self._dataset))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Return the result of a function, called in this process between two generations."""
+        return function()
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:
