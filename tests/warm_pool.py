@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.distributed.rendezvous import Rendezvous
     from raytrain_hpc.driver.run_setup import PreparedRun
     from raytrain_hpc.planner.layout import Batching
-    from raytrain_hpc.runtime.worker_spec import WorkerSpec
+    from raytrain_hpc.runtime.worker_spec import LocalCheckpoint, WorkerSpec
 
 TIMEOUT_S = 120
 PRELOADED_MODULES = [
@@ -74,13 +74,15 @@ class WarmPool:
         custom: Any = None,
         callbacks: Sequence[Any] = (),
         resume_step: int | None = None,
+        local_checkpoint: LocalCheckpoint | None = None,
         steps_to: int | None = None,
         start_metrics: dict[str, Any] | None = None,
         lr_schedule: Callable[[int], float] | None = None,
     ):
         """Train `config` on cluster.workers ranks and publish the checkpoints. Return the records of each rank.
 
-        `custom`: a CustomModel or Script. `callbacks`: those of the user. `resume_step`: the checkpoint to start from.
+        `custom`: a CustomModel or Script. `callbacks`: those of the user. `resume_step`: the checkpoint to start from,
+        in run.dir unless `local_checkpoint` is given.
         `steps_to`: the last step; default: train.steps. `start_metrics`: recorded metrics of the start step.
         `lr_schedule`: instead of lr_scheduler.name.
         """
@@ -91,6 +93,7 @@ class WarmPool:
         prepared.directory.path.mkdir(parents=True, exist_ok=True)  # in a driver, the lease creates it
         spec = _make_worker_spec(prepared, world_size, self._generation, resume_step, steps_to)
         spec = replace(spec, callbacks=tuple(callbacks), start_metrics=start_metrics, lr_schedule=lr_schedule)
+        spec = replace(spec, local_checkpoint=local_checkpoint)
         records = self._call_on_ranks(_train, world_size, spec, self._device)
         self._publish(prepared, spec.batching, records)
         return records
@@ -131,12 +134,13 @@ class WarmPool:
         """Publish the checkpoints whose shards the ranks have reported."""
         from raytrain_hpc.checkpoint.manifest import ShardReport
 
-        shards: dict[int, list[ShardReport]] = {}
+        shards: dict[tuple[str, int], list[ShardReport]] = {}
         for record in (record for rank_records in records for record in rank_records if record["type"] == "shard"):
-            shards.setdefault(record["step"], []).append(ShardReport.from_json(record["shard"]))
+            shards.setdefault((record["tier"], record["step"]), []).append(ShardReport.from_json(record["shard"]))
         make_metadata = prepared.make_checkpoint_metadata(batching)
-        for step, reports in shards.items():
-            prepared.store.publish(step, self._generation, reports, make_metadata(step), lambda: None)
+        for (tier, step), reports in shards.items():
+            store: Any = prepared.store if tier == "run" else prepared.local_catalog
+            store.publish(step, self._generation, reports, make_metadata(step), lambda: None)
 
     def _ensure_size(self, world_size: int) -> None:
         """Start processes until there are at least `world_size`."""

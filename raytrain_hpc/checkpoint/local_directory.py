@@ -100,12 +100,21 @@ class LocalDirectory:
         """Delete all checkpoints of the run on this node. Call when they are no longer needed."""
         shutil.rmtree(self.root, ignore_errors=True)
 
+    def list_names(self) -> list[str]:
+        """Return the names of the checkpoints of which this node has files, in no order."""
+        return [path.name for path in self._list()]
+
     def _list(self) -> dict[Path, tuple[int, int]]:
         """Return step and generation of each checkpoint directory on this node."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             parsed = {path: parse_local_name(path.name) for path in self.root.iterdir()}
             return {path: name for path, name in parsed.items() if name is not None}
         return {}
+
+
+def has_local_files(config: Config) -> bool:
+    """Return whether this node has files of the run's checkpoints, complete or not. Raises as `LocalDirectory.open`."""
+    return bool(config.checkpoint.local_dir and LocalDirectory.open(config).list_names())
 
 
 def _find_size_problem(path: Path, checksum: FileChecksum) -> str | None:

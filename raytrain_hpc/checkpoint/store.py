@@ -174,10 +174,15 @@ class CheckpointStore:
         """
         return verify_checkpoint(self.get_path(step))
 
-    def find_newest_valid(self, on_corrupted: Callable[[Location, str], None]) -> Checkpoint | None:
+    def find_newest_valid(
+        self,
+        on_corrupted: Callable[[Location, str], None],
+        check: Callable[[Location], Checkpoint] = verify_checkpoint,
+    ) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification; None if there is none. Call before resuming a run.
 
-        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first.
+        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first. `check(path)` returns a
+        checkpoint or raises CheckpointCorruptedError; `check_checkpoint` suffices if `read_state` loads it.
         """
         for step, path in reversed(self._list_directories()):
             with self._translate_errors():
@@ -185,7 +190,7 @@ class CheckpointStore:
             if is_unfinished:
                 continue
             try:
-                return verify_checkpoint(path)
+                return check(path)
             except CheckpointCorruptedError as error:
                 on_corrupted(path, str(error))
         return None

@@ -28,14 +28,43 @@ def verify_checkpoint(path: Location) -> Checkpoint:
     Raises CheckpointCorruptedError naming the file and the problem, and CheckpointError if an object store does not
     answer, in which case nothing is known.
     """
-    checkpoint = read_manifest(path)
-    if path.name != get_step_name(checkpoint.step):
-        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is that of step {checkpoint.step}")
+    checkpoint = _read_manifest_of_step(path)
     with ThreadPoolExecutor(_THREADS) as pool:
         files = (checkpoint.files_path / name for name in checkpoint.files)
         for problem in pool.map(find_file_problem, files, checkpoint.files.values()):
             if problem:
                 raise CheckpointCorruptedError(problem)
+    return checkpoint
+
+
+def check_checkpoint(path: Location) -> Checkpoint:
+    """Check a checkpoint as far as loading it does not: `shard_io.read_state` verifies the blocks that it reads.
+
+    In an object store, the length of each file is compared with the manifest. In a directory, where files are mapped
+    and not verified when they are loaded, this is `verify_checkpoint`. Returns and raises as that does.
+    """
+    checkpoint = _read_manifest_of_step(path)
+    if not isinstance(checkpoint.files_path, ObjectPath) or not all(
+        checksum.block_digests for checksum in checkpoint.files.values()
+    ):
+        return verify_checkpoint(path)
+    try:
+        sizes = {info.path.name: info.bytes for info in checkpoint.files_path.list_directory()[1]}
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.files_path}: cannot be listed: {error.strerror}") from error
+    for name, expected in checkpoint.files.items():
+        if sizes.get(name) != expected.bytes:
+            file = checkpoint.files_path / name
+            raise CheckpointCorruptedError(
+                f"{file}: {sizes[name]} bytes, expected {expected.bytes}" if name in sizes else f"{file}: missing"
+            )
+    return checkpoint
+
+
+def _read_manifest_of_step(path: Location) -> Checkpoint:
+    checkpoint = read_manifest(path)
+    if path.name != get_step_name(checkpoint.step):
+        raise CheckpointCorruptedError(f"{path}: {MANIFEST_FILE} is that of step {checkpoint.step}")
     return checkpoint
 
 

@@ -12,11 +12,13 @@ from raytrain_hpc.checkpoint.local_catalog import HOSTS_KEY, LocalCatalog
 from raytrain_hpc.checkpoint.local_directory import LocalDirectory, parse_local_name
 from raytrain_hpc.checkpoint.manifest import Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.checkpoint.verification import check_checkpoint
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import WorkerGroup
 from raytrain_hpc.driver.run_setup import find_newest_checkpoint, make_paths_absolute
 from raytrain_hpc.errors import CheckpointCorruptedError
 from raytrain_hpc.runtime.worker_spec import LocalCheckpoint
+from raytrain_hpc.storage.location import Location
 
 _LIST_TIMEOUT_S = 30.0  # for a node to list its files
 _READ_BYTES_PER_S = 50e6  # of a slow disk: a node that reads its files slower than that is taken for lost
@@ -51,10 +53,21 @@ class CheckpointFinder:
     ) -> None:
         self._config, self._store, self._catalog, self._warn = config, store, catalog, warn
         self.listed_local_names: tuple[str, ...] = ()
+        self._damage: dict[Location, str] = {}  # path of a checkpoint -> problem that a rank has found
+
+    def exclude(self, point: ResumePoint, error: CheckpointCorruptedError) -> None:
+        """Skip a checkpoint from now on: a rank that loaded it has found it damaged."""
+        self._damage[point.checkpoint.path] = str(error)
 
     def find_in_run_directory(self) -> Checkpoint | None:
         """Return the newest valid checkpoint in the run directory, or None. Raises as `find_newest_checkpoint`."""
-        return find_newest_checkpoint(self._store, self._warn)
+        return find_newest_checkpoint(self._store, self._warn, self._check)
+
+    def _check(self, path: Location) -> Checkpoint:
+        """Check a checkpoint as far as its readers do not. Raises CheckpointCorruptedError."""
+        if path in self._damage:
+            raise CheckpointCorruptedError(self._damage[path])
+        return check_checkpoint(path)
 
     def find(self, workers: WorkerGroup, infos: Sequence[Mapping[str, Any]]) -> ResumePoint | None:
         """Return the newest complete checkpoint of both tiers, or None if there is none.
@@ -89,6 +102,8 @@ class CheckpointFinder:
                 break
             try:
                 checkpoint = self._catalog.read(name)
+                if checkpoint.path in self._damage:
+                    raise CheckpointCorruptedError(self._damage[checkpoint.path])
                 return ResumePoint(checkpoint, self._locate(checkpoint, workers, infos))
             except CheckpointCorruptedError as error:
                 self._warn(f"damaged checkpoint skipped: {error}")

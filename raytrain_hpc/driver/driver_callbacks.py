@@ -9,7 +9,9 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from raytrain_hpc.callbacks.callback import DriverCallback, DriverControl
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import CallbackError
+from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
 
 DriverHook = Literal["on_metrics", "on_incident", "on_checkpoint_published", "on_membership_changed"]
 _CLOSE_TIMEOUT_S = 10.0  # longest wait at the end of a run for events still in the queue
@@ -126,3 +128,19 @@ class DriverCallbackList:
 
 def _identity(callback: DriverCallback) -> DriverCallback:
     return callback
+
+
+def start_driver_callbacks(
+    config: Config,
+    callbacks: Sequence[DriverCallback],
+    control: DriverControl,
+    alarm: Callable[[str], None],
+    has_dashboard: bool,
+) -> DriverCallbackList:
+    """Start the trackers that the settings ask for, gauges on Ray's dashboard if there is one, and the user's."""
+    factories = list_tracker_factories(config)
+    if has_dashboard and config.logging.ray_metrics:
+        from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
+
+        factories["logging.ray_metrics"] = partial(RayMetricsTracker, config.run.name)
+    return DriverCallbackList.start(factories, callbacks, control, alarm)

@@ -52,10 +52,9 @@ class RayWorkerGroup:
         capacity: CapacityView | None = None,
         request_nodes: Callable[[int], None] | None = None,
     ):
-        """Initialize. `capacity`: of the cluster that the run follows. `request_nodes`: asks for a number of workers."""
-        self._request_nodes = request_nodes
+        """Initialize. `capacity`: of a cluster that the run follows. `request_nodes`: asks for a number of workers."""
         self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
-        self._capacity, self._death_messages = capacity, DeathMessageFilter()
+        self._capacity, self._request_nodes, self._death_messages = capacity, request_nodes, DeathMessageFilter()
         self._health, self._stragglers = HealthMonitor(config), StragglerDetector(config.fault.straggler_factor)
         self._workers: list[Worker] = []
         self._rank_of_run: dict[Any, int] = {}  # reference of each rank's run call -> rank
@@ -107,6 +106,7 @@ class RayWorkerGroup:
                 worker.slowdown,
                 bool(draining_nodes & {node_id, self._health.local_node}),
                 worker.info["rack"],
+                worker.info["has_local_files"],
             )
             for worker in self._pool.ready
         ]
@@ -341,8 +341,11 @@ class RayWorkerGroup:
         for failure in known_failures:
             self._health.kill_rank(failure.node_id, failure.rank)
         self._store.abort_generation(self._generation)
-        for rank, error in self._collect_exits().items():
-            if not isinstance(error, WorkerFailedError):
+        exits = self._collect_exits()
+        for rank, error in exits.items():
+            if not isinstance(error, WorkerFailedError):  # the run may continue: replace the workers that cannot
+                for stuck in (rank for rank, exit in exits.items() if getattr(exit, "kind", "raised") != "raised"):
+                    self._pool.replace_worker(self._workers[stuck])
                 return error
             failures.setdefault(rank, error)
         self._attribute_out_of_step(failures)

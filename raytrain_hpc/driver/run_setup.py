@@ -15,6 +15,7 @@ from raytrain_hpc.checkpoint.lease import Lease, check_writable
 from raytrain_hpc.checkpoint.local_catalog import LocalCatalog
 from raytrain_hpc.checkpoint.manifest import HF_CONFIG_KEY, LORA_META_KEY, Checkpoint
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.checkpoint.verification import check_checkpoint, verify_checkpoint
 from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.parameter_groups import check_patterns
 from raytrain_hpc.config.schema import AUTO, Config
@@ -162,7 +163,9 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         )
     _warn_about_samples(dataset, stream, config, warn)
     prepared = PreparedRun(config, model_spec, dataset, custom, directory, store, stream)
-    in_run_directory = find_newest_checkpoint(store, warn)
+    in_run_directory = find_newest_checkpoint(store, warn, check_checkpoint)
+    if in_run_directory is not None and in_run_directory.step >= config.train.steps:  # no rank will read it
+        in_run_directory = find_newest_checkpoint(store, warn)
     if in_run_directory is None:
         prepared = replace(prepared, init_checkpoint=_find_init_checkpoint(prepared, warn))
     newest = _find_newest_manifest(prepared, in_run_directory)
@@ -358,8 +361,14 @@ def _to_absolute(path: str) -> str:
     return path if path in ("", STDLIB, SYNTHETIC) or is_remote(path) else str(Path(path).expanduser().absolute())
 
 
-def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) -> Checkpoint | None:
+def find_newest_checkpoint(
+    store: CheckpointStore,
+    warn: Callable[[str], None],
+    check: Callable[[Location], Checkpoint] = verify_checkpoint,
+) -> Checkpoint | None:
     """Return the newest valid checkpoint, or None if none was ever published. Corrupted ones are reported and skipped.
+
+    `check`: see `CheckpointStore.find_newest_valid`.
 
     Raises CheckpointCorruptedError if checkpoints exist but none is valid: the user decides whether to start over.
     """
@@ -369,7 +378,7 @@ def find_newest_checkpoint(store: CheckpointStore, warn: Callable[[str], None]) 
         damaged_names.append(path.name)
         warn(f"damaged checkpoint skipped: {path}: {reason}")
 
-    newest = store.find_newest_valid(report_damage)
+    newest = store.find_newest_valid(report_damage, check)
     if newest is None and damaged_names:
         raise CheckpointCorruptedError(
             f"{store.root}: none of its checkpoints is valid ({', '.join(damaged_names)}); remove them to start over"

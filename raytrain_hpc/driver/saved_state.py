@@ -16,6 +16,7 @@ from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from raytrain_hpc.driver.run_setup import make_paths_absolute
 from raytrain_hpc.elastic.state_partition import find_newest_complete_step
+from raytrain_hpc.errors import CheckpointCorruptedError
 
 _REMOVAL_TIMEOUT_S = 30.0
 
@@ -50,6 +51,10 @@ class SavedState:
         """
         self._recorder.wait_for_checkpoints()
         return self._finder.find(workers, infos)
+
+    def exclude(self, point: ResumePoint, error: CheckpointCorruptedError) -> None:
+        """Never return this checkpoint again: a rank has found it damaged."""
+        self._finder.exclude(point, error)
 
     def is_memory_outdated(self, workers: WorkerGroup) -> bool:
         """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""

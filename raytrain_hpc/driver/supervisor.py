@@ -17,10 +17,10 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_for_backend
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
-from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder
+from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
-from raytrain_hpc.driver.driver_callbacks import DriverCallbackList
+from raytrain_hpc.driver.driver_callbacks import start_driver_callbacks
 from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, find_step_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
@@ -39,9 +39,14 @@ from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
 from raytrain_hpc.elastic.failure_budget import FailureCount, count_failure, find_exceeded_limit
 from raytrain_hpc.elastic.recovery import Membership
 from raytrain_hpc.elastic.state_partition import plan_replication_pairs
-from raytrain_hpc.errors import CheckpointError, ClusterError, RunFailedError, WorkerFailedError
+from raytrain_hpc.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    ClusterError,
+    RunFailedError,
+    WorkerFailedError,
+)
 from raytrain_hpc.observability.console import Console, format_incident
-from raytrain_hpc.observability.experiment_trackers import list_tracker_factories
 from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
@@ -122,17 +127,6 @@ class Supervisor:
             with lease.hold(self._stop_event.set, self._alarm), prepared.directory.keep_uploaded():
                 return self._run_under_lease(given, prepared, lease, backend)
 
-    def _start_driver_callbacks(self, backend: ExecutionBackend) -> DriverCallbackList:
-        """Start the trackers that the settings ask for, Ray gauges on a cluster that was running, and the user's."""
-        factories = list_tracker_factories(self._config)
-        if backend.uses_existing_cluster and self._config.logging.ray_metrics:
-            from raytrain_hpc.driver.ray_metrics import RayMetricsTracker  # imports Ray
-
-            factories["logging.ray_metrics"] = partial(RayMetricsTracker, self._config.run.name)
-        return DriverCallbackList.start(
-            factories, self._driver_callbacks, DriverControl(self._stop_event.set, self.resize), self._alarm
-        )
-
     def _alarm(self, text: str) -> None:
         self._console.print_line(f"alarm: {text}")
 
@@ -160,7 +154,9 @@ class Supervisor:
             sampler.on_published(step)
             deadline.record_save(seconds)
 
-        callbacks = self._start_driver_callbacks(backend)
+        control = DriverControl(self._stop_event.set, self.resize)
+        has_dashboard = backend.uses_existing_cluster
+        callbacks = start_driver_callbacks(self._config, self._driver_callbacks, control, self._alarm, has_dashboard)
         recorder = RunRecorder(
             self._config,
             prepared.directory,
@@ -223,8 +219,8 @@ class Supervisor:
 
         The next generation is formed after a failure, and after a pause or save to regroup. It resumes from the newest
         step that its members hold together in memory, after a failure even if a checkpoint is newer. If they hold none,
-        after "lost" (part of the state is in no memory), and after a save that is newer than memory, it starts from the
-        newest checkpoint, or initial weights.
+        after "lost" (part of the state is in no memory), "damaged" (the checkpoint was), and a save that is newer than
+        memory, it starts from the newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
         chooser = (
@@ -256,7 +252,9 @@ class Supervisor:
                         self._finish_local_tier(run, workers)
                     if outcome == "done" or (outcome == "stopped" and self._stop_event.is_set()):
                         return outcome
-                    if outcome == "lost" or (outcome == "stopped" and run.saved.is_memory_outdated(workers)):
+                    if outcome in ("lost", "damaged") or (
+                        outcome == "stopped" and run.saved.is_memory_outdated(workers)
+                    ):
                         workers.discard_state()
                 run.lease.next_generation()  # a new number: shards that earlier generations report are ignored
             return "stopped"
@@ -272,7 +270,7 @@ class Supervisor:
 
     def _start_worker_group(self, backend: ExecutionBackend) -> WorkerGroup:
         """Create the worker group of the run and start it. Raises ClusterError if the workers do not start."""
-        workers = backend.create_worker_group(self._config)
+        workers = backend.create_worker_group(make_paths_absolute(self._config))
         try:
             workers.start()
         except ClusterError:
@@ -309,16 +307,41 @@ class Supervisor:
             self._console.print_line(f"initial weights from {prepared.init_checkpoint}")
         self._console.start_progress(self._config.train.steps, step)
         only_saves = self._stop_event.is_set() and membership.step is not None and step < self._config.train.steps
-        spec = WorkerSpec(
+        spec = self._build_spec(run, membership, batching, sites, newest, step, only_saves=only_saves)
+        run.incidents.record_resumption(step, layout.world_size)
+        on_record = partial(self._handle_record, run)
+        try:
+            outcome = workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
+        except CheckpointCorruptedError as error:
+            if newest is None or recorder.committed_step > step:
+                raise
+            run.saved.exclude(newest, error)  # a rank has read what does not match the manifest
+            return "damaged"
+        return "stopped" if only_saves and outcome == "done" else outcome
+
+    def _build_spec(
+        self,
+        run: _RunContext,
+        membership: Membership,
+        batching: Batching,
+        sites: Sequence[Site],
+        newest: ResumePoint | None,
+        step: int,
+        *,
+        only_saves: bool,
+    ) -> WorkerSpec:
+        prepared, recorder, last_metrics = run.prepared, run.recorder, run.recorder.totals.last_metrics
+        is_unpublished = step > 0 and (newest is None or newest.local is not None)
+        return WorkerSpec(
             config=make_paths_absolute(membership.config or self._config),
-            layout=layout,
+            layout=membership.layout,
             batching=batching,
             model_spec=prepared.model_spec,
             custom=self._custom,
             generation=run.lease.generation,
             callbacks=self._rank_callbacks,
             lr_schedule=self._lr_schedule,
-            start_metrics=find_step_metrics(prepared, step, recorder.totals.last_metrics)
+            start_metrics=find_step_metrics(prepared, step, last_metrics)
             if self._rank_callbacks or isinstance(self._custom, Script)
             else None,
             resume_step=None if newest is None else step,
@@ -326,22 +349,15 @@ class Supervisor:
             listed_local_checkpoints=run.saved.listed_local_names,
             memory_step=membership.step,
             end_step=step if only_saves else self._config.train.steps,
-            pending_eval_metrics=None
-            if only_saves
-            else find_pending_eval_metrics(prepared, step, recorder.totals.last_metrics),
-            has_pending_checkpoint=only_saves
-            or (step > 0 and (newest is None or newest.local is not None) and run.saved.is_checkpoint_missing(step)),
+            pending_eval_metrics=None if only_saves else find_pending_eval_metrics(prepared, step, last_metrics),
+            has_pending_checkpoint=only_saves or (is_unpublished and run.saved.is_checkpoint_missing(step)),
             init_checkpoint=prepared.init_checkpoint,
-            replication_pairs=plan_replication_pairs(layout, sites)
+            replication_pairs=plan_replication_pairs(membership.layout, sites)
             if self._config.checkpoint.replicate_snapshots
             else (),
             last_checkpoint_time=max(self._timestamps["began"], recorder.newest_checkpoint_time),
             is_single_node=len({site.node for site in sites}) == 1,
         )
-        run.incidents.record_resumption(step, layout.world_size)
-        on_record = partial(self._handle_record, run)
-        outcome = workers.run_generation(spec, on_record, self._stop_event, planner.poll_regroup)
-        return "stopped" if only_saves and outcome == "done" else outcome
 
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:
         """Log an incident; pass any other record on. If it commits the first step after a failure, print its cost."""

@@ -26,7 +26,8 @@ class Candidate:
     `worker_id`, `node_id`: identifiers within the run and of Ray. `state_parts`: parts of the training state in memory,
     its own before replicas, reported when its rank of the last generation ended; empty until then, and for a worker
     that was not a member of that generation. `slowdown`: time per microbatch relative to the median of the other ranks
-    when it was last detected as slow, else 1. `rack`: "" if unknown.
+    when it was last detected as slow, else 1. `rack`: "" if unknown. `has_local_files`: whether its node had files of
+    local checkpoints when it started.
     """
 
     worker_id: int
@@ -36,6 +37,7 @@ class Candidate:
     slowdown: float = 1.0
     is_draining: bool = False
     rack: str = ""
+    has_local_files: bool = False
 
     @property
     def site(self) -> Site:
@@ -140,15 +142,17 @@ def _select_members(candidates: Sequence[Candidate], world_size: int, group_size
     """Select `world_size` candidates, sorted by rack, node and pid, or None if too few whole groups fit on nodes.
 
     Groups of `group_size` ranks (the tensor-parallel size) stay on one node. Nodes with most workers that hold state
-    come first; on a node, those that hold state, and of them those that alone hold most parts of a step. If no worker
-    holds state, whole nodes are left as spares if possible; see `select_active_workers`.
+    come first; on a node, those that hold state, and of them those that alone hold most parts of a step. If none has
+    state in memory, those with files of local checkpoints count as holders. If there are none either, whole nodes are
+    left as spares if possible; see `select_active_workers`.
     """
     by_node: dict[str, list[Candidate]] = {}
     holder_counts = Counter(state for candidate in candidates for state in candidate.state_parts)
     sole_parts = {c.worker_id: sum(holder_counts[state] == 1 for state in c.state_parts) for c in candidates}
-    for candidate in sorted(candidates, key=lambda c: (not c.state_parts, -sole_parts[c.worker_id], c.pid)):
+    is_holder = {c.worker_id: bool(c.state_parts) if holder_counts else c.has_local_files for c in candidates}
+    for candidate in sorted(candidates, key=lambda c: (not is_holder[c.worker_id], -sole_parts[c.worker_id], c.pid)):
         by_node.setdefault(candidate.node_id, []).append(candidate)
-    holders_per_node = {node: sum(bool(c.state_parts) for c in workers) for node, workers in by_node.items()}
+    holders_per_node = {node: sum(is_holder[c.worker_id] for c in workers) for node, workers in by_node.items()}
     workers_per_node = {node: len(workers) for node, workers in by_node.items()}
     counts = (
         _count_members_per_node(holders_per_node, workers_per_node, world_size, group_size)

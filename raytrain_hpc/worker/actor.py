@@ -64,6 +64,7 @@ class WorkerActor:
         """
         import torch
 
+        from raytrain_hpc.checkpoint.local_directory import has_local_files
         from raytrain_hpc.distributed.network_interface import choose_interface
         from raytrain_hpc.distributed.process_groups import set_network_interface
         from raytrain_hpc.training.builder import configure_torch
@@ -87,6 +88,7 @@ class WorkerActor:
             "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if use_cuda else None,
             "gpu_ids": ray.get_gpu_ids() if use_cuda else [],
             "pulse": str(self._heartbeat.path),
+            "has_local_files": has_local_files(config),
             "began": self._start_unix,
             "imported": self._imported_unix,
             **describe_process(),

@@ -51,7 +51,8 @@ ALLOWED_IMPORTS = {
     "optim": "errors torch_private config state",
     "training": "errors storage callbacks torch_private config planner elastic state model parallel snapshot "
     "distributed data runtime checkpoint observability optim",
-    "worker": "errors storage config planner elastic state parallel snapshot distributed data runtime training",
+    "worker": "errors storage config planner elastic state parallel snapshot distributed data runtime checkpoint "
+    "training",
     "driver": "errors background_thread storage callbacks ray_private config planner elastic state distributed data "
     "runtime checkpoint observability optim training worker",
     "run_report": "errors storage config observability driver",

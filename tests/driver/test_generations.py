@@ -53,7 +53,8 @@ def write_checkpoint(spec: Any, step: int) -> dict[str, Any]:
     state = StateShard("model.w", (2,), get_dtype_name(tensor.dtype), Box.from_shape((2,)), tensor)
     staging = CheckpointStore(Path(spec.config.run.dir) / "checkpoints").create_staging(step, spec.generation)
     report = write_shard(staging / get_shard_name(0), [state])
-    return {"type": "shard", "rank": 0, "generation": spec.generation, "step": step, "shard": report.to_json()}
+    header = {"type": "shard", "tier": "run", "rank": 0, "generation": spec.generation, "step": step}
+    return {**header, "shard": report.to_json()}
 
 
 class FakeWorkerGroup:
