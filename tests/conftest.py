@@ -45,6 +45,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "driver/test_storage_outage",
     "driver/test_nodes_without_a_common_directory",
     "driver/test_two_nodes",
+    "driver/test_local_tier",
     "examples/test_attached_loop",
     "examples/test_custom_module",
     "examples/test_elastic_scripts",

@@ -138,7 +138,8 @@ def test_a_slow_upload_delays_no_local_checkpoint_and_survives_the_deletion_of_i
     writer = AsyncCheckpointWriter(reports.append, "host")
     writer.save(make_state(1.0), tmp_path / "run-1", 1, wait=False, local_path=tmp_path / "local-1")
     writer.save(make_state(2.0), None, 2, wait=False, local_path=tmp_path / "local-2")
-    assert writer.finish(timeout=5) is False, "the upload is in progress"
+    while len(reports) < 2:
+        assert writer.finish(timeout=0.01) is False, "the upload is in progress"
     assert [(report["step"], report["tier"]) for report in reports] == [(1, "local"), (2, "local")]
     assert load_file(tmp_path / "local-2")["w[0:1000]"].sum() == 2000
     (tmp_path / "local-1").unlink()

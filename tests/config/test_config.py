@@ -170,6 +170,9 @@ def test_python_keyword_key_is_written_without_underscore() -> None:
         ("parallel.zero=4", "must be one of the stages 0, 1, 2 and 3"),
         ("run.dir=", "needs a directory"),
         ("profiler.steps=[3, 3]", "first < end"),
+        ("checkpoint.local_dir=nvme/checkpoints", "needs an absolute path; it may begin with ~ or $VARIABLE"),
+        ("checkpoint.local_keep=0", "needs at least 1"),
+        ("checkpoint.upload_interval=20", "needs checkpoint.local_dir, which holds the checkpoints in between"),
     ],
 )
 def test_invalid_setting_is_a_one_line_error_with_key_origin_and_remedy(word: str, remedy: str) -> None:
@@ -193,3 +196,17 @@ def test_invalid_file_is_named_in_the_error(tmp_path: Path, text: str) -> None:
 
 def test_missing_file_is_named_in_the_error(tmp_path: Path) -> None:
     assert "none.yaml" in str(expect_config_error(path=tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("interval", "remedy"),
+    [
+        ("auto", "needs checkpoint.interval as a number of steps that divides it, not auto; or set this to auto"),
+        ("0", "needs checkpoint.interval as a number of steps that divides it, not 0"),
+        ("8", "must be a multiple of checkpoint.interval=8; 24 would"),
+    ],
+)
+def test_an_upload_interval_is_a_multiple_of_the_interval(interval: str, remedy: str) -> None:
+    words = ["checkpoint.local_dir=$DISK", "checkpoint.upload_interval=20", f"checkpoint.interval={interval}"]
+    assert remedy in str(expect_config_error(*words))
+    assert load_config(None, [*words, "checkpoint.interval=10"]).checkpoint.publish_interval == 20

@@ -29,7 +29,7 @@ class TwoNodeCluster:
     """Handle of the cluster. `env` is the environment of a driver on it; drivers run on the first node.
 
     `stored`: the head keeps its state in Redis, so that it survives a restart of the head. `cpus`: of each node
-    at the start. The environment of a node that is added has NODE_NUMBER, counted from 1 for the first.
+    at the start. The environment of a node has NODE_NUMBER, counted from 1 for the first.
     """
 
     def __init__(self, *, stored: bool = False, cpus: Sequence[int] = (CPUS, CPUS)) -> None:
@@ -118,7 +118,10 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    nodes: list[Any] = [cluster.add_node(num_cpus=int(cpus), **LEAN_HEAD) for cpus in sys.argv[1].split(",")]
+    nodes: list[Any] = [
+        cluster.add_node(num_cpus=int(cpus), env_vars={"NODE_NUMBER": str(number)}, **LEAN_HEAD)
+        for number, cpus in enumerate(sys.argv[1].split(","), 1)
+    ]
     num_started = len(nodes)
     cluster.wait_for_nodes(timeout=60)
     print(cluster.address, flush=True)
