@@ -108,7 +108,7 @@ def test_a_killed_driver_is_resumed_from_another_directory(runs_on_any_server, r
     assert runs.read_curve() == reference_curve
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted", "manifest deleted"])
+@pytest.mark.parametrize("damage", ["bit flipped", "truncated", "deleted", "manifest deleted"])
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_resumed(
     runs_on_any_server, reference_curve, damage
 ) -> None:
@@ -118,15 +118,31 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_resumed(
     assert newest > 16
     folder = f"runs/demo/checkpoints/step-{newest:08d}"
     (shard,) = runs.s3.list_keys(f"{folder}/g1")
-    if damage == "truncated":
+    if damage == "bit flipped":  # found by the rank that reads the block
+        content = bytearray(runs.s3.read(shard))
+        content[-40] ^= 1
+        runs.s3.write(shard, bytes(content))
+    elif damage == "truncated":
         runs.s3.write(shard, runs.s3.read(shard)[:-40])
     else:
         runs.s3.delete(shard if damage == "deleted" else f"{folder}/manifest.json")
     code, output = runs.train()
     assert code == 0 and f"resumed from {URL}/checkpoints/step-00000016" in output, output
+    assert ("the block at byte 0 does not match the manifest" in output) == (damage == "bit flipped")
     # Without a manifest the files are not a checkpoint: so are those of a driver that was killed before publishing.
     assert ("damaged checkpoint skipped" in output) == (damage != "manifest deleted")
     assert runs.read_curve() == reference_curve
+
+
+def test_a_killed_driver_is_resumed_from_node_local_checkpoints(runs, reference_curve, tmp_path) -> None:
+    tier = [f"checkpoint.local_dir={tmp_path}/nvme", "checkpoint.upload_interval=12"]
+    kill = "self.wait_for_checkpoints(); os.kill(os.getpid(), signal.SIGKILL)"
+    assert runs.train(*tier, patch=after(18, kill))[0] == -signal.SIGKILL
+    assert runs.list_checkpoints() == [12]
+    code, output = runs.train(*tier)
+    assert code == 0 and "resumed from local checkpoint step-00000016-g1: step 16 of 24" in output, output
+    assert runs.read_curve() == reference_curve and runs.list_checkpoints() == [12, 24]
+    assert not runs.s3.list_keys("runs/demo/local_checkpoints/") and not list((tmp_path / "nvme").iterdir())
 
 
 def test_with_every_third_request_failing_the_run_is_the_same(runs, reference_curve) -> None:
