@@ -56,7 +56,8 @@ class WorkerGroup(Protocol):
         step. `poll_regroup` is called repeatedly; a request from it ends the generation at a step boundary.
 
         Returns "done", "stopped" (saved), "paused" (the state is in memory), or "lost" (no rank holds part of the
-        state). Raises WorkerFailedError if a rank failed; the surviving workers remain candidates.
+        state). Raises WorkerFailedError if a rank failed, and CheckpointCorruptedError if one has found the checkpoint
+        to resume from damaged; the surviving workers remain candidates.
         """
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:

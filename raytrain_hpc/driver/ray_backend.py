@@ -28,7 +28,7 @@ from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fau
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart, compute_state_partition
 from raytrain_hpc.elastic.watchdog import Suspect, is_deadlocked
-from raytrain_hpc.errors import RaytrainError, WorkerFailedError
+from raytrain_hpc.errors import CheckpointCorruptedError, RaytrainError, WorkerFailedError
 from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
@@ -130,10 +130,7 @@ class RayWorkerGroup:
         stop_event: threading.Event,
         poll_regroup: Callable[[], RegroupRequest],
     ) -> str:
-        """Run one generation until all its ranks have ended; return "done", "stopped", "lost" or "paused".
-
-        Raises WorkerFailedError for the root cause of a failure, or a RaytrainError that a worker raised.
-        """
+        """Run one generation; see `WorkerGroup`. Raises the root cause of a failure, or a worker's RaytrainError."""
         self._launch_generation(spec, on_record)
         pending, stopping, pausing = list(self._rank_of_run), False, False
         throttle = Throttle(_POLL_INTERVAL_S)
@@ -257,6 +254,8 @@ class RayWorkerGroup:
             return self._build_failure(rank, "raised", extract_last_line(error))
         except RayError as error:
             return self._build_failure(rank, "died", describe_actor_death(error))
+        if outcome.outcome == "damaged":
+            return CheckpointCorruptedError(outcome.reason)
         if outcome.outcome == "differs":
             return self._build_failure(
                 rank, "corrupt" if rank in outcome.divergent_ranks else "replicas differ", outcome.reason

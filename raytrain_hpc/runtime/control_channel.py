@@ -27,12 +27,13 @@ class GenerationOutcome:
 
     Outcomes. done, stopped: ended as requested, after a save. paused: ended at a step boundary, to continue in another
     generation. broken: an error was raised, see `reason`. lost: no rank holds some part of the state to restore.
-    differs: replicas are not equal; `divergent_ranks` disagree with the majority, if there is one.
+    damaged: the checkpoint to resume from is, see `reason`. differs: replicas are not equal; `divergent_ranks` disagree
+    with the majority, if there is one.
 
     `steps`: steps of which this rank's state is in memory; `replica_steps`: the same for replicas of other ranks.
     """
 
-    outcome: Literal["done", "stopped", "paused", "broken", "lost", "differs"]
+    outcome: Literal["done", "stopped", "paused", "broken", "lost", "damaged", "differs"]
     reason: str = ""
     steps: tuple[int, ...] = ()
     replica_steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

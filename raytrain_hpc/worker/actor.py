@@ -14,7 +14,7 @@ import ray
 
 from raytrain_hpc.distributed.flight_recorder import enable_flight_recorder, read_calls
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
-from raytrain_hpc.errors import RaytrainError, StateLostError
+from raytrain_hpc.errors import CheckpointCorruptedError, RaytrainError, StateLostError
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.worker.malloc import use_single_malloc_arena
 
@@ -142,6 +142,8 @@ class WorkerActor:
             outcome = GenerationOutcome(self._train(spec, rank, rendezvous, feeder))
         except StateLostError as error:
             outcome = GenerationOutcome("lost", str(error))
+        except CheckpointCorruptedError as error:  # not raised: its traceback would keep the process groups alive
+            outcome = GenerationOutcome("damaged", str(error))
         except RaytrainError:
             raise
         except ReplicaMismatchError as error:
