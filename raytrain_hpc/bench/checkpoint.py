@@ -36,8 +36,8 @@ def run(rounds: int, url: str | None = None) -> Table:
         f"tok/s: {INTERVAL} steps during which a checkpoint is staged and written; peer: the {INTERVAL} steps before "
         "and after them in the same run, without a checkpoint; change: throughput lost",
         "save and load: weights and AdamW state in one process, alternating; peer: torch.distributed.checkpoint, on S3 "
-        "with the S3 connector for PyTorch; the platform also computes checksums, syncs and publishes; choose and load: "
-        "as a run resumes, with all that is loaded verified; change: the platform's time over the peer's, minus 1",
+        "with the S3 connector for PyTorch; the platform also computes checksums, syncs and publishes; choose and "
+        "load: as a run resumes, verified; change: the platform's time over the peer's, minus 1",
         "medians",
     ]
     return table
