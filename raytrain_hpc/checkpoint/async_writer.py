@@ -45,12 +45,14 @@ class AsyncCheckpointWriter:
         *,
         wait: bool,
         local_path: Path | None = None,
+        pre_write: Callable[[], None] = lambda: None,
     ) -> float:
         """Start writing `shards` to `path`. Return the seconds for which the caller was blocked.
 
         The content is that of the tensors at the time of the call. They must not change before `wait_for_staging` has
         returned. A write in progress is waited for first; with `wait`, this one is too. With `local_path`, the file is
         written there and, unless `path` is None, uploaded from there: the next save waits only for the upload before.
+        `pre_write`: called in the writing thread first, to make room.
         """
         start = time.monotonic()
         self._finish_write()
@@ -59,7 +61,10 @@ class AsyncCheckpointWriter:
         # A daemon thread, so that a file server that does not respond cannot block the exit of the interpreter. A file
         # cut short by the exit has not been reported and is therefore never published.
         self._thread = threading.Thread(
-            target=self._write, args=(copies, path, local_path, step), name="checkpoint-writer", daemon=True
+            target=self._write,
+            args=(copies, path, local_path, step, pre_write),
+            name="checkpoint-writer",
+            daemon=True,
         )
         self._thread.start()
         if wait:
@@ -80,8 +85,7 @@ class AsyncCheckpointWriter:
         self._buffer.synchronize()
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the write in progress, and as long for an upload. Return whether all have
-        finished.
+        """Wait for the write and the upload in progress, each at most `timeout` seconds. Return whether they are done.
 
         Raises the exception, other than OSError, of an earlier write.
         """
@@ -98,9 +102,20 @@ class AsyncCheckpointWriter:
             raise error
         return True
 
-    def _write(self, copies: Sequence[StateShard], path: Location | None, local_path: Path | None, step: int) -> None:
+    def _write(
+        self,
+        copies: Sequence[StateShard],
+        path: Location | None,
+        local_path: Path | None,
+        step: int,
+        pre_write: Callable[[], None],
+    ) -> None:
         """Write one file and report it; upload it if it is local. Runs in the writing thread."""
         self._local_file = None
+        try:
+            pre_write()
+        except Exception as error:
+            self._error = error
         if local_path is not None:
             report = self._write_file(copies, local_path, step, "local")
             self._local_file = None if report is None else (local_path, report)

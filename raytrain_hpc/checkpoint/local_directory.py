@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from raytrain_hpc.storage.location import make_absolute
 
 _NAME_PATTERN = re.compile(r"step-(\d+)-g(\d+)")
 _DIGEST_DIGITS = 12
+_THREADS = 4  # that verify files of a node
 
 
 def get_local_name(step: int, generation: int) -> str:
@@ -71,11 +73,10 @@ class LocalDirectory:
         `read`: compare the whole content with the checksum, and not only the size.
         """
         path, find_problem = self.root / name, find_file_problem if read else _find_size_problem
-        return {
-            file: find_problem(path / file, checksum) or ""
-            for file, checksum in files.items()
-            if (path / file).exists()
-        }
+        present = [file for file in files if (path / file).exists()]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            problems = pool.map(find_problem, (path / file for file in present), (files[file] for file in present))
+            return {file: problem or "" for file, problem in zip(present, problems, strict=True)}
 
     def prune(self, step: int, keep: int) -> None:
         """Delete the checkpoints of this node that are older than the newest `keep` ones before `step`.
@@ -90,9 +91,9 @@ class LocalDirectory:
             _remove(by_step[old_step])
 
     def remove_leftovers(self, kept_names: Collection[str], generation: int) -> None:
-        """Delete checkpoints of earlier generations that the catalog does not list, such as unfinished ones.
+        """Delete checkpoints of generations before `generation` that the catalog does not list, such as partial ones.
 
-        Call at the start of `generation`.
+        Call at the start of a generation.
         """
         _remove(path for path, (_, of) in self._list().items() if of < generation and path.name not in kept_names)
 

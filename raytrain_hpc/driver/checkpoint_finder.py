@@ -21,7 +21,7 @@ from raytrain_hpc.runtime.worker_spec import LocalCheckpoint
 from raytrain_hpc.storage.location import Location
 
 _LIST_TIMEOUT_S = 30.0  # for a node to list its files
-_READ_BYTES_PER_S = 50e6  # of a slow disk: a node that reads its files slower than that is taken for lost
+_READ_BYTES_PER_S = 100e6  # of a slow disk that holds all files: a node that takes longer is taken for lost
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class Checkpointer:
         self._rank = context.rank
         self._local = LocalDirectory.open(spec.config) if self._config.local_dir else None
         if self._local is not None and spec.memory_step is None:
-            self._local.remove_leftovers(spec.listed_local_checkpoints, spec.generation)
+            # Of a fresh start, no rank writes before all are here: what is of this generation is that of another run.
+            before = spec.generation + 1 if spec.is_fresh_start else spec.generation
+            self._local.remove_leftovers(spec.listed_local_checkpoints, before)
         # A bound method would form a reference cycle, which keeps the state and its file on disk alive after the run.
         self._report = partial(_emit_report, emit, context.rank, spec.generation)
         self._emit = emit
@@ -91,7 +93,8 @@ class Checkpointer:
         path, local_path = self._create_path(step) if publish else None, self._create_local_path(step)
         if path is None and local_path is None:
             return 0.0
-        return self._writer.save(self._shards, path, step, wait=not self._config.async_, local_path=local_path)
+        wait, pre_write = not self._config.async_, partial(self._prune_local, step)
+        return self._writer.save(self._shards, path, step, wait=wait, local_path=local_path, pre_write=pre_write)
 
     def publish(self, step: int) -> None:
         """Write the checkpoint of `step`, the last that was saved, to the run directory as well unless it is there."""
@@ -114,19 +117,20 @@ class Checkpointer:
             return None
 
     def _create_local_path(self, step: int) -> Path | None:
-        """Return the path of this rank's file in node-local storage, or None without it or after a reported error.
-
-        Old checkpoints of the node are deleted first.
-        """
+        """Return the path of this rank's file in node-local storage, or None without it or after a reported error."""
         if self._local is None:
             return None
-        self._local.prune(step, self._config.local_keep)
         try:
             return self._local.create(step, self._generation) / get_shard_name(self._rank)
         except OSError as error:
             problem = f"{self._local.root} cannot be created: {error.strerror}"
             self._report({"step": step, "tier": "local", "error": problem, "seconds": 0.0})
             return None
+
+    def _prune_local(self, step: int) -> None:
+        """Delete old checkpoints of the node before that of `step` is written. Deleting large files takes time."""
+        if self._local is not None:
+            self._local.prune(step, self._config.local_keep)
 
     def label(self, step: int, labels: Sequence[str]) -> None:
         """Give labels to the checkpoint of `step`, when it is published: the newest of each label is kept.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raytrain_hpc.config.loader import load_config
@@ -75,6 +77,14 @@ def test_workers_without_state_do_not_affect_the_step() -> None:
 def test_workers_with_state_are_preferred_to_spares() -> None:
     membership = plan_membership(make_config(), BATCH, parse_workers("b: a: a:4 b:4 b:4"), max_workers=3)
     assert membership is not None and membership.members == (2, 3, 4)
+
+
+def test_nodes_with_local_checkpoints_are_preferred_unless_there_is_state_in_memory() -> None:
+    for memory, members in (("", (1, 2)), ("4", (0, 2))):  # of workers 0 and 2
+        workers = parse_workers(f"a:{memory} b: c:{memory}")
+        workers = [replace(worker, has_local_files=worker.worker_id > 0) for worker in workers]
+        membership = plan_membership(make_config(), BATCH, workers, max_workers=2)
+        assert membership is not None and membership.members == members
 
 
 def test_world_size_stays_between_minimum_and_maximum() -> None:
