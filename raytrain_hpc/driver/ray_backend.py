@@ -106,7 +106,7 @@ class RayWorkerGroup:
                 worker.slowdown,
                 bool(draining_nodes & {node_id, self._health.local_node}),
                 worker.info["rack"],
-                worker.info["has_local_files"],
+                worker.info.get("has_local_files", False),
             )
             for worker in self._pool.ready
         ]
