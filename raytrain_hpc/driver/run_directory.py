@@ -71,13 +71,19 @@ class RunDirectory:
         if tokenizer is not None:
             self._write_atomically(self.tokenizer, _to_json(tokenizer))
 
-    def write_workers(self, generation: int, layout: Layout, infos: Sequence[dict[str, Any]]) -> None:
-        """Write the workers of a generation, from the host facts of its ranks. The versions are those of rank 0."""
+    def write_workers(
+        self, generation: int, layout: Layout, infos: Sequence[dict[str, Any]], preferred_run: str = ""
+    ) -> None:
+        """Write the workers of a generation, from the host facts of its ranks. The versions are those of rank 0.
+
+        `preferred_run`: another run that has devices which this one would use.
+        """
         keys = ("rank", "pid", "node", "node_id", "host", "cpu", "device", "memory_gib")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
         ]
-        content = {"generation": generation, "versions": infos[0]["versions"], "workers": workers}
+        content = {"generation": generation, "versions": infos[0]["versions"], "preferred_run": preferred_run}
+        content |= {"workers": workers}
         self._write_atomically(self.path / "workers.json", _to_json(content))
 
     def append_sample(self, step: int, prompt: str, answer: str) -> None:
