@@ -51,6 +51,7 @@ def run_sweep(
         ModelError: `arguments` cannot be pickled.
     """
     stop = threading.Event()
+    Lease.wait_until_available(plan.directory, log)
     lease = Lease.acquire(plan.directory, owner=plan.config.run.name)
     try:
         recorded = plan.record.load()
