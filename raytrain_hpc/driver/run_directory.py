@@ -146,11 +146,12 @@ def open_run_directory(run_dir: str | Path, alarm: Callable[[str], None]) -> Run
     return _download(run_dir, alarm, None)
 
 
-def read_run_directory(run_dir: str | Path) -> RunDirectory:
+def read_run_directory(run_dir: str | Location) -> RunDirectory:
     """Return any run directory, of which files from an object store are downloaded to a directory of their own.
 
     That is removed with the result. Raises as `open_run_directory` does.
     """
+    run_dir = str(run_dir)
     if not is_url(run_dir):
         return RunDirectory(Path(run_dir).expanduser())
     working_path = Path(tempfile.mkdtemp(prefix="raytrain-read-"))

@@ -45,7 +45,7 @@ class RunRecord:
         return self.metrics[-1] if self.metrics else {}
 
 
-def read_run(run: str | Path | RunDirectory) -> RunRecord:
+def read_run(run: str | Location | RunDirectory) -> RunRecord:
     """Read the directory of a finished or a running run. Raises RunDirectoryError if it is no run directory."""
     directory = run if isinstance(run, RunDirectory) else read_run_directory(run)
     if not directory.config.exists():
