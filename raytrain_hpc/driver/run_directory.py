@@ -30,7 +30,8 @@ class RunDirectory:
 
     config.yaml      all settings, resolved
     plan.json        layout, microbatches, number of parameters, estimated memory and step time, unix time of this start
-    workers.json     the current generation: versions that rank 0 runs; host, device and coordinates of each rank
+    workers.json     the current generation: versions that rank 0 runs; host, device and coordinates of each rank;
+                     another run that has devices of this one
     metrics.jsonl    metrics of each committed step (observability/metrics.py)
     incidents.jsonl  failures and what they cost (driver/incident_log.py)
     samples.jsonl    text sampled from checkpoints: step, prompt, answer

@@ -20,7 +20,7 @@ from tests.driver.following_run import FOLLOWING, FollowingRun
 from tests.driver.throttle import throttle
 from tests.driver.two_node_cluster import TwoNodeCluster
 
-SLOTS, URGENT_SLOTS, URGENT_STEPS = 4, 2, 60
+SLOTS, URGENT_SLOTS, URGENT_STEPS = 4, 2, 40
 PATIENT = ["data.engine=local", "fault.stall_timeout=20"]  # a busy machine is no fault
 
 OBSERVER = """
@@ -79,12 +79,12 @@ class SharedCluster:
         return FollowingRun(self.cluster, self.directory / f"urgent{number}", *words, *throttle(URGENT_SLOTS), *PATIENT)
 
     def kill_coordinator(self) -> None:
-        """Kill the process of the coordinator."""
+        """Kill the process of the coordinator of this cluster."""
         processes = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-        mine = [process for process in processes if "RunCoordinator" in process.info["cmdline"][0]]
-        for process in mine:
-            if process.environ().get("RAY_AUTH_TOKEN") == self.cluster.env["RAY_AUTH_TOKEN"]:
-                process.kill()
+        coordinators = [process for process in processes if "RunCoordinator" in process.info["cmdline"][0]]
+        token = self.cluster.env["RAY_AUTH_TOKEN"]
+        (mine,) = [process for process in coordinators if process.environ().get("RAY_AUTH_TOKEN") == token]
+        mine.kill()
 
     def measure(self, urgent: FollowingRun) -> HandOver:
         """Return how long the hand-overs to a run that has ended, and from it, have taken."""
