@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from raytrain_hpc.worker.actor import WorkerActor
 _log = logging.getLogger(__name__)
 _MAX_START_ATTEMPTS = 3  # consecutive failures to start a replacement, after which no more are started
 _REPLACEMENT_DELAY_S = 1.0  # a start takes a CPU for seconds: let the surviving ranks resume first
+_RECALL_TIMEOUT_S = 10.0
 _REFILL_INTERVAL_S = 0.5  # between two looks whether a vacant slot may be filled
 
 WorkerInfo = dict[str, Any]
@@ -70,6 +72,20 @@ def call_on_nodes(workers: Sequence[Worker], function: Callable[[], T], timeout_
                 raise cause from error
             _log.warning("a worker did not answer: %s", describe_actor_death(error))
     return results
+
+
+def recall_metrics(workers: Sequence[Worker], after_step: int, until_step: int) -> list[dict[str, Any]]:
+    """Return the metrics of steps after `after_step` from the memory of the first worker that reached `until_step`."""
+    for worker in workers:
+        if any(state.step >= until_step for state in worker.states):
+            try:
+                recalled: list[dict[str, Any]] = ray.get(
+                    worker.actor.recall.remote(after_step), timeout=_RECALL_TIMEOUT_S
+                )
+                return [metrics for metrics in recalled if metrics["step"] <= until_step]
+            except RayError:
+                continue
+    return []
 
 
 @dataclass(frozen=True)
@@ -147,6 +163,10 @@ class ActorPool:
     def count_slots_by_node(self) -> dict[str, int]:
         """Return the number of slots on each node, of a run that follows the cluster."""
         return self._reservations.count_by_node()
+
+    def count_slots(self) -> int:
+        """Return the number of slots that are reserved."""
+        return len(self._reservations.slots)
 
     def get_reservation_time(self, node_id: str) -> float:
         """Return when slots on a node were last reserved, in monotonic seconds; 0 if they were not."""
@@ -229,6 +249,23 @@ class ActorPool:
         for worker in [worker for worker in self.ready if worker.info["node_id"] == node_id]:
             self.replace_worker(worker)
         self._release({slot for slot in self._reservations.slots if slot.node_id == node_id})
+
+    def release_surplus(self, count: int, members: Sequence[Worker]) -> None:
+        """Release slots until the run holds `count`, none in which one of `members` runs. Ends the workers in them.
+
+        Those on nodes with few members come first, so that whole nodes become free.
+        """
+        surplus = len(self._reservations.slots) - count
+        if surplus <= 0:
+            return
+        occupied = {worker.slot for worker in members}
+        num_members = Counter(slot.node_id for slot in occupied)
+        unused = [slot for slot in self._reservations.slots if slot not in occupied]
+        released = set(sorted(unused, key=lambda slot: (num_members[slot.node_id], slot.node_id))[:surplus])
+        for worker in [worker for worker in self.ready if worker.slot in released]:
+            self.ready.remove(worker)
+            ray.kill(worker.actor, no_restart=True)
+        self._release(released)
 
     def _reserve_on_nodes(self, count: int, nodes: Sequence[NodeCapacity]) -> list[Slot]:
         """Reserve slots on nodes until there are `count` on those that stay, and return the new slots."""
