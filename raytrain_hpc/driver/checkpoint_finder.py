@@ -76,7 +76,7 @@ class CheckpointFinder:
         is faster. Raises CheckpointError if no checkpoint is valid, or if storage does not answer.
         """
         names = self.listed_local_names = () if self._catalog is None else tuple(self._catalog.list_names())
-        newest_listed = max(self._store.list_steps(), default=0)
+        newest_listed = max(self._store.list_steps(), default=0) if names else 0
         if (local := self._find_local(names, newest_listed, workers, infos)) is not None:
             return local
         try:

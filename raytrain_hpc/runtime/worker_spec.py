@@ -93,6 +93,11 @@ class WorkerSpec:
         return self.memory_step is None and self.resume_step is None
 
     @property
+    def is_start_unpublished(self) -> bool:
+        """Whether run.dir may have no checkpoint of the start step: it comes from memory or node-local storage."""
+        return self.memory_step is not None or self.local_checkpoint is not None
+
+    @property
     def start_step(self) -> int:
         """Number of committed steps when this generation begins."""
         return self.resume_step or 0 if self.memory_step is None else self.memory_step

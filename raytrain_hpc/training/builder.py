@@ -195,7 +195,7 @@ def _build_metrics(
 
 def _get_pending_work(spec: WorkerSpec) -> PendingWork:
     return PendingWork(
-        spec.pending_eval_metrics, spec.has_pending_checkpoint, spec.start_metrics, spec.memory_step is not None
+        spec.pending_eval_metrics, spec.has_pending_checkpoint, spec.start_metrics, spec.is_start_unpublished
     )
 
 

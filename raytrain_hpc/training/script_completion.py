@@ -75,9 +75,8 @@ class ScriptCompletion:
         self.callbacks.context.step = step
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
-        is_from_memory = self.spec.memory_step is not None
         is_requested = requests.save or requests.stop or self.progress.requested_step == step > 0
-        if self.spec.has_pending_checkpoint or (is_from_memory and is_requested):
+        if self.spec.has_pending_checkpoint or (self.spec.is_start_unpublished and is_requested):
             self._save(step, requests, publish=True)
         self.timer = StepTimer()
         return "done" if requests.stop else None

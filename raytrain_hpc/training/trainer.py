@@ -35,14 +35,14 @@ class PendingWork:
     """Work of the start step that an earlier generation or process did not finish, to be done before the first step.
 
     `eval_metrics`: metrics of that step, if its evaluation was due and they lack a validation loss. `checkpoint`: its
-    checkpoint was due and has not been published; only if the state was recovered from memory. `start_metrics`: metrics
-    of that step, if known, for work that callbacks requested. `is_from_memory`: the state was recovered from memory.
+    checkpoint was due and has not been published; only if the state is not from run.dir. `start_metrics`: metrics of
+    that step, if known, for work that callbacks requested. `is_unpublished`: the state is not from run.dir.
     """
 
     eval_metrics: Record | None = None
     checkpoint: bool = False
     start_metrics: Record | None = None
-    is_from_memory: bool = False
+    is_unpublished: bool = False
 
 
 @dataclass
@@ -240,7 +240,7 @@ class Trainer:
 
     def _should_save_at_start(self, requests: CallbackRequests) -> bool:
         """Return whether a checkpoint of the start step is missing that was due, or that callbacks ask for."""
-        return self.pending.checkpoint or (self.pending.is_from_memory and (requests.save or requests.stop))
+        return self.pending.checkpoint or (self.pending.is_unpublished and (requests.save or requests.stop))
 
 
 @dataclass

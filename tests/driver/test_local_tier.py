@@ -145,13 +145,13 @@ def test_local_files_give_the_same_bits_as_the_run_directory(pool: WarmPool, tmp
 def test_two_nodes_continue_from_their_own_disks(pool: WarmPool, tmp_path: Path) -> None:
     """The driver is killed between two checkpoints of the run directory; each node has the files of its ranks."""
     run_dir = tmp_path / "run"
-    words = [*ELASTIC, "parallel.zero=3", "cluster.workers=4", "lr_scheduler.name=constant", "checkpoint.interval=2"]
+    words = [*ELASTIC, "parallel.zero=3", "cluster.workers=2", "lr_scheduler.name=constant", "checkpoint.interval=2"]
     tier = [f"checkpoint.local_dir={tmp_path}/disk-$NODE_NUMBER", "checkpoint.upload_interval=100"]
     command = [sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words, *tier]
     reference = [curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *words))[0])]
-    cluster = TwoNodeCluster()
+    cluster = TwoNodeCluster(cpus=(1, 1))
     try:
-        process = subprocess.Popen([*command, *throttle(4)], env=cluster.env, cwd=tmp_path, stdout=subprocess.PIPE)
+        process = subprocess.Popen([*command, *throttle(2)], env=cluster.env, cwd=tmp_path, stdout=subprocess.PIPE)
         deadline = time.monotonic() + 120
         while len(LocalCatalog(run_dir).list_names()) < 2:
             assert process.poll() is None and time.monotonic() < deadline
