@@ -40,17 +40,11 @@ class Checkpointer:
         spec: WorkerSpec,
         emit: Callable[[Record], None],
     ):
-        """Initialize the writer, and clean the node's local storage if the generation starts from a checkpoint.
-
-        Raises CheckpointError if `checkpoint.local_dir` is no path on this node.
-        """
+        """Initialize. Raises CheckpointError if `checkpoint.local_dir` is no path on this node."""
         self._store, self._generation, self._config = store, spec.generation, spec.config.checkpoint
+        self._spec = spec
         self._rank = context.rank
         self._local = LocalDirectory.open(spec.config) if self._config.local_dir else None
-        if self._local is not None and spec.memory_step is None:
-            # Of a fresh start, no rank writes before all are here: what is of this generation is that of another run.
-            before = spec.generation + 1 if spec.is_fresh_start else spec.generation
-            self._local.remove_leftovers(spec.listed_local_checkpoints, before)
         # A bound method would form a reference cycle, which keeps the state and its file on disk alive after the run.
         self._report = partial(_emit_report, emit, context.rank, spec.generation)
         self._emit = emit
@@ -58,6 +52,17 @@ class Checkpointer:
         self._writer = AsyncCheckpointWriter(self._report, socket.gethostname())
         self._last_time, self._last_step = spec.last_checkpoint_time or time.time(), 0
         self._is_last_published = False
+
+    def remove_leftovers(self) -> None:
+        """Clean the node's local storage if the generation starts from a checkpoint or initial weights.
+
+        Call before the first step.
+        """
+        spec = self._spec
+        if self._local is not None and spec.memory_step is None:
+            # In a fresh start, no rank writes before all are here: files of this generation are those of another run.
+            before = spec.generation + 1 if spec.is_fresh_start else spec.generation
+            self._local.remove_leftovers(spec.listed_local_checkpoints, before)
 
     def is_time_due(self) -> bool:
         """Return whether `checkpoint.interval=auto` asks for a checkpoint, by this rank's clock.

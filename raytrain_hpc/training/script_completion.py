@@ -72,6 +72,7 @@ class ScriptCompletion:
     def begin(self) -> TrainOutcome | None:
         """Do what an interruption of the start step left undone. Return "done" if a callback has ended training."""
         step = self.spec.start_step
+        self.checkpointer.remove_leftovers()
         self.callbacks.context.step = step
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))

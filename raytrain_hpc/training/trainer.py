@@ -223,6 +223,7 @@ class Trainer:
     def _begin(self, step: int) -> TrainOutcome | None:
         """Call `pre_train`, and do what an interruption after step `step` left undone. Return as `_after_step` does."""
         pending = self.pending
+        self.checkpointer.remove_leftovers()
         self.callbacks.context.step = step
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))

@@ -33,6 +33,7 @@ def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
         batching=Batching(1, 1),
         model_spec=_shrink_model(spec.model_spec),
         resume_step=None,
+        local_checkpoint=None,
         memory_step=None,
         init_checkpoint=None,
         end_step=1,
@@ -47,6 +48,7 @@ def run_warmup_step(spec: WorkerSpec, device: torch.device) -> None:
     train.global_batch_size, train.seq_len, train.compile = 1, min(train.seq_len, _MAX_SEQ_LEN), False
     tiny.config.optimizer.groups = []  # of parameters that the tiny model may lack
     tiny.config.fault.inject = []
+    tiny.config.checkpoint.local_dir = ""
     tiny.config.profiler.name = "none"
     trainer = build_trainer(tiny, 0, device, None, ControlChannel())
     trainer.train_step(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from raytrain_hpc.checkpoint.local_directory import LocalDirectory
+from raytrain_hpc.runtime.worker_spec import LocalCheckpoint
 from raytrain_hpc.training.warmup import run_warmup_step
 from tests.parallel.layout_run import GPT2, LLAMA
 from tests.warm_pool import WarmPool, make_small_config, make_worker_spec
@@ -40,3 +43,14 @@ def test_every_kind_of_model_warms_up_alone_and_leaves_no_files(pool: WarmPool, 
     config = make_small_config(tmp_path / "run", *SETTINGS[name])
     spec = make_worker_spec(config, int(config.cluster.workers), steps_to=5)
     assert pool.call(warm_up_twice, 1, spec) == [[]]
+
+
+def test_a_replacement_leaves_the_checkpoints_of_its_node_alone(pool: WarmPool, tmp_path: Path) -> None:
+    """It warms up with the generation that has failed, which may have started from a local checkpoint or afresh."""
+    config = make_small_config(tmp_path / "run", "checkpoint.local_dir=" + str(tmp_path / "nvme"))
+    directory = LocalDirectory.open(config)
+    directory.create(4, 1)
+    spec = make_worker_spec(config, 1, steps_to=5)
+    for local_checkpoint in (None, LocalCheckpoint("step-00000004-g1", (("rank-00000.safetensors",),))):
+        spec = replace(spec, local_checkpoint=local_checkpoint)
+        assert pool.call(warm_up_twice, 1, spec) == [[]] and directory.list_names() == ["step-00000004-g1"]
