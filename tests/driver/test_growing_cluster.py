@@ -37,8 +37,8 @@ FOLLOWING = ["cluster.workers=auto", "cluster.cpus_per_worker=1", "cluster.resiz
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodeCluster]:
-    nodes = TwoNodeCluster(cpus=[1])
+def cluster(ray_python: Path) -> Iterator[TwoNodeCluster]:
+    nodes = TwoNodeCluster(cpus=[1], python=ray_python)
     yield nodes
     nodes.close()
 
