@@ -20,6 +20,7 @@ from tests.warm_ray_workers import WarmRayWorkers, use_python
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
 if TYPE_CHECKING:
     from raytrain_hpc.storage.object_path import ObjectPath
+    from tests.driver.cli_process import CliRunner
     from tests.storage.s3_server import S3Server
     from tests.training.elastic_runs import RunOnce
 
@@ -122,6 +123,16 @@ def run_once(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory) -> RunOnc
     from tests.training.elastic_runs import run_bits
 
     return cache(lambda *words: run_bits(pool, tmp_path_factory.mktemp("once"), *words))
+
+
+@pytest.fixture(scope="session")
+def cli() -> Iterator[CliRunner]:
+    """A runner of the command line and of scripts."""
+    from tests.driver.cli_process import CliRunner
+
+    runner = CliRunner()
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="session")
