@@ -32,7 +32,7 @@ case "$1" in
 esac
 exec {python} "$@"
 """
-RAY_START = "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
+RUN_MODULE = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module({!r}, None, '__main__', True)"
 _CLONE_NEWNET = 0x40000000
 
 
@@ -68,9 +68,9 @@ def use_python(python: Path | str) -> Iterator[None]:
         sys.executable = original
 
 
-def make_ray_command(python: Path | str) -> list[str]:
-    """Return the command `ray`; a Ray that it starts runs its workers with `python`."""
-    return [sys.executable, "-c", RAY_START, str(python)]
+def make_command(python: Path | str, module: str) -> list[str]:
+    """Return a command like `python -m module`; a Ray that it starts runs its workers with `python`."""
+    return [sys.executable, "-c", RUN_MODULE.format(module), str(python)]
 
 
 def find_worker(python: Path | str, pid: int) -> int | None:

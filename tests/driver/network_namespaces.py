@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.warm_ray_workers import make_ray_command
+from tests.warm_ray_workers import make_command
 
 CPUS = 2
 FIRST_ADDRESS, SECOND_ADDRESS = "10.77.0.1", "10.77.0.2"
@@ -35,7 +35,7 @@ class NamespacedNodes:
     """
 
     def __init__(self, python: Path | str = sys.executable) -> None:
-        self._ray = make_ray_command(python)
+        self._ray = make_command(python, "ray.scripts.scripts")
         self._names = [f"raytrain-{letter}-{os.getpid()}" for letter in "ab"]
         self._interfaces = [f"rt{letter}{os.getpid() % 100000}" for letter in "ab"]
         self._directory = tempfile.mkdtemp(prefix="apart-")

@@ -19,7 +19,7 @@ from raytrain_hpc.training.train_module import Batch
 from tests.callbacks.test_built_in_callbacks import read_tensors
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
-STEPS = 20
+STEPS = 8
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -102,8 +102,12 @@ def run(pool: WarmPool, config: Config, **options: Any) -> list[float]:
     return [step["train/loss"] for step in get_step_metrics(records[0])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+# Tensor parallelism on shards has every cut of a family; the other layouts cut the modules of a Llama in fewer ways.
+CASES = [("llama", layout) for layout in LAYOUTS]
+CASES += [(family, "tp2 x zero3-2") for family in FAMILIES if family != "llama"]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_every_layout_has_the_losses_of_a_plain_transformers_loop(
     pool: WarmPool, directories: dict[str, Path], plain_losses: Any, tmp_path: Path, family: str, layout: str
 ) -> None:
@@ -130,8 +134,8 @@ def test_a_checkpoint_moves_between_layouts(
     pool: WarmPool, directories: dict[str, Path], plain_losses: Any, tmp_path: Path
 ) -> None:
     words = ["checkpoint.interval=0"]
-    first = run(pool, make_config(directories["qwen3_moe"], tmp_path, *words, *LAYOUTS["tp2 x zero3-2"]), steps_to=9)
-    second = run(pool, make_config(directories["qwen3_moe"], tmp_path, *words, "cluster.workers=3"), resume_step=9)
+    first = run(pool, make_config(directories["qwen3_moe"], tmp_path, *words, *LAYOUTS["tp2 x zero3-2"]), steps_to=4)
+    second = run(pool, make_config(directories["qwen3_moe"], tmp_path, *words, "cluster.workers=3"), resume_step=4)
     assert first + second == pytest.approx(plain_losses["qwen3_moe"], rel=1e-6)
 
 
@@ -143,7 +147,7 @@ def test_a_checkpoint_moves_between_layouts(
 def test_compiled_and_recomputed_blocks_keep_the_losses(
     pool: WarmPool, directories: dict[str, Path], plain_losses: Any, words: list[str]
 ) -> None:
-    losses = run(pool, make_config(directories["llama"], None, *words, "train.steps=20"))
+    losses = run(pool, make_config(directories["llama"], None, *words))
     assert losses == pytest.approx(plain_losses["llama"], rel=1e-6)
 
 

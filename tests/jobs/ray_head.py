@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import requests
 
-from tests.warm_ray_workers import find_worker, make_ray_command
+from tests.warm_ray_workers import find_worker, make_command
 
 BIN = Path(sys.executable).parent
 SMALL = """
@@ -93,7 +93,7 @@ def start_head(python: Path = Path(sys.executable)) -> Iterator[Head]:
     words = f"start --head --block --num-cpus=4 --port={port} --dashboard-port={dashboard} --temp-dir={home}/ray"
     with (home / "head.log").open("w") as log:
         process = subprocess.Popen(
-            [*make_ray_command(python), *words.split(), f"--dashboard-agent-listen-port={agent}"],
+            [*make_command(python, "ray.scripts.scripts"), *words.split(), f"--dashboard-agent-listen-port={agent}"],
             env=env,
             cwd=home,
             stdout=log,
