@@ -39,6 +39,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "driver/test_ray_placement",
     "driver/test_cluster_probe",
     "driver/test_growing_cluster",
+    "driver/test_shared_cluster",
     "driver/test_trial_slots",
     "driver/test_ray_data",
     "driver/test_ray_faults",

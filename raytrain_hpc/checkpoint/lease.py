@@ -61,6 +61,34 @@ class Lease:
         """Raise RunDirectoryError if another driver is running in `directory`, as `acquire` does; change nothing."""
         _check_not_held(directory, open_lease_file(directory).read(), stale_after_s)
 
+    @staticmethod
+    def wait_until_available(
+        directory: Location,
+        print_line: Callable[[str], None],
+        *,
+        stale_after_s: float = 15.0,
+        poll_interval_s: float = 0.5,
+    ) -> None:
+        """Wait until the lease of a driver on another host, which may have died, counts as abandoned.
+
+        A driver that restarts on another host then continues its run. Prints a line before it waits. Raises
+        RunDirectoryError as soon as the other driver renews its lease, and at once if it runs on this host.
+        """
+        file, awaited = open_lease_file(directory), None
+        deadline = time.monotonic() + stale_after_s
+        while (record := file.read()) is not None and _is_alive(record, stale_after_s):
+            is_local, is_renewed = record.host == socket.gethostname(), awaited not in (None, record)
+            if is_local or is_renewed or time.monotonic() > deadline:
+                _check_not_held(directory, record, stale_after_s)
+            if awaited is None:
+                print_line(
+                    f"waiting for the lease of {directory}: a driver ({record.host}, pid {record.pid}) renewed it "
+                    f"{time.time() - record.renewed:.0f} s ago; unless it does so again, it is taken over after "
+                    f"{stale_after_s:g} s"
+                )
+                awaited = record
+            time.sleep(poll_interval_s)
+
     @property
     def generation(self) -> int:
         """Number of the current generation of ranks."""

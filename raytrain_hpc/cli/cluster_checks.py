@@ -16,6 +16,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_temp_dir import MAX_SOCKET_PATH_BYTES
 from raytrain_hpc.storage.location import is_url
+from raytrain_hpc.storage.unfinished_uploads import can_abort_uploads
 
 _MAX_CLOCK_SKEW_S = 1.0  # including the time of the query
 _MIN_SHARED_MEMORY = 1 << 30  # free bytes of /dev/shm
@@ -200,6 +201,11 @@ def _check_bucket(facts: Sequence[Fact], url: str, problems: Mapping[str, str]) 
         min(float(fact["directory"][f"{kind}_mbs"]) for fact in facts) for kind in ("upload", "download")
     )
     finding = f"{url} honours conditional writes; per worker at least {upload:.0f} MB/s up, {download:.0f} MB/s down"
+    if not can_abort_uploads(url.partition(":")[0]):
+        remedy = "install boto3 where the driver runs, or give the bucket a rule AbortIncompleteMultipartUpload"
+        return Check(
+            "run.dir", "warn", f"{finding}; parts of uploads that a killed process left are not removed", remedy
+        )
     return Check("run.dir", "ok", finding)
 
 

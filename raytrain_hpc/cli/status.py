@@ -26,11 +26,13 @@ def format_status(run_dir: str | Path) -> Iterator[str]:
         RunDirectoryError: The directory holds no run.
     """
     run = read_run(run_dir)
-    yield f"{run.location}: {_describe_state(run)}"
+    state = _describe_state(run)
+    yield f"{run.location}: {state}"
     if run.workers:
         nodes = Counter(str(worker["node"]) for worker in run.workers)
         placement = ", ".join(f"{count} on {node}" for node, count in nodes.items())
-        yield f"workers    {len(run.workers)}: {placement}"
+        others = f"; {run.preferred_run} has other devices" if run.preferred_run and state == "running" else ""
+        yield f"workers    {len(run.workers)}: {placement}{others}"
     if run.last_metrics:
         steps = int(run.config["train"]["steps"])
         age = format_duration(max(0.0, time.time() - run.last_metrics["time/unix"]))

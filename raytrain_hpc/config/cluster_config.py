@@ -53,6 +53,11 @@ class ClusterConfig(Section):
         "nodes, replacements and requested sizes do not wait.",
         minimum=0,
     )
+    priority: int = key(
+        0,
+        "Priority among the runs on a cluster that was running: one of higher priority gets the devices that it can "
+        "use, and those below with workers=auto shrink, down to min_workers, until it has ended.",
+    )
     preemption_file: str = key(
         "", "File whose appearance on a node announces that the node will be reclaimed; it is then left as if drained."
     )

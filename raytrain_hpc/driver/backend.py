@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.elastic.device_allocation import Allowance
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -30,8 +31,14 @@ class WorkerGroup(Protocol):
     def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
         """Return the live nodes of the cluster that the run follows, as last read; None if it follows none."""
 
-    def scale_up_to(self, count: int) -> None:
-        """Start workers in the background until there are `count`; return at once."""
+    def get_allowance(self) -> Allowance:
+        """Return the devices that the run may hold beside other runs on its cluster."""
+
+    def scale_up_to(self, count: int, wanted: int | None = None) -> None:
+        """Start workers in the background until there are `count`; return at once.
+
+        `wanted`: those that the run would have on a cluster of its own; None: any number.
+        """
 
     def list_candidates(self) -> list[Candidate]:
         """Return the ready workers, draining ones included, with the state parts held since their last generation."""

@@ -12,10 +12,10 @@ from importlib import import_module
 import ray
 
 from raytrain_hpc.config.schema import AUTO, Config
-from raytrain_hpc.driver.autoscaler import AutoscalerRequest, find_resource
 from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, read_snapshot
 from raytrain_hpc.driver.cluster_room import find_room, wait_for_room
+from raytrain_hpc.driver.coordinator_client import CoordinatorClient
 from raytrain_hpc.driver.ray_backend import RayWorkerGroup
 from raytrain_hpc.driver.ray_cluster import connect_ray
 from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS
@@ -30,8 +30,8 @@ from raytrain_hpc.planner.topology import Topology
 class RayBackend:
     """A Ray cluster for `world_size` workers, of which `start_count`, spares included, fit on it at the start.
 
-    `ray_readers`: processes on it read training data for them. `monitor`: of a cluster that the run follows.
-    `autoscaler`: of a cluster that was running.
+    `ray_readers`: processes on it read training data for them. `follows_cluster`: the run has as many workers as the
+    cluster has room for. `monitor`: of a cluster that was running. `coordinator`: connects it to the other runs there.
     """
 
     world_size: int
@@ -40,28 +40,25 @@ class RayBackend:
     store: RendezvousStore
     ray_readers: bool
     uses_existing_cluster: bool
-    monitor: ClusterMonitor | None = None
-    autoscaler: AutoscalerRequest | None = None
-
-    @property
-    def follows_cluster(self) -> bool:
-        """Whether the run has as many workers as the cluster has room for."""
-        return self.monitor is not None
+    follows_cluster: bool
+    monitor: ClusterMonitor | None
+    coordinator: CoordinatorClient
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
         """Reserve slots for the workers and spares, and return their group."""
-        nodes = None
-        if self.monitor is not None:
-            nodes = [NodeCapacity(node.node_id, 0, node.free) for node in self.monitor.snapshot.nodes]
+        nodes, monitor = None, self.monitor if self.follows_cluster else None
+        if monitor is not None:
+            nodes = [NodeCapacity(node.node_id, 0, node.free) for node in monitor.snapshot.nodes]
         count = min(self.start_count, self.world_size + config.cluster.spares)
         pool = ActorPool(config, count, self.cluster, nodes=nodes)
+        self.coordinator.begin(config, pool.count_slots)
         return RayWorkerGroup(
             config,
             pool,
             self.store,
             ray_readers=self.ray_readers,
-            capacity=None if self.monitor is None else CapacityView(self.monitor, pool),
-            request_nodes=None if self.autoscaler is None else self.autoscaler.ask,
+            capacity=None if monitor is None else CapacityView(monitor, pool, self.coordinator.get_allowance),
+            coordinator=self.coordinator,
         )
 
 
@@ -81,14 +78,20 @@ def open_ray_backend(
     threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
     with connect_ray(config, num_workers + config.cluster.spares) as started, ExitStack() as stack:
+        monitor, coordinator = None, CoordinatorClient(config)
         if stop_event is None:
-            autoscaler, room = None, find_room(config, is_shared=not started)
+            room = find_room(config, is_shared=not started)
+        elif started:
+            room = wait_for_room(config, is_shared=False, print_line=print_line, stop_event=stop_event)
         else:
-            autoscaler = None if started else _open_autoscaler(config, stack)
-            room = wait_for_room(config, is_shared=not started, print_line=print_line, stop_event=stop_event)
-        monitor = ClusterMonitor(partial(read_snapshot, config)) if room.follows else None
-        if monitor is not None:
-            stack.callback(monitor.close)
+            monitor = _join_runs(config, coordinator, stack)
+            room = wait_for_room(
+                config,
+                is_shared=True,
+                print_line=print_line,
+                stop_event=stop_event,
+                get_allowance=coordinator.get_allowance,
+            )
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         store = RendezvousStore(host, config)
         # A Ray that was started for this run has no CPUs besides those of the workers.
@@ -100,15 +103,16 @@ def open_ray_backend(
             store,
             readers,
             uses_existing_cluster=not started,
+            follows_cluster=room.follows,
             monitor=monitor,
-            autoscaler=autoscaler,
+            coordinator=coordinator,
         )
 
 
-def _open_autoscaler(config: Config, stack: ExitStack) -> AutoscalerRequest:
-    """Ask the autoscaler for what the run wants. The request is released with `stack`."""
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    autoscaler = AutoscalerRequest(config, find_resource(config, resources))
-    stack.callback(autoscaler.release)
-    autoscaler.ask()
-    return autoscaler
+def _join_runs(config: Config, coordinator: CoordinatorClient, stack: ExitStack) -> ClusterMonitor:
+    """Report to the coordinator of the runs on the cluster until `stack` is closed; wait for the first allowance."""
+    stack.callback(coordinator.leave)
+    monitor = ClusterMonitor(partial(read_snapshot, config), coordinator.report)
+    stack.callback(monitor.close)
+    coordinator.wait_until_known()
+    return monitor

@@ -1,4 +1,4 @@
-"""Monitor of the cluster that a run follows: which nodes are up, and how many of their slots are free."""
+"""Monitor of a cluster that was running before the run: which nodes are up, and how many of their slots are free."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.ray_topology import read_topology
+from raytrain_hpc.driver.ray_topology import follows_cluster, read_topology, resolve_world_size
 from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.planner.layout import get_fixed_world_size
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_private import get_free_resources
 
 _log = logging.getLogger(__name__)
-_POLL_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -33,17 +34,26 @@ class NodeSlots:
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """The live nodes as of `time` (monotonic seconds)."""
+    """The live nodes as of `time` (monotonic seconds), whose slots are units of `resource`, "GPU" or "CPU".
+
+    `fixed_workers`: those that the run wants on any cluster; None: as many as there is room for.
+    """
 
     nodes: tuple[NodeSlots, ...]
     time: float
+    resource: str = "CPU"
+    fixed_workers: int | None = None
 
 
 def read_snapshot(config: Config) -> ClusterSnapshot:
-    """Read the live nodes from Ray. Nodes without slots are left out. Raises ClusterError as `read_topology` does."""
+    """Read the live nodes from Ray. Nodes without slots are left out: all of them if the run needs GPUs of none."""
     now = time.monotonic()  # what is reserved after this moment may be missing
-    topology, free = read_topology(config), get_free_resources()
-    return ClusterSnapshot(tuple(_list_slots(topology, free)), now)
+    try:
+        topology, free = read_topology(config), get_free_resources()
+    except ClusterError:  # no node has a GPU, yet or any more
+        return ClusterSnapshot((), now, "GPU", get_fixed_world_size(config))
+    num_fixed = None if follows_cluster(config, topology.device) else resolve_world_size(config, topology)
+    return ClusterSnapshot(tuple(_list_slots(topology, free)), now, topology.ray_resource, num_fixed)
 
 
 def _list_slots(topology: Topology, free: dict[str, dict[str, float]]) -> list[NodeSlots]:
@@ -60,9 +70,15 @@ class ClusterMonitor:
     It takes at most a tenth of the thread's time. While Ray's head does not answer, the last snapshot stays.
     """
 
-    def __init__(self, read: Callable[[], ClusterSnapshot]):
-        """Take a first snapshot with `read`, and start the thread. Raises what `read` raises."""
-        self._read, self._snapshot = read, read()
+    def __init__(
+        self, read: Callable[[], ClusterSnapshot], report: Callable[[ClusterSnapshot], None] = lambda snapshot: None
+    ):
+        """Take a first snapshot with `read`, and start the thread. Raises what `read` raises.
+
+        `report`: called with the newest snapshot, the first time before this returns, then a few times a second.
+        """
+        self._read, self._report, self._snapshot = read, report, read()
+        report(self._snapshot)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
         self._thread.start()
@@ -79,13 +95,11 @@ class ClusterMonitor:
 
     def _run(self) -> None:
         throttle = Throttle(_POLL_INTERVAL_S)
-        while not self._closed.wait(_POLL_INTERVAL_S / 4):
-            if not throttle.is_ready():
-                continue
-            with throttle.measure():
-                try:
-                    self._snapshot = self._read()
-                except ClusterError:  # the last node with a GPU has left
-                    self._snapshot = ClusterSnapshot((), time.monotonic())
-                except (RayError, RuntimeError, OSError) as error:
-                    _log.warning("the state of the Ray cluster cannot be read: %s", error)
+        while not self._closed.wait(_POLL_INTERVAL_S / 2):
+            if throttle.is_ready():
+                with throttle.measure():
+                    try:
+                        self._snapshot = self._read()
+                    except (RayError, RuntimeError, OSError) as error:
+                        _log.warning("the state of the Ray cluster cannot be read: %s", error)
+            self._report(self._snapshot)

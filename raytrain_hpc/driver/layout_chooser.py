@@ -40,7 +40,7 @@ class LayoutChooser:
         config.train = replace(config.train, dtype=running.train.dtype)
         self._prepared = replace(prepared, config=config, stored_batching=batching)
         self._cluster, self._print_line = backend.cluster, print_line
-        self._has_choice = bool(list_free_settings(self._prepared, backend.cluster))
+        self.has_choice = bool(list_free_settings(self._prepared, backend.cluster))
         self._choices: dict[int, Config] = {}  # number of workers -> settings
         # Room for workers -> legal number of workers; 0: not found, or not yet. The run has its layout for the first.
         self._sizes: dict[int, int] = {backend.world_size: backend.world_size}
@@ -55,7 +55,7 @@ class LayoutChooser:
 
         0: none is known. The first call for a limit starts the search.
         """
-        if self._has_choice and limit not in self._sizes:
+        if self.has_choice and limit not in self._sizes:
             self._sizes[limit] = 0
             topology = replace(
                 self._cluster, nodes=tuple(Node(node.node_id, "", node.held + node.free) for node in nodes)

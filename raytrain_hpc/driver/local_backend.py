@@ -13,6 +13,7 @@ import torch
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import RegroupRequest
+from raytrain_hpc.elastic.device_allocation import UNLIMITED, Allowance
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware import find_device_preset
@@ -40,7 +41,11 @@ class LocalWorkerGroup:
     def get_capacity(self) -> None:
         """Return None: there is no cluster to follow."""
 
-    def scale_up_to(self, count: int) -> None:
+    def get_allowance(self) -> Allowance:
+        """Return an allowance without limit: there is no other run."""
+        return UNLIMITED
+
+    def scale_up_to(self, count: int, wanted: int | None = None) -> None:
         """Do nothing: one process is one worker."""
 
     def list_candidates(self) -> list[Candidate]:

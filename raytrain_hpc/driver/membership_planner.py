@@ -78,7 +78,8 @@ class MembershipPlanner:
 
     def _find_membership(self) -> tuple[Membership | None, bool]:
         """Return the best membership that the ready workers allow, and whether to form it without waiting for more."""
-        target, candidates = self._target.update(self._workers.get_capacity()), self._workers.list_candidates()
+        capacity, allowance = self._workers.get_capacity(), self._workers.get_allowance()
+        target, candidates = self._target.update(capacity, allowance), self._workers.list_candidates()
         self._num_ready = len(candidates)
         membership = self._plan(candidates, target)
         is_complete = membership is not None and membership.layout.world_size == target
@@ -93,7 +94,7 @@ class MembershipPlanner:
         if self._workers.get_capacity() is None:
             self._workers.wait_for_workers(self._num_ready + 1)
             return
-        self._workers.scale_up_to(self._target.value)
+        self._workers.scale_up_to(self._target.value, self._target.wanted)
         end = time.monotonic() + _CLUSTER_POLL_S
         try:
             self._workers.wait_for_workers(self._num_ready + 1, _CLUSTER_POLL_S)
@@ -117,21 +118,22 @@ class MembershipPlanner:
         """Return whether to end the current generation and form another one. Called again and again while it runs.
 
         "pause": more workers are ready, microbatches should be rebalanced, or members leave: their nodes are draining,
-        or fewer workers are wanted. "save" if members leave and the state is partitioned: one may hold a part alone.
-        None: continue. A run that follows its cluster grows when all new workers are ready and its interval has passed.
-        After a change, also starts workers up to the target, besides spares, and sets `stop_event` if draining nodes
-        leave too few.
+        fewer workers are wanted, or another run has priority. "save" if members leave and the state is partitioned: one
+        may hold a part alone. None: continue. A run that follows its cluster grows when all new workers are ready and
+        its interval has passed. After a change, also starts workers up to the target, besides spares, and sets
+        `stop_event` if draining nodes leave too few.
         """
         membership = self._membership
         if membership is None:
             return None
-        capacity = self._workers.get_capacity()
-        target, candidates = self._target.update(capacity), self._workers.list_candidates()
-        inputs = (target, capacity, len(candidates), [(c.slowdown, c.is_draining) for c in candidates])
+        capacity, allowance = self._workers.get_capacity(), self._workers.get_allowance()
+        target, candidates = self._target.update(capacity, allowance), self._workers.list_candidates()
+        states = [(candidate.slowdown, candidate.is_draining) for candidate in candidates]
+        inputs = (target, self._target.wanted, capacity, allowance, states)
         if inputs == self._last_inputs:  # planning takes time
             return "pause" if self._target.may_grow(self._next_size) else None
         self._last_inputs, self._next_size = inputs, 0
-        self._workers.scale_up_to(target)
+        self._workers.scale_up_to(target, self._target.wanted)
         next_membership = self._plan(candidates, target)  # only its size counts: state is reported between generations
         draining = {c.worker_id for c in candidates if c.is_draining} & set(membership.members)
         if next_membership is None:

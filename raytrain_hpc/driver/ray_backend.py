@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import RegroupRequest
 from raytrain_hpc.driver.capacity_view import CapacityView
+from raytrain_hpc.driver.coordinator_client import CoordinatorClient
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
 from raytrain_hpc.driver.record_poller import RecordPoller
@@ -23,6 +24,7 @@ from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.elastic.device_allocation import Allowance
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault, describe_pending_call
 from raytrain_hpc.elastic.recovery import Candidate
@@ -50,14 +52,10 @@ class RayWorkerGroup:
         *,
         ray_readers: bool,
         capacity: CapacityView | None = None,
-        request_nodes: Callable[[int], None] | None = None,
+        coordinator: CoordinatorClient | None = None,
     ):
-        """Initialize the group.
-
-        `capacity`: view of the cluster that the run follows. `request_nodes`: asks the autoscaler for a number of
-        workers.
-        """
-        self._request_nodes = request_nodes
+        """Initialize the group. `capacity`: of a cluster that the run follows; `coordinator`: of the runs on it."""
+        self._coordinator = coordinator or CoordinatorClient(config)
         self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
         self._capacity, self._death_messages = capacity, DeathMessageFilter()
         self._health, self._stragglers = HealthMonitor(config), StragglerDetector(config.fault.straggler_factor)
@@ -84,15 +82,18 @@ class RayWorkerGroup:
     def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
         """Return the live nodes of the cluster that the run follows, as of about a second ago; None if it does not.
 
-        Slots on nodes that have left are given up.
+        Slots on nodes that have left are given up, and those beyond the allowance that are unused.
         """
-        return None if self._capacity is None else self._capacity.update()
+        return None if self._capacity is None else self._capacity.update(self._workers)
 
-    def scale_up_to(self, count: int) -> None:
-        """Start workers in the background until there are `count` besides spares; return at once."""
-        if self._request_nodes is not None:
-            self._request_nodes(count)
-        self._pool.scale_up_to(count + self._config.cluster.spares, self.get_capacity())
+    def get_allowance(self) -> Allowance:
+        """Return the devices that the run may hold beside other runs."""
+        return self._coordinator.get_allowance()
+
+    def scale_up_to(self, count: int, wanted: int | None = None) -> None:
+        """Start workers until there are `count` besides spares; return at once. `wanted`: see the protocol."""
+        self._coordinator.set_target(count, wanted)
+        self._pool.scale_up_to(self.get_allowance().limit(count + self._config.cluster.spares), self.get_capacity())
 
     def list_candidates(self) -> list[Candidate]:
         """Return all ready workers, with the states that they have held since their last generation.
@@ -140,7 +141,7 @@ class RayWorkerGroup:
         """
         self._launch_generation(spec, on_record)
         pending, stopping, pausing = list(self._rank_of_run), False, False
-        throttle = Throttle(_POLL_INTERVAL_S)
+        throttle = Throttle(_POLL_INTERVAL_S, max_delay_s=2.0)  # for other runs, which wait for devices
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_INTERVAL_S)
             if ready and pending:  # most ranks end at the same time
@@ -186,6 +187,7 @@ class RayWorkerGroup:
         self._health.close()
         self._pool.close()
         self._death_messages.remove()
+        self._coordinator.leave()
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
         """Start the run calls of all members, warm up the spares, and watch the new ranks."""
@@ -350,11 +352,11 @@ class RayWorkerGroup:
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
         for rank in root_cause.ranks:
             self._pool.replace_worker(self._workers[rank])
-        for node_id in {failure.node_id for failure in failures.values() if failure.kind in _NODE_KINDS}:
-            self._leave_node(node_id)
+        left_nodes = {failure.node_id for failure in failures.values() if failure.kind in _NODE_KINDS}
         if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
-            for node_id in self._health.find_lost_nodes(rank_failed=True):
-                self._leave_node(node_id)
+            left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))
+        for node_id in left_nodes:
+            self._leave_node(node_id)
         self._poller.fetch_remaining(_REPLY_TIMEOUT_S, exclude=root_cause.ranks)
         root_cause.detected_at = detected
         root_cause.last_seen = last_seen[root_cause.rank] if root_cause not in known_failures else root_cause.last_seen

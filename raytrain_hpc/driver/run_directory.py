@@ -30,7 +30,8 @@ class RunDirectory:
 
     config.yaml      all settings, resolved
     plan.json        layout, microbatches, number of parameters, estimated memory and step time, unix time of this start
-    workers.json     the current generation: versions that rank 0 runs; host, device and coordinates of each rank
+    workers.json     the current generation: versions that rank 0 runs; host, device and coordinates of each rank;
+                     another run that has devices of this one
     metrics.jsonl    metrics of each committed step (observability/metrics.py)
     incidents.jsonl  failures and what they cost (driver/incident_log.py)
     samples.jsonl    text sampled from checkpoints: step, prompt, answer
@@ -71,13 +72,19 @@ class RunDirectory:
         if tokenizer is not None:
             self._write_atomically(self.tokenizer, _to_json(tokenizer))
 
-    def write_workers(self, generation: int, layout: Layout, infos: Sequence[dict[str, Any]]) -> None:
-        """Write the workers of a generation, from the host facts of its ranks. The versions are those of rank 0."""
+    def write_workers(
+        self, generation: int, layout: Layout, infos: Sequence[dict[str, Any]], preferred_run: str = ""
+    ) -> None:
+        """Write the workers of a generation, from the host facts of its ranks. The versions are those of rank 0.
+
+        `preferred_run`: another run that has devices which this one would use.
+        """
         keys = ("rank", "pid", "node", "node_id", "host", "cpu", "device", "memory_gib")
         workers = [
             {key: info[key] for key in keys} | {"coordinates": layout.get_coordinates(info["rank"])} for info in infos
         ]
-        content = {"generation": generation, "versions": infos[0]["versions"], "workers": workers}
+        content = {"generation": generation, "versions": infos[0]["versions"], "preferred_run": preferred_run}
+        content |= {"workers": workers}
         self._write_atomically(self.path / "workers.json", _to_json(content))
 
     def append_sample(self, step: int, prompt: str, answer: str) -> None:
@@ -140,11 +147,12 @@ def open_run_directory(run_dir: str | Path, alarm: Callable[[str], None]) -> Run
     return _download(run_dir, alarm, None)
 
 
-def read_run_directory(run_dir: str | Path) -> RunDirectory:
+def read_run_directory(run_dir: str | Location) -> RunDirectory:
     """Return any run directory, of which files from an object store are downloaded to a directory of their own.
 
     That is removed with the result. Raises as `open_run_directory` does.
     """
+    run_dir = str(run_dir)
     if not is_url(run_dir):
         return RunDirectory(Path(run_dir).expanduser())
     working_path = Path(tempfile.mkdtemp(prefix="raytrain-read-"))

@@ -134,7 +134,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
         resolve_batching(config, resolve_layout(config, world))
     directory = open_run_directory(make_absolute(config.run.dir), warn)
     store = CheckpointStore(directory.checkpoints)
-    _check_directory(config, directory, store)
+    _check_directory(config, directory, store, warn)
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
     dataset = _get_own_dataset(custom) or open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
@@ -310,10 +310,15 @@ def _check_data_parallel(config: Config, custom: CustomModel | Script) -> None:
         )
 
 
-def _check_directory(config: Config, directory: RunDirectory, store: CheckpointStore) -> None:
-    """Raise RunDirectoryError if the directory is not writable, in use, or holds a run that must not be resumed."""
+def _check_directory(
+    config: Config, directory: RunDirectory, store: CheckpointStore, print_line: Callable[[str], None]
+) -> None:
+    """Raise RunDirectoryError if the directory is not writable, in use, or holds a run that must not be resumed.
+
+    Wait if it may be in use by a driver that has died with its host.
+    """
     check_writable(directory.location)
-    Lease.check_available(directory.location)
+    Lease.wait_until_available(directory.location, print_line)
     if config.run.resume == "never" and (store.list_steps() or directory.metrics.exists()):
         raise RunDirectoryError(
             f"run.dir={config.run.dir}: already holds a run and run.resume=never; choose another run.dir or name"

@@ -47,8 +47,8 @@ class SlotReservations:
         return [slot for bundle_size in bundle_sizes for slot in self._reserve([bundle_size], "PACK", ())]
 
     def reserve_on_node(self, node_id: str, count: int) -> list[Slot]:
-        """Reserve a bundle of `count` slots on a node, and return its slots."""
-        return self._reserve([count], "PACK", [node_id], node_id)
+        """Reserve `count` slots on a node, which can be released one by one, and return them."""
+        return [slot for _ in range(count) for slot in self._reserve([1], "PACK", [node_id], node_id)]
 
     def wait_until_free(self, timeout_s: float) -> bool:
         """Wait until all slots were free and are reserved. Returns whether they are within `timeout_s` seconds."""
@@ -61,8 +61,10 @@ class SlotReservations:
 
     def find_nodes(self) -> set[str]:
         """Return the ids of the nodes on which slots are reserved."""
-        tables = [placement_group_table(group) for group in self._groups]  # type: ignore[no-untyped-call]
-        return {node for table in tables for node in table["bundles_to_node_id"].values() if node}
+        named = {id(slot.group): slot.node_id for slot in self.slots if slot.node_id}
+        groups = [group for group in self._groups if id(group) not in named]
+        tables = [placement_group_table(group) for group in groups]  # type: ignore[no-untyped-call]
+        return {node for table in tables for node in table["bundles_to_node_id"].values() if node} | {*named.values()}
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Release the placement groups of these slots, which ends the actors in them."""

@@ -303,7 +303,7 @@ class Supervisor:
         self._first_generation_infos = self._first_generation_infos or infos
         newest = None if membership.step is not None else self._find_newest_checkpoint(run)
         step = membership.step if membership.step is not None else 0 if newest is None else newest.step
-        prepared.directory.write_workers(run.lease.generation, layout, infos)
+        prepared.directory.write_workers(run.lease.generation, layout, infos, self._target.holder)
         recorder.begin_generation(
             run.lease.generation, layout.world_size, get_device_info(self._config, infos[0]), step
         )

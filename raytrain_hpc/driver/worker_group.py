@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,10 @@ class ActorPool:
         """Return the number of slots on each node, of a run that follows the cluster."""
         return self._reservations.count_by_node()
 
+    def count_slots(self) -> int:
+        """Return the number of slots that are reserved."""
+        return len(self._reservations.slots)
+
     def get_reservation_time(self, node_id: str) -> float:
         """Return when slots on a node were last reserved, in monotonic seconds; 0 if they were not."""
         return self._reserved_at.get(node_id, 0.0)
@@ -207,6 +212,23 @@ class ActorPool:
         for worker in [worker for worker in self.ready if worker.info["node_id"] == node_id]:
             self.replace_worker(worker)
         self._release({slot for slot in self._reservations.slots if slot.node_id == node_id})
+
+    def release_surplus(self, count: int, members: Sequence[Worker]) -> None:
+        """Release slots until the run holds `count`, none in which one of `members` runs. Ends the workers in them.
+
+        Those on nodes with few members come first, so that whole nodes become free.
+        """
+        surplus = len(self._reservations.slots) - count
+        if surplus <= 0:
+            return
+        occupied = {worker.slot for worker in members}
+        num_members = Counter(slot.node_id for slot in occupied)
+        unused = [slot for slot in self._reservations.slots if slot not in occupied]
+        released = set(sorted(unused, key=lambda slot: (num_members[slot.node_id], slot.node_id))[:surplus])
+        for worker in [worker for worker in self.ready if worker.slot in released]:
+            self.ready.remove(worker)
+            ray.kill(worker.actor, no_restart=True)
+        self._release(released)
 
     def _reserve_on_nodes(self, count: int, nodes: Sequence[NodeCapacity]) -> list[Slot]:
         """Reserve slots on nodes until there are `count` on those that stay, and return the new slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from raytrain_hpc.elastic.cluster_following import (
     is_growth_due,
     make_follow_rules,
 )
+from raytrain_hpc.elastic.device_allocation import UNLIMITED, Allowance
 from raytrain_hpc.elastic.recovery import find_legal_size, get_min_workers
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.planner.layout import Batching
@@ -52,11 +54,26 @@ class WorkerTarget:
         self._settled_size = 0  # growth up to it only replaces failed workers
         self._arrival_time: float | None = None  # when the first of the workers was ready that would let the run grow
         self._growth_time = -inf
+        self._allowance = UNLIMITED
+        self._size_to_return, self._preferred = 0, ""  # size before another run got devices, and that run
+        self._largest: int | None = None  # number of workers for which the batch suffices, if it is known
 
     @property
     def value(self) -> int:
         """The target as last updated; 0 until the run knows how many workers it starts with."""
         return self._requested if self._requested is not None else self._value
+
+    @property
+    def wanted(self) -> int | None:
+        """The number of workers that the run would have on a cluster of its own; None: as many as there is room for."""
+        if self._following is None or self._requested is not None:
+            return self.value
+        return min((most for most in (self._following.rules.maximum, self._largest) if most is not None), default=None)
+
+    @property
+    def holder(self) -> str:
+        """The run that has devices which this one would use; "" if there is none."""
+        return self._allowance.holder
 
     def begin(
         self,
@@ -74,6 +91,7 @@ class WorkerTarget:
             self._following = _Following(
                 make_follow_rules(config), cache(partial(find_legal_size, config, batching)), chooser
             )
+            self._largest = None if chooser.has_choice else find_legal_size(config, batching, sys.maxsize)
 
     def choose_config(self, workers: int) -> Config | None:
         """Return the settings of the layout that the planner has chosen for this number of workers, or None."""
@@ -98,27 +116,38 @@ class WorkerTarget:
             raise ConfigError("workers", workers, "resize", f"cluster.max_workers allows no more than {maximum}")
         self._requested = int(workers)
 
-    def update(self, nodes: Sequence[NodeCapacity] | None) -> int:
-        """Return the target for the nodes of the cluster that the run follows (None: it follows none)."""
+    def update(self, nodes: Sequence[NodeCapacity] | None, allowance: Allowance = UNLIMITED) -> int:
+        """Return the target for the nodes of the cluster that the run follows (None: it follows none).
+
+        `allowance`: devices that the run may hold beside other runs; `nodes` have no more slots.
+        """
         if self._following is None or nodes is None:
             return self.value
         rules, requested = self._following.rules, self._requested
         find_size = partial(self._following.find_size, nodes=nodes)
         room = choose_target(nodes, rules, find_size)
-        target = choose_target(nodes, rules, find_size, requested)
-        if room != self._value:
+        target = choose_target(nodes, rules, find_size, requested, allowance.devices)
+        if allowance.holder and target < self._size:
+            if room != self._value:
+                self._print_line(f"resize {self._size} -> {target} workers: {allowance.holder} has the devices")
+            self._size_to_return, self._preferred = max(self._size_to_return, self._size), allowance.holder
+        elif room != self._value:
             slots, num_nodes = count_usable_slots(nodes, rules.group_size), sum(not node.is_draining for node in nodes)
             self._print_line(
                 f"cluster: room for {slots} workers on {num_nodes} nodes; {target} wanted, {self._size} train"
             )
-            self._value = room
+        self._value, self._allowance = room, allowance
         self._settled_size = min(self._settled_size, target)
         return target
 
     def record_size(self, size: int) -> None:
         """Record the number of ranks of a generation that begins."""
-        if size > self._settled_size and self._size and self._requested is None:
+        if size > max(self._settled_size, self._size_to_return) and self._size and self._requested is None:
             self._growth_time = time.monotonic()
+        if self._size_to_return and size > self._size:
+            self._print_line(f"resize {self._size} -> {size} workers: {self._preferred} has given devices back")
+        if size >= self._size_to_return:
+            self._size_to_return = 0
         self._size, self._settled_size, self._arrival_time = size, max(size, self._settled_size), None
 
     def may_grow(self, next_size: int) -> bool:
@@ -135,6 +164,6 @@ class WorkerTarget:
             self.value,
             self._following.rules,
             since_arrival_s=now - self._arrival_time,
-            since_growth_s=now - self._growth_time,
+            since_growth_s=inf if next_size <= self._size_to_return else now - self._growth_time,
             is_exempt=self._requested is not None or next_size <= self._settled_size,
         )

@@ -67,11 +67,27 @@ def count_usable_slots(nodes: Iterable[NodeCapacity], group_size: int) -> int:
     return sum((node.held + node.free) // group_size * group_size for node in nodes if not node.is_draining)
 
 
+def limit_capacity(nodes: Sequence[NodeCapacity], limit: int) -> tuple[NodeCapacity, ...]:
+    """Return the nodes with at most `limit` slots, of those that stay: held ones first, on the nodes with most."""
+    order = sorted((node for node in nodes if not node.is_draining), key=lambda n: (-n.held, -n.free, n.node_id))
+    left, slots = limit, dict[str, list[int]]()
+    for kind in ("held", "free"):
+        for node in order:
+            count = min(left, getattr(node, kind))
+            slots.setdefault(node.node_id, []).append(count)
+            left -= count
+    return tuple(
+        node if node.is_draining else NodeCapacity(node.node_id, slots[node.node_id][0], slots[node.node_id][1])
+        for node in nodes
+    )
+
+
 def choose_target(
     nodes: Sequence[NodeCapacity],
     rules: FollowRules,
     find_legal_size: Callable[[int], int | None],
     requested: int | None = None,
+    allowed: int | None = None,
 ) -> int:
     """Return the number of workers that the run should have, besides spares.
 
@@ -79,13 +95,14 @@ def choose_target(
     fits on the nodes and within the bounds; the minimum if none does.
 
     Args:
-        nodes: The live nodes of the cluster.
+        nodes: The live nodes of the cluster, with no more slots than the run may hold.
         rules: Bounds and settings.
         find_legal_size: Returns the largest number of workers up to a limit on which the run can train, or None.
         requested: Number of an explicit resize.
+        allowed: Slots that the run may hold beside other runs, a bound of `requested`; None: any number.
     """
     if requested is not None:
-        return requested
+        return requested if allowed is None else max(rules.minimum, min(requested, allowed - rules.spares))
     limit = count_usable_slots(nodes, rules.group_size) - rules.spares
     if rules.maximum is not None:
         limit = min(limit, rules.maximum)

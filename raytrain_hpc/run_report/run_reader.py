@@ -26,6 +26,7 @@ class RunRecord:
     config: Json
     plan: Json
     workers: list[Json]
+    preferred_run: str  # another run, which has devices that this one would use
     result: Json
     metrics: list[Json]
     incidents: list[Json]
@@ -44,7 +45,7 @@ class RunRecord:
         return self.metrics[-1] if self.metrics else {}
 
 
-def read_run(run: str | Path | RunDirectory) -> RunRecord:
+def read_run(run: str | Location | RunDirectory) -> RunRecord:
     """Read the directory of a finished or a running run. Raises RunDirectoryError if it is no run directory."""
     directory = run if isinstance(run, RunDirectory) else read_run_directory(run)
     if not directory.config.exists():
@@ -61,6 +62,7 @@ def read_run(run: str | Path | RunDirectory) -> RunRecord:
         config=config,
         plan=_read_json(directory.path / "plan.json"),
         workers=workers.get("workers", []),
+        preferred_run=workers.get("preferred_run", ""),
         versions=workers.get("versions", {}),
         samples=_read_samples(directory.samples),
         result=_read_json(directory.result),

@@ -9,6 +9,11 @@ from importlib.util import find_spec
 from raytrain_hpc.storage.object_path import ObjectPath
 
 
+def can_abort_uploads(scheme: str) -> bool:
+    """Return whether unfinished uploads to stores of a URL scheme can be aborted here, or end by themselves."""
+    return scheme != "s3" or find_spec("boto3") is not None
+
+
 def abort_unfinished_uploads(prefix: ObjectPath) -> int:
     """Abort all unfinished multipart uploads below a prefix of S3, and return their number.
 
@@ -16,7 +21,7 @@ def abort_unfinished_uploads(prefix: ObjectPath) -> int:
     of the bucket (AbortIncompleteMultipartUpload) then removes them. Google Cloud Storage and Azure drop them after a
     week. Raises OSError.
     """
-    if prefix.scheme != "s3" or find_spec("boto3") is None:
+    if prefix.scheme != "s3" or not can_abort_uploads("s3"):
         return 0
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError

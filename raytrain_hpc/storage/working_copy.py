@@ -34,18 +34,24 @@ def get_working_directory(location: Location) -> Path:
     """
     if isinstance(location, Path):
         return location
-    digest = hashlib.sha256(str(location).encode()).hexdigest()[:16]
-    # Pids are those of a host and of a container's namespace, which may share the directory with others.
-    namespace = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
-    parent = Path(tempfile.gettempdir()) / f"raytrain-{os.getuid()}" / namespace
-    path = parent / f"{digest}-{os.getpid()}"
+    path = find_working_directory(location, os.getpid())
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
         atexit.register(shutil.rmtree, path, ignore_errors=True)
-        for other in parent.glob("*-*"):  # of processes that were killed
+        for other in path.parent.glob("*-*"):  # of processes that were killed
             if not Path(f"/proc/{other.name.rpartition('-')[2]}").exists():
                 shutil.rmtree(other, ignore_errors=True)
     return path
+
+
+def find_working_directory(location: Location, pid: int) -> Path:
+    """Return the directory that `get_working_directory` returns in a process of this host. It may not exist."""
+    if isinstance(location, Path):
+        return location
+    digest = hashlib.sha256(str(location).encode()).hexdigest()[:16]
+    # Pids are those of a host and of a container's namespace, which may share the directory with others.
+    namespace = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    return Path(tempfile.gettempdir()) / f"raytrain-{os.getuid()}" / namespace / f"{digest}-{pid}"
 
 
 class WorkingCopy:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from pathlib import Path
 from typing import Any, get_args
 
 from raytrain_hpc.config.field import suggest_name
@@ -15,6 +14,7 @@ from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.observability.metrics import METRIC_KEYS
 from raytrain_hpc.run_report.comparison import flatten_config
+from raytrain_hpc.storage.location import parse_location
 from raytrain_hpc.sweeps.parameter import ORIGIN, Parameter, parse_parameters
 from raytrain_hpc.sweeps.search_algorithm import GridSearch, OptunaSearch, SearchAlgorithm, SearchName
 from raytrain_hpc.sweeps.sweep_record import SweepRecord
@@ -62,7 +62,7 @@ class SweepPlan:
         self.config, self.options = config, options
         self.parameters: list[Parameter] = parse_parameters(options.over)
         self._settings = list_settings(config)
-        self.directory = Path(config.run.dir)
+        self.directory = parse_location(config.run.dir)
         self._check_options(has_own_metrics=has_own_metrics or bool(config.train.callbacks))
         self.search, self.num_trials = self._make_search()
         searched: dict[str, Any] = {"search": options.search}

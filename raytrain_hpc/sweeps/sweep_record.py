@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
+from raytrain_hpc.storage.location import Location, write_atomically
 from raytrain_hpc.sweeps.parameter import ORIGIN
 from raytrain_hpc.sweeps.trial import Trial
 
@@ -22,8 +21,8 @@ class SweepRecord:
     `search`: options that the settings of the trials depend on. `config`: common settings that results depend on.
     """
 
-    def __init__(self, directory: Path, search: dict[str, Any], config: dict[str, Any]):
-        self._path = directory / FILE_NAME
+    def __init__(self, directory: Location, search: dict[str, Any], config: dict[str, Any]):
+        self._directory, self._path = directory, directory / FILE_NAME
         # Compared with what is read from the file: a tuple becomes a list.
         self._search, self._config = json.loads(json.dumps([search, config]))
 
@@ -38,7 +37,7 @@ class SweepRecord:
             RunDirectoryError: The file cannot be read.
         """
         try:
-            content = json.loads(self._path.read_text())
+            content = json.loads(self._path.read_bytes())
             recorded_search, recorded_config = content["search"], content["config"]
             trials = [self._read_trial(trial) for trial in content["trials"]]
         except FileNotFoundError:
@@ -48,7 +47,7 @@ class SweepRecord:
         for name, value in self._search.items():
             if recorded_search.get(name) != value:
                 old = recorded_search.get(name)
-                remedy = f"the sweep in {self._path.parent} has {old!r}; set it back, or choose another run.dir"
+                remedy = f"the sweep in {self._directory} has {old!r}; set it back, or choose another run.dir"
                 raise ConfigError(f"--{name}", value, ORIGIN, remedy)
         if recorded_config == self._config:
             return trials
@@ -57,7 +56,7 @@ class SweepRecord:
     def _read_trial(self, content: dict[str, Any]) -> Trial:
         """Return a recorded trial. Its run directory is below that of the sweep, wherever that is now."""
         trial = Trial.from_json(content)
-        return replace(trial, run_dir=self._path.parent / trial.run_dir.name)
+        return replace(trial, run_dir=self._directory / trial.run_dir.name)
 
     def save(self, trials: Sequence[Trial]) -> None:
         """Write the file in one step. Raises RunDirectoryError if that fails."""
@@ -66,9 +65,7 @@ class SweepRecord:
             "config": self._config,
             "trials": [trial.to_json() for trial in trials],
         }
-        temporary = self._path.with_name(f".{FILE_NAME}.tmp")
         try:
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
-            os.replace(temporary, self._path)
+            write_atomically(self._path, f"{json.dumps(content, indent=2)}\n".encode())
         except OSError as error:
             raise RunDirectoryError(f"{self._path} cannot be written: {error.strerror}") from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from raytrain_hpc.storage.location import Location
 from raytrain_hpc.sweeps.sweep_table import format_table, sort_trials
 from raytrain_hpc.sweeps.trial import Mode, Trial
 
@@ -19,7 +19,7 @@ class SweepResult:
     """Whether no trial was interrupted or is missing. Otherwise, the same call continues the sweep."""
     metric: str
     mode: Mode
-    report: Path | None = None
+    report: Location | None = None
     """The HTML report that compares all trials; None if no trial has begun."""
 
     @property

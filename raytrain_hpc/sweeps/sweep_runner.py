@@ -17,13 +17,15 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.ray_host import open_trial_slots
 from raytrain_hpc.driver.trial_slots import TrialSlots
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.working_copy import get_working_directory
 from raytrain_hpc.sweeps.median_rule import Curve, find_worse_than_median
 from raytrain_hpc.sweeps.search_algorithm import GridSearch
 from raytrain_hpc.sweeps.sweep_plan import SweepPlan
 from raytrain_hpc.sweeps.sweep_result import SweepResult
 from raytrain_hpc.sweeps.sweep_table import describe_trial
 from raytrain_hpc.sweeps.trial import State, Trial
-from raytrain_hpc.sweeps.trial_process import TrialProcess
+from raytrain_hpc.sweeps.trial_process import OUTPUT_FILE, TrialProcess
 from raytrain_hpc.sweeps.trial_request import ARGUMENTS_FILE, TrialRequest, save_arguments
 
 TRIAL_COMMAND = (sys.executable, "-m", "raytrain_hpc.cli.trial")
@@ -51,6 +53,7 @@ def run_sweep(
         ModelError: `arguments` cannot be pickled.
     """
     stop = threading.Event()
+    Lease.wait_until_available(plan.directory, log)
     lease = Lease.acquire(plan.directory, owner=plan.config.run.name)
     try:
         recorded = plan.record.load()
@@ -67,9 +70,9 @@ def run_sweep(
 
 
 @contextmanager
-def _store_arguments(directory: Path, arguments: Mapping[str, Any] | None) -> Iterator[Path | None]:
-    """Keep `arguments` in a file of the sweep during the context. Yield its path, or None without arguments."""
-    path = directory / ARGUMENTS_FILE
+def _store_arguments(directory: Location, arguments: Mapping[str, Any] | None) -> Iterator[Path | None]:
+    """Keep `arguments` in a file on this host during the context. Yield its path, or None without arguments."""
+    path = get_working_directory(directory) / ARGUMENTS_FILE
     try:
         if arguments:
             save_arguments(arguments, path)
@@ -84,7 +87,7 @@ def _wait_for_earlier_trials(
     """Wait while trials of a sweep that was killed are saving their state, which each does by itself."""
     waiting = [trial for trial in recorded if trial.state == "running"]
     deadline = time.monotonic() + _EARLIER_TRIALS_TIMEOUT_S
-    reported: set[Path] = set()
+    reported: set[Location] = set()
     while waiting and not stop.is_set():
         trial = waiting[-1]
         try:
@@ -217,6 +220,10 @@ class _SweepRunner:
         for process in ended:
             self._running.remove(process)
             process.stop()  # closes the pipe
+            try:
+                process.save_output()
+            except OSError as error:
+                self._log(f"alarm: {process.trial.run_dir}/output.log cannot be written: {error.strerror}")
             code = process.exit_code or 0
             state: State = "done" if code == 0 else "failed"
             if code and process.is_stopped_early:
@@ -238,9 +245,9 @@ class _SweepRunner:
             self._plan.search.tell(trial)
         metric = self._options.metric
         result = f"no {metric}" if trial.value is None else f"{metric} {trial.value:.5g}"
-        log_path = trial.run_dir / "output.log"
+        log_path = trial.run_dir / OUTPUT_FILE
         endings = {"done": f"done, {result}", "stopped early": f"stopped early, {result}"}
-        failure = f"exit code {exit_code}" + (f", see {log_path}" if log_path.exists() else "")
+        failure = f"exit code {exit_code}" + (f", see {log_path}" if log_path.is_file() else "")
         self._log(f"{_describe(trial)}: {endings.get(state, 'interrupted' if state == 'interrupted' else failure)}")
 
     def _record(self, trial: Trial) -> None:

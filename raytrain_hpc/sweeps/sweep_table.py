@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from raytrain_hpc.run_report.writer import report
+from raytrain_hpc.storage.location import Location
 from raytrain_hpc.sweeps.trial import COLUMNS, Mode, State, Trial
 
 _ORDER: tuple[State, ...] = ("done", "stopped early", "interrupted", "running", "failed")
@@ -61,7 +61,7 @@ def _round_number(setting: str) -> str:
         return setting
 
 
-def write_report(trials: Sequence[Trial], directory: Path) -> Path | None:
-    """Write the report that compares all trials with a run directory, and return its path; None if there are none."""
-    run_dirs = [trial.run_dir for trial in trials if (trial.run_dir / "config.yaml").exists()]
+def write_report(trials: Sequence[Trial], directory: Location) -> Location | None:
+    """Write the report that compares all trials with a run directory, and return its location; None without any."""
+    run_dirs = [trial.run_dir for trial in trials if trial.has_run]
     return report(run_dirs, directory / "report.html") if run_dirs else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from raytrain_hpc.config.loader import parse_override
 from raytrain_hpc.config.value_types import convert_value, get_type
+from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.run_report.run_reader import read_run
+from raytrain_hpc.storage.location import Location, parse_location
 
 Mode = Literal["min", "max"]
 State = Literal["running", "done", "stopped early", "interrupted", "failed"]
@@ -29,7 +30,7 @@ class Trial:
 
     number: int
     settings: tuple[str, ...]
-    run_dir: Path
+    run_dir: Location
     state: State = "running"
     exit_code: int | None = None
     value: float | None = None
@@ -39,6 +40,14 @@ class Trial:
     def is_finished(self) -> bool:
         """Whether the trial needs no further training: it is done, or was stopped early."""
         return self.state in ("done", "stopped early")
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the run has begun. Raises RunDirectoryError if an object store does not answer."""
+        try:
+            return (self.run_dir / "config.yaml").is_file()
+        except OSError as error:
+            raise RunDirectoryError(f"{self.run_dir}: cannot be read: {error.strerror}") from error
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -59,11 +68,11 @@ class Trial:
     def from_json(cls, content: Mapping[str, Any]) -> Trial:
         """Return the trial that `to_json` was called on. Other keys are ignored."""
         values = {name: content[name] for name in ("number", "state", "exit_code", "value", "step")}
-        return cls(settings=tuple(content["settings"]), run_dir=Path(content["run_dir"]), **values)
+        return cls(settings=tuple(content["settings"]), run_dir=parse_location(content["run_dir"]), **values)
 
     def read_columns(self) -> dict[str, float | None]:
         """Read the values of the table from the run directory, by column; None where a value is missing."""
-        if not self._has_run():
+        if not self.has_run:
             return dict.fromkeys(COLUMNS)
         run = read_run(self.run_dir)
         rates = sorted(rate for _, rate in run.get_points("throughput/tokens_per_sec"))
@@ -80,17 +89,12 @@ class Trial:
 
     def read_points(self, metric: str) -> dict[int, float]:
         """Read step -> value of a metric from the run directory; finite values only."""
-        return (
-            {int(step): value for step, value in read_run(self.run_dir).get_points(metric)} if self._has_run() else {}
-        )
+        return {int(step): value for step, value in read_run(self.run_dir).get_points(metric)} if self.has_run else {}
 
     def measure(self, metric: str) -> Trial:
         """Return this trial with its value of a metric, and the last step that has one."""
         points = self.read_points(metric)
         return replace(self, value=summarize_points(metric, points), step=max(points, default=None))
-
-    def _has_run(self) -> bool:
-        return (self.run_dir / "config.yaml").exists()
 
 
 def _convert(key: str, value: Any) -> Any:

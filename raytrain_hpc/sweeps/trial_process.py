@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import IO, cast
 
 from raytrain_hpc.driver.trial_slots import TrialSlots
+from raytrain_hpc.storage.location import Location
+from raytrain_hpc.storage.object_path import ObjectPath
+from raytrain_hpc.storage.working_copy import find_working_directory, get_working_directory
 from raytrain_hpc.sweeps.trial import Trial
 from raytrain_hpc.sweeps.trial_request import TrialRequest
 
+OUTPUT_FILE = "output.log"
 _KILL_AFTER_S = 10.0
 
 
@@ -65,10 +69,9 @@ class TrialProcess:
     ):
         """Start the process with `command`, to which the run directory is appended for lists of processes."""
         self.trial = trial
-        self.follower = MetricFollower(trial.run_dir / "metrics.jsonl", metric)
         self.is_stopped_early = False  # set together with the request to stop
-        trial.run_dir.mkdir(parents=True, exist_ok=True)
-        with (trial.run_dir / "output.log").open("ab") as output:
+        self._output = _open_output(trial.run_dir)
+        with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, str(trial.run_dir)],
                 stdin=subprocess.PIPE,
@@ -78,6 +81,9 @@ class TrialProcess:
                 pass_fds=slots.held_descriptors,
                 process_group=0,
             )
+        self.follower = MetricFollower(
+            find_working_directory(trial.run_dir, self._process.pid) / "metrics.jsonl", metric
+        )
         self._pipe = cast("IO[bytes]", self._process.stdin)
         with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code says so
             request.send(self._pipe)
@@ -91,6 +97,11 @@ class TrialProcess:
         """Request to save and stop after the current step, unless that was requested before. Does not block."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self._pipe.close()
+
+    def save_output(self) -> None:
+        """Store the output of the process that has ended, if its run is in an object store. Raises OSError."""
+        if isinstance(self.trial.run_dir, ObjectPath):
+            (self.trial.run_dir / OUTPUT_FILE).write_bytes(self._output.read_bytes())
 
     def _end(self, timeout_s: float) -> None:
         """Wait for the process to end, and kill it if it does not."""
@@ -108,3 +119,13 @@ class TrialProcess:
         deadline = time.monotonic() + _KILL_AFTER_S
         for process in processes:
             process._end(max(0.0, deadline - time.monotonic()))
+
+
+def _open_output(run_dir: Location) -> Path:
+    """Return the local file for the output of a trial, with the output of an earlier process, to be appended to."""
+    path = get_working_directory(run_dir) / OUTPUT_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(run_dir, ObjectPath):
+        with contextlib.suppress(FileNotFoundError):
+            path.write_bytes((run_dir / OUTPUT_FILE).read_bytes())
+    return path

@@ -90,6 +90,35 @@ def test_a_lease_of_another_host_expires_without_renewal(tmp_path):
     assert Lease.acquire(tmp_path, "second", stale_after_s=5).generation == 2
 
 
+def test_a_restart_on_another_host_waits_until_the_lease_is_abandoned_and_no_longer_if_it_is_renewed(tmp_path):
+    lease, lines = Lease.acquire(tmp_path, "first"), []
+    edit_lease(tmp_path, host="elsewhere", renewed=time.time() - 1.5)
+    Lease.wait_until_available(tmp_path, lines.append, stale_after_s=2.0, poll_interval_s=0.02)
+    assert Lease.acquire(tmp_path, "second", stale_after_s=2.0).generation == 2
+    assert len(lines) == 1 and "elsewhere" in lines[0] and "renewed it 2 s ago" in lines[0]
+
+    edit_lease(tmp_path, host="elsewhere", renewed=time.time())
+    renewal = threading.Timer(0.3, edit_lease, [tmp_path], {"renewed": time.time() + 0.3})
+    renewal.start()
+    start = time.monotonic()
+    with pytest.raises(RunDirectoryError, match="elsewhere"):
+        Lease.wait_until_available(tmp_path, lines.append, poll_interval_s=0.02)
+    renewal.join()
+    assert 0.2 < time.monotonic() - start < 5 and len(lines) == 2
+
+    edit_lease(tmp_path, renewed=time.time() + 3600)  # the clock of the other host is ahead
+    with pytest.raises(RunDirectoryError, match="elsewhere"):
+        Lease.wait_until_available(tmp_path, lines.append, stale_after_s=0.3, poll_interval_s=0.02)
+    with pytest.raises(LeaseLostError):
+        lease.check()
+
+
+def test_the_lease_of_a_driver_on_this_host_is_not_awaited(tmp_path):
+    Lease.acquire(tmp_path, "first")
+    with pytest.raises(RunDirectoryError, match="another driver"):
+        Lease.wait_until_available(tmp_path, lambda line: pytest.fail("it must not wait"))
+
+
 def test_renewal_and_new_generations_are_written_to_the_file(tmp_path):
     lease = Lease.acquire(tmp_path, "me")
     before = read_lease(tmp_path)

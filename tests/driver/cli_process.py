@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.warm_pool import SMALL_OVERRIDES
 
+Curve = list[tuple[float, float, float]]  # loss, gradient norm and learning rate of each step
 TIMEOUT_S = 120
 # Several microbatches per step, so that a signal arrives within a step; dropout, whose random bits must be replayed.
 WORDS = [
@@ -142,7 +143,7 @@ def count_steps(run_dir: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def read_curve(run_dir: Path, steps: int = 24) -> list[tuple[float, float, float]]:
+def read_curve(run_dir: Path, steps: int = 24) -> Curve:
     """Return loss, gradient norm and learning rate of steps 1..N, of which the last line of each counts."""
     metrics_of_step = {
         line["step"]: line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
@@ -169,4 +170,14 @@ RunRecorder._handle_step = handle_step
 """
 
 
-__all__ = ["WORDS", "CliProcess", "CliRunner", "count_steps", "curve_point", "read_curve", "signal_after", "wait_until"]
+__all__ = [
+    "WORDS",
+    "CliProcess",
+    "CliRunner",
+    "Curve",
+    "count_steps",
+    "curve_point",
+    "read_curve",
+    "signal_after",
+    "wait_until",
+]

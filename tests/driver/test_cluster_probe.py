@@ -144,7 +144,9 @@ def test_doctor_names_gpus() -> None:
     assert check.found == "2 x H100, 1 x A100, 39 GiB at least" and "one model of GPU" in check.remedy
 
 
-def test_doctor_reports_access_to_a_bucket_and_its_speed(s3: S3Server, folder: ObjectPath) -> None:
+def test_doctor_reports_access_to_a_bucket_and_its_speed(
+    s3: S3Server, folder: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(None, [f"run.dir={folder}"])
     with _marker_file(config.run.dir) as (path, token):
         access = asdict(check_directory_access(path, token))
@@ -163,6 +165,8 @@ def test_doctor_reports_access_to_a_bucket_and_its_speed(s3: S3Server, folder: O
     assert check(fast, {**fast, "upload_mbs": 99.0}) == (
         f"ok    run.dir      {folder} honours conditional writes; per worker at least 99 MB/s up, 900 MB/s down"
     )
+    monkeypatch.setattr("raytrain_hpc.storage.unfinished_uploads.find_spec", lambda name: None)  # without boto3
+    assert check(fast).startswith("warn  run.dir ") and "install boto3" in check(fast)
     assert f"fail  run.dir      {folder} cannot be used from h1 (there is no such object) -> set the cred" in check(
         fast, missing
     )

@@ -17,6 +17,7 @@ from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, ClusterSnapshot,
 from raytrain_hpc.driver.cluster_room import ClusterRoom, find_room, wait_for_room
 from raytrain_hpc.driver.ray_topology import resolve_world_size
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.elastic.device_allocation import Allowance
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.driver.cli_process import wait_until
@@ -69,6 +70,29 @@ def test_slots_of_other_jobs_are_no_room_for_a_run_that_follows(set_nodes: SetNo
     set_nodes(4, 4, held=1)
     assert find().start_count == 6
     assert find(is_shared=False).world_size == 8, "a Ray of its own has no other jobs"
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "start_count"),
+    [
+        ([], 3, 3),
+        ([], 0, None),
+        (["cluster.workers=4"], 4, 4),
+        (["cluster.workers=4"], 3, None),
+        (["cluster.workers=4", "cluster.min_workers=2"], 3, 3),
+    ],
+)
+def test_a_run_starts_within_its_allowance(
+    set_nodes: SetNodes, words: list[str], devices: int, start_count: int | None
+) -> None:
+    set_nodes(4, 4)
+    config = load_config(None, ["train.global_batch_size=24", *words])
+    allowance = Allowance(devices, "run other of priority 5")
+    if start_count is None:
+        with pytest.raises(ClusterError, match=f"may have {devices} of . GPU slots, run other of priority 5 has the"):
+            find_room(config, is_shared=True, allowance=allowance)
+    else:
+        assert find_room(config, is_shared=True, allowance=allowance).start_count == start_count
 
 
 @pytest.mark.parametrize(
@@ -181,7 +205,7 @@ def test_the_monitor_reads_in_the_background_and_survives_errors(monkeypatch: py
     monkeypatch.setattr("raytrain_hpc.driver.cluster_monitor._POLL_INTERVAL_S", 0.01)
     first = ClusterSnapshot((NodeSlots("a", 4, 4),), time=1.0)
     results: list[ClusterSnapshot | Exception] = [first, RuntimeError("no answer"), replace(first, time=2.0)]
-    results.append(ClusterError("no node has a GPU"))
+    reported: list[float] = []
 
     def read() -> ClusterSnapshot:
         result = results.pop(0) if results else replace(first, time=3.0)
@@ -189,9 +213,9 @@ def test_the_monitor_reads_in_the_background_and_survives_errors(monkeypatch: py
             raise result
         return result
 
-    monitor = ClusterMonitor(read)
+    monitor = ClusterMonitor(read, lambda snapshot: reported.append(snapshot.time))
     try:
-        assert monitor.snapshot == first
-        wait_until(lambda: monitor.snapshot.time == 3.0, timeout_s=10)
+        assert reported[0] == 1.0
+        wait_until(lambda: monitor.snapshot.time == 3.0 and reported[-1] == 3.0, timeout_s=10)
     finally:
         monitor.close()

@@ -19,6 +19,7 @@ from raytrain_hpc.checkpoint.shard_io import write_shard
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.cli.main import main
 from raytrain_hpc.driver import supervisor
+from raytrain_hpc.elastic.device_allocation import UNLIMITED, Allowance
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, WorkerFailedError
@@ -84,7 +85,10 @@ class FakeWorkerGroup:
     def get_capacity(self) -> None:
         """Return None: no cluster is followed."""
 
-    def scale_up_to(self, count: int) -> None:
+    def get_allowance(self) -> Allowance:
+        return UNLIMITED
+
+    def scale_up_to(self, count: int, wanted: int | None = None) -> None:
         assert count == 1, "no more workers were requested"
 
     def list_candidates(self) -> list[Candidate]:

@@ -6,34 +6,21 @@ The losses of all steps are bit for bit those of one process.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from raytrain_hpc.cli.main import main
-from tests.driver.cli_process import curve_point, wait_until
+from tests.driver.following_run import FOLLOWING, WORDS, FollowingRun, train_in_one_process
 from tests.driver.throttle import throttle
 from tests.driver.two_node_cluster import TwoNodeCluster
-from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
+from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 pytestmark = pytest.mark.timeout(240)
 
 COMPARED_STEPS = 60
-WORDS = [
-    *SMALL_OVERRIDES,
-    f"train.steps={COMPARED_STEPS}",
-    "train.deterministic=elastic",
-    "train.micro_batch_size=2",
-    "checkpoint.interval=0",
-    "lr_scheduler.name=constant",
-]
-FOLLOWING = ["cluster.workers=auto", "cluster.cpus_per_worker=1", "cluster.resize_interval=2", "data.engine=local"]
 
 
 @pytest.fixture(scope="module")
@@ -43,56 +30,14 @@ def cluster(ray_python: Path) -> Iterator[TwoNodeCluster]:
     nodes.close()
 
 
-class FollowingRun:
-    """A run in a process of its own, whose output goes to a file."""
-
-    def __init__(self, cluster: TwoNodeCluster, directory: Path, *words: str):
-        self.directory, self.out = directory, directory.with_suffix(".out")
-        notice = f"cluster.preemption_file={directory.parent}/notice-$NODE_NUMBER"
-        command = [sys.executable, "-m", "raytrain_hpc", "train", *WORDS, *FOLLOWING, *throttle(5), *words]
-        with self.out.open("a") as out:
-            self.process = subprocess.Popen(
-                [*command, "train.steps=100000", notice, f"run.dir={directory}"],
-                env=cluster.env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def output(self) -> str:
-        return self.out.read_text()
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        def is_fulfilled() -> bool:
-            assert self.process.poll() is None, self.output
-            return condition()
-
-        wait_until(is_fulfilled, self.out, timeout_s=90)
-
-    def wait_for_size(self, size: int) -> None:
-        """Wait until two steps were trained on `size` ranks."""
-        self.wait_until(lambda: [line["elastic/world_size"] for line in self.read_metrics()[-2:]] == [size, size])
-
-    def announce_node(self, number: int) -> None:
-        """Create the preemption notice of a node."""
-        (self.directory.parent / f"notice-{number}").touch()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture
 def start(cluster: TwoNodeCluster, tmp_path: Path) -> Iterator[Callable[..., FollowingRun]]:
     runs: list[FollowingRun] = []
 
     def start_run(*words: str) -> FollowingRun:
-        runs.append(FollowingRun(cluster, tmp_path / "run", *words))
+        settings = [*FOLLOWING, "cluster.resize_interval=2", *throttle(5), "train.steps=100000", *words]
+        notice = f"cluster.preemption_file={tmp_path}/notice-$NODE_NUMBER"
+        runs.append(FollowingRun(cluster, tmp_path / "run", notice, *settings))
         return runs[-1]
 
     yield start_run
@@ -118,18 +63,14 @@ def test_a_run_follows_nodes_that_come_and_go(
         assert result.exit_code == 0 and result.output.endswith(f"\n{size} workers train\n"), result.output
         run.wait_for_size(size)
     run.wait_until(lambda: run.read_metrics()[-1]["step"] >= COMPARED_STEPS)
-    run.announce_node(2)
+    (tmp_path / "notice-2").touch()
     assert run.process.wait(timeout=60) == 3, run.output
     assert "nodes are draining and too few workers remain: saving and stopping" in run.output
     (incident,) = [json.loads(line) for line in (run.directory / "incidents.jsonl").read_text().splitlines()]
     assert (incident["kind"], incident["world_after"], incident["steps_lost"]) == ("preempted", 3, 0)
-    metrics_of_step = {line["step"]: line for line in run.read_metrics()}
-    sizes = [metrics_of_step[step]["elastic/world_size"] for step in sorted(metrics_of_step)]
-    changes = [(before, after) for before, after in pairwise(sizes) if before != after]
-    assert changes == [(3, 5), (5, 3), (3, 2), (2, 3)], "both workers of a node join at once"
-    one_process = make_small_config(None, *WORDS, "cluster.workers=1", f"run.dir={tmp_path}/one")
-    reference = [curve_point(metrics) for metrics in get_step_metrics(pool.train(one_process)[0])]
-    assert [curve_point(metrics_of_step[step]) for step in range(1, COMPARED_STEPS + 1)] == reference
+    sizes = [(before["elastic/world_size"], after["elastic/world_size"]) for before, after in run.find_changes()]
+    assert sizes == [(3, 5), (5, 3), (3, 2), (2, 3)], "both workers of a node join at once"
+    assert run.read_curve(COMPARED_STEPS) == train_in_one_process(pool, tmp_path / "one", COMPARED_STEPS)
 
 
 def test_axes_left_to_the_planner_are_chosen_again(

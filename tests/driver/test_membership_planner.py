@@ -16,6 +16,7 @@ from raytrain_hpc.driver.local_backend import LocalWorkerGroup
 from raytrain_hpc.driver.membership_planner import MembershipPlanner
 from raytrain_hpc.driver.worker_target import WorkerTarget
 from raytrain_hpc.elastic.cluster_following import ARRIVAL_PATIENCE_S, NodeCapacity
+from raytrain_hpc.elastic.device_allocation import UNLIMITED, Allowance
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RunFailedError
@@ -28,6 +29,7 @@ class Workers:
     def __init__(self, *candidates: Candidate):
         self.candidates, self.waits, self.targets = list(candidates), [], []
         self.capacity: tuple[NodeCapacity, ...] | None = None
+        self.allowance = UNLIMITED
 
     def list_candidates(self) -> list[Candidate]:
         return list(self.candidates)
@@ -39,7 +41,10 @@ class Workers:
     def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
         return self.capacity
 
-    def scale_up_to(self, count: int) -> None:
+    def get_allowance(self) -> Allowance:
+        return self.allowance
+
+    def scale_up_to(self, count: int, wanted: int | None = None) -> None:
         self.targets.append(count)
 
 
@@ -51,7 +56,7 @@ def make_planner(workers: Any, target: int, *overrides: str) -> tuple[Membership
     stop, lines = threading.Event(), []
     config = load_config(None, ["train.global_batch_size=12", "cluster.min_workers=2", *overrides])
     worker_target, batching = WorkerTarget(config, lines.append), Batching(6, 2)
-    chooser = SimpleNamespace(find_size=lambda limit, nodes: 0, get=lambda size: None)
+    chooser = SimpleNamespace(find_size=lambda limit, nodes: 0, get=lambda size: None, has_choice=False)
     worker_target.begin(config, batching, target, None if workers.get_capacity() is None else chooser)
     arguments = (config, batching, lambda layout, batching: {}, workers, worker_target, lines.append, stop)
     return MembershipPlanner(*arguments), stop, lines
@@ -171,6 +176,32 @@ def test_losses_and_replacements_do_not_wait_for_the_interval(clock: list[float]
     workers.capacity = (NodeCapacity("n0", 2, 0), NodeCapacity("n1", 2, 0, is_draining=True))
     workers.candidates[3] = replace(workers.candidates[3], is_draining=True)
     assert planner.poll_regroup() == "pause", "a draining node is left at once"
+
+
+def test_devices_go_to_a_run_of_higher_priority_and_come_back_at_once(clock: list[float]) -> None:
+    workers = Workers(*make_candidates(4, StatePart(1, 0, 1, 7)))
+    workers.capacity = (NodeCapacity("n0", 4, 0),)
+    planner, _, lines = make_planner(workers, 4, "cluster.resize_interval=60")
+    planner.begin_generation(planner.wait_for_membership())
+    workers.capacity, workers.allowance = (NodeCapacity("n0", 2, 0),), Allowance(2, "run other of priority 5")
+    assert planner.poll_regroup() == "pause"
+    workers.candidates = workers.candidates[:2]  # the others are released
+    planner.begin_generation(planner.wait_for_membership())
+    assert planner.poll_regroup() is None
+    workers.allowance = UNLIMITED
+    assert planner.poll_regroup() is None and workers.targets[-1] == 2, "the devices are not free yet"
+    workers.capacity = (NodeCapacity("n0", 2, 2),)
+    assert planner.poll_regroup() is None and workers.targets[-1] == 4
+    workers.candidates = make_candidates(3, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() is None, "workers that come back come together"
+    workers.candidates = make_candidates(4, StatePart(1, 0, 1, 7))
+    assert planner.poll_regroup() == "pause", "but do not wait for the interval"
+    planner.begin_generation(planner.wait_for_membership())
+    assert lines == [
+        "resize 4 -> 2 workers: run other of priority 5 has the devices",
+        "cluster: room for 4 workers on 1 nodes; 4 wanted, 2 train",
+        "resize 2 -> 4 workers: run other of priority 5 has given devices back",
+    ]
 
 
 def test_new_workers_that_do_not_come_are_not_waited_for(clock: list[float]) -> None:

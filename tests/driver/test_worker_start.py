@@ -78,6 +78,21 @@ def test_slots_of_a_followed_cluster_belong_to_their_nodes() -> None:
         assert pool.count_slots_by_node() == {"n1": 1, "n2": 1}
 
 
+def test_slots_beyond_an_allowance_are_released_node_by_node() -> None:
+    nodes = [NodeCapacity("n0", 0, 2), NodeCapacity("n1", 0, 2), NodeCapacity("n2", 0, 1)]
+    with FakeRay(CLUSTER, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(), 5, CLUSTER, fake_ray.workers, nodes=nodes)
+        pool.start()
+        pool.wait_for_workers(4)
+        members = [worker for worker in pool.ready if worker.slot.node_id == "n1"]
+        pool.release_surplus(5, members)
+        assert pool.count_slots() == 5
+        pool.release_surplus(3, members)
+        assert pool.count_slots_by_node() == {"n1": 2, "n2": 1}
+        pool.release_surplus(1, members)
+        assert pool.count_slots_by_node() == {"n1": 2} and pool.ready == members, "members keep their slots"
+
+
 def test_a_worker_of_a_followed_cluster_is_started_again_if_its_first_start_fails() -> None:
     with FailingStarts(CLUSTER, Scenario()) as fake_ray:
         fake_ray.failing = 1

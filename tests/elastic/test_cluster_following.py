@@ -13,6 +13,7 @@ from raytrain_hpc.elastic.cluster_following import (
     NodeCapacity,
     choose_target,
     is_growth_due,
+    limit_capacity,
     make_follow_rules,
     plan_reservations,
 )
@@ -66,6 +67,21 @@ def test_the_target_is_at_most_a_worker_per_microbatch() -> None:
 def test_an_explicit_number_wins() -> None:
     assert choose("2+0 0+8", requested=1) == 1
     assert choose("2+0", requested=6) == 6, "its workers start when there is room"
+
+
+def test_an_explicit_number_is_within_the_allowance() -> None:
+    rules, nodes = FollowRules(minimum=2, maximum=None, spares=1), parse_nodes("6+0")
+    assert [choose_target(nodes, rules, lambda limit: limit, 5, allowed) for allowed in (None, 8, 4, 1)] == [5, 5, 3, 2]
+
+
+def test_slots_within_an_allowance_are_those_held_on_the_fullest_nodes() -> None:
+    def limit(text: str, count: int) -> str:
+        nodes = limit_capacity(parse_nodes(text), count)
+        return " ".join(f"{node.held}+{node.free}{'!' * node.is_draining}" for node in nodes)
+
+    assert limit("1+1 2+0 0+4", 2) == "0+0 2+0 0+0"
+    assert limit("1+1 2+0 0+4", 4) == "1+1 2+0 0+0"
+    assert limit("1+1 2+0! 0+4", 9) == "1+1 2+0! 0+4"
 
 
 def test_reservations_complete_the_fullest_nodes() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import raytrain_hpc as rt
 from raytrain_hpc.config.loader import build_config, list_settings
+from raytrain_hpc.storage.object_path import ObjectPath
+from tests.storage.s3_server import S3Server
 from tests.warm_pool import make_small_config
 
 IN_PROCESS = ["cluster.workers=0", "cluster.device=cpu", "train.steps=4", "logging.tensorboard=false"]
@@ -78,6 +80,24 @@ def test_trials_with_objects_of_the_caller_are_the_runs_of_train(tmp_path: Path)
     again = rt.sweep(config, ["optimizer.lr=0.1,0.01", "model.hidden_size=8"], quiet=True, **arguments)
     assert again.trials == result.trials
     assert (result.trials[0].run_dir / "output.log").read_text().count("done: 4 steps") == 1
+
+
+def test_a_sweep_in_an_object_store_has_the_values_of_a_local_one_and_continues(
+    s3: S3Server, folder: ObjectPath, tmp_path: Path
+) -> None:
+    config = make_small_config(None, *IN_PROCESS)
+    config.run.dir = str(folder)
+    first = rt.sweep(config, {"optimizer.lr": [0.1]}, metric="train/loss", quiet=True)
+    result = rt.sweep(config, {"optimizer.lr": [0.1, 0.01]}, metric="train/loss", stop_bad=True, quiet=True)
+    assert result.is_complete and result.trials[0] == first.trials[0]
+    for trial in result.trials:
+        local = make_small_config(tmp_path / f"local-{trial.number}", *IN_PROCESS, *trial.settings)
+        assert trial.value == rt.train(local, quiet=True).train_loss
+        assert s3.read(f"runs/demo/{trial.name}/output.log").count(b"done: 4 steps") == 1
+    names = ["report.html", "sweep.json", *(f"{trial.name}/result.json" for trial in result.trials)]
+    assert {f"runs/demo/{name}" for name in names} <= set(s3.list_keys("runs/demo/"))
+    assert str(result.report) == f"{folder}/report.html"
+    assert "optimizer.lr" in str(result) and str(result).splitlines()[1].split()[1] != "-"
 
 
 @pytest.mark.parametrize(

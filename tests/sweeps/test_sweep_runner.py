@@ -300,8 +300,12 @@ def test_metrics_are_followed_line_by_line(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_is_an_alarm(tmp_path: Path) -> None:
     lines: list[str] = []
     plan = make_plan(tmp_path, "optimizer.lr=1e-3", at_once=1)
-    (tmp_path / ".sweep.json.tmp").mkdir()  # in the way of the file
-    assert [trial.state for trial in run(plan, lines.append).trials] == ["done"]
+
+    def log(line: str) -> None:
+        (tmp_path / "sweep.json").mkdir(exist_ok=True)  # in the way of the file, from the first line on
+        lines.append(line)
+
+    assert [trial.state for trial in run(plan, log).trials] == ["done"]
     assert any(
         line.startswith("alarm: ") and line.endswith("cannot be written: Is a directory; the sweep continues")
         for line in lines
