@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.warm_pool import PRELOADED_MODULES, WarmPool
-from tests.warm_ray_workers import WarmRayWorkers
+from tests.warm_ray_workers import WarmRayWorkers, use_python
 
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
 if TYPE_CHECKING:
     from raytrain_hpc.storage.object_path import ObjectPath
+    from tests.driver.cli_process import CliRunner
     from tests.storage.s3_server import S3Server
     from tests.training.elastic_runs import RunOnce
 
@@ -127,22 +128,41 @@ def run_once(pool: WarmPool, tmp_path_factory: pytest.TempPathFactory) -> RunOnc
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def cli() -> Iterator[CliRunner]:
+    """A runner of the command line and of scripts."""
+    from tests.driver.cli_process import CliRunner
+
+    runner = CliRunner()
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="session")
+def ray_python() -> Iterator[Path]:
+    """The Python for a Ray whose workers are forked from a warm process; see `warm_ray_workers`."""
+    workers = WarmRayWorkers([*PRELOADED_MODULES, *MODEL_MODULES])
+    yield workers.python
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_python: Path) -> Iterator[None]:
     """A local Ray cluster for all tests that need one; runs connect to it and leave it running."""
     import ray
 
-    workers = WarmRayWorkers([*PRELOADED_MODULES, *MODEL_MODULES])
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        runtime_env=workers.runtime_env,
-    )
+    from raytrain_hpc.ray_private import stop_unused_daemons
+
+    with use_python(ray_python):
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    stop_unused_daemons()
     yield
     ray.shutdown()
-    workers.close()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -175,7 +195,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ or _is_serial(item.nodeid):
         return
-    assert "ray_cluster" not in getattr(item, "fixturenames", ()), (
+    assert not {"ray_cluster", "ray_python"} & set(getattr(item, "fixturenames", ())), (
         "a file that starts Ray must be listed in SERIAL_TESTS"
     )
     if os.nice(0) < 10:

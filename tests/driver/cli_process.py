@@ -1,4 +1,4 @@
-"""The command line as processes, forked from one that has already imported torch."""
+"""The command line and scripts as processes, forked from one that has already imported torch."""
 
 from __future__ import annotations
 
@@ -27,20 +27,27 @@ WORDS = [
 ]
 
 SERVER = """
-import json, os, sys
+import json, os, runpy, sys, traceback
 import numpy, torch, torch._inductor  # everything that a run imports
 import raytrain_hpc.driver.local_backend, raytrain_hpc.driver.supervisor, raytrain_hpc.cli.train_summary
 from raytrain_hpc.cli.main import main
 
-def run_command(argv, out, patch):
+def run_command(argv, out, patch="", script=None):
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     os.dup2(1, 2)
     exec(patch, {})
     code = 1
     try:
-        main(argv)
+        if script is None:
+            main(argv)
+        os.chdir(os.path.dirname(out))
+        sys.argv, sys.path[0] = [script, *argv], os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+        code = 0
     except SystemExit as error:
         code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -76,6 +83,12 @@ class CliRunner:
         before = len(out.read_text()) if out.exists() else 0
         code = self.start(out, *argv, patch=patch).wait()
         return code, out.read_text()[before:]
+
+    def run_script(self, out: Path, script: Path, *argv: str) -> tuple[int, str]:
+        """Run a Python script to its end in the directory of `out`; return its exit code and its output."""
+        pid = self.send({"script": str(script), "argv": argv, "out": str(out)})
+        self._running.add(pid)
+        return CliProcess(self, pid, out).wait(), out.read_text()
 
     def send(self, request: dict[str, Any]) -> Any:
         self._server.stdin.write(json.dumps(request) + "\n")

@@ -1,19 +1,10 @@
-"""Fixtures for tests of whole runs: a runner of the command line, and the curve of an undisturbed run."""
+"""The curve of an undisturbed run, with which those of disturbed runs are compared."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from tests.driver.cli_process import WORDS, CliRunner, read_curve
-
-
-@pytest.fixture(scope="session")
-def cli() -> Iterator[CliRunner]:
-    runner = CliRunner()
-    yield runner
-    runner.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests.warm_ray_workers import make_command
+
 CPUS = 2
 FIRST_ADDRESS, SECOND_ADDRESS = "10.77.0.1", "10.77.0.2"
 
@@ -27,9 +29,13 @@ def can_create_namespaces() -> bool:
 
 
 class NamespacedNodes:
-    """Two Ray nodes. Run a driver with the environment `env` and the command that `on_first_node` returns."""
+    """Two Ray nodes. Run a driver with the environment `env` and the command that `on_first_node` returns.
 
-    def __init__(self) -> None:
+    `python`: with which workers are started.
+    """
+
+    def __init__(self, python: Path | str = sys.executable) -> None:
+        self._ray = make_command(python, "ray.scripts.scripts")
         self._names = [f"raytrain-{letter}-{os.getpid()}" for letter in "ab"]
         self._interfaces = [f"rt{letter}{os.getpid() % 100000}" for letter in "ab"]
         self._directory = tempfile.mkdtemp(prefix="apart-")
@@ -105,8 +111,8 @@ class NamespacedNodes:
 
     def _start(self, number: int, *words: str) -> None:
         address = (FIRST_ADDRESS, SECOND_ADDRESS)[number]
-        ray = str(Path(sys.executable).with_name("ray"))  # also if the environment is not activated
-        command = ["ip", "netns", "exec", self._names[number], ray, "start", *words, f"--node-ip-address={address}"]
+        command = ["ip", "netns", "exec", self._names[number], *self._ray, "start", *words]
+        command.append(f"--node-ip-address={address}")
         subprocess.run([*command, f"--num-cpus={CPUS}"], env=self.env, check=True, capture_output=True, timeout=60)
 
     def _processes(self, number: int) -> list[psutil.Process]:

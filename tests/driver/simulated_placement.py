@@ -1,6 +1,7 @@
 """Workers placed on a simulated cluster as those of a run are.
 
-As a script: pairs of arguments, the nodes to add as SLOTS:RACK,SLOTS:RACK and JSON of the settings to place on them.
+As a script: the Python with which workers are started; then pairs of arguments, the nodes to add as
+SLOTS:RACK,SLOTS:RACK and JSON of the settings to place on them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from raytrain_hpc.planner.comm_volume import compute_bytes_by_axis
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 from raytrain_hpc.planner.workload import make_workload
 from tests.driver.two_node_cluster import LEAN_HEAD
+from tests.warm_ray_workers import use_python
 
 
 @ray.remote
@@ -71,12 +73,13 @@ def place(config: Config) -> dict[str, Any]:
     return {"ranks": ranks, "spares": spares, "slots": slots, "racks": {node.id: node.rack for node in cluster.nodes}}
 
 
-def main(words: Sequence[str]) -> None:
+def main(python: str, words: Sequence[str]) -> None:
     cluster, placements = Cluster(), []
     try:
         for nodes, runs in zip(words[::2], words[1::2], strict=True):
             for slots, rack in (node.split(":") for node in nodes.split(",")):
-                cluster.add_node(num_cpus=int(slots), labels={"rack": rack} if rack else {}, **LEAN_HEAD)
+                with use_python(python):
+                    cluster.add_node(num_cpus=int(slots), labels={"rack": rack} if rack else {}, **LEAN_HEAD)
             cluster.wait_for_nodes(timeout=60)
             ray.init(address=cluster.address, log_to_driver=False, ignore_reinit_error=True)
             placements += [place(load_config(None, run)) for run in json.loads(runs)]
@@ -87,4 +90,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

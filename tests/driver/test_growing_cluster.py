@@ -24,8 +24,8 @@ COMPARED_STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodeCluster]:
-    nodes = TwoNodeCluster(cpus=[1])
+def cluster(ray_python: Path) -> Iterator[TwoNodeCluster]:
+    nodes = TwoNodeCluster(cpus=[1], python=ray_python)
     yield nodes
     nodes.close()
 

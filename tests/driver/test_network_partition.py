@@ -24,8 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def nodes() -> Iterator[NamespacedNodes]:
-    cluster = NamespacedNodes()
+def nodes(ray_python: Path) -> Iterator[NamespacedNodes]:
+    cluster = NamespacedNodes(ray_python)
     yield cluster
     cluster.close()
 

@@ -49,9 +49,11 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError(f"no line with {pattern!r} in:\n{''.join(lines)}")
 
 
-def test_another_machine_continues_with_the_same_bits(s3: S3Server, pool: WarmPool, tmp_path: Path) -> None:
+def test_another_machine_continues_with_the_same_bits(
+    s3: S3Server, pool: WarmPool, ray_python: Path, tmp_path: Path
+) -> None:
     reference = [curve_point(metrics) for metrics in get_step_metrics(pool.train(make_small_config(None, *WORDS))[0])]
-    cluster = TwoNodeCluster()
+    cluster = TwoNodeCluster(python=ray_python)
     try:
         process = start(cluster.env, tmp_path / "first", *throttle(4))
         try:

@@ -73,7 +73,7 @@ def test_full_object_store_does_not_change_the_losses(
         assert ray.get(occupant.fill.remote()) >= OBJECT_STORE_BYTES
         run = rt.start(make_small_config(tmp_path, *WORDS, *throttle(2), "data.engine=ray"))
         wait_until(lambda: count_steps(tmp_path) and find_reader_processes())
-        wait_for_steps(tmp_path, 200)
+        wait_for_steps(tmp_path, 100)
         stop_and_compare(run, tmp_path, pool)
     finally:
         ray.kill(occupant)

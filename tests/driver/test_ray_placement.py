@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.timeout(200)
 WORDS = ["model.hidden_size=256", "model.num_layers=4", "train.seq_len=64", "train.global_batch_size=32"]
 
 
-def place_on_clusters(*stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
+def place_on_clusters(python: Path, *stages: tuple[str, list[list[str]]]) -> list[dict[str, Any]]:
     """Return what tests.driver.simulated_placement prints. Each stage: nodes to add, then settings to place."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -27,7 +28,7 @@ def place_on_clusters(*stages: tuple[str, list[list[str]]]) -> list[dict[str, An
         for nodes, settings in stages
         for word in (nodes, json.dumps([[*WORDS, *overrides] for overrides in settings]))
     ]
-    command = [sys.executable, "-m", simulated_placement.__name__, *words]
+    command = [sys.executable, "-m", simulated_placement.__name__, str(python), *words]
     process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert process.returncode == 0, process.stderr
     placements: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
@@ -42,8 +43,9 @@ def find_nodes_of_groups(placement: dict[str, Any], *axes: str) -> list[set[str]
     return list(groups.values())
 
 
-def test_placement_on_uneven_nodes() -> None:
+def test_placement_on_uneven_nodes(ray_python: Path) -> None:
     stages, with_spares, uneven = place_on_clusters(
+        ray_python,
         (
             "4:,4:",
             [
@@ -63,15 +65,16 @@ def test_placement_on_uneven_nodes() -> None:
     assert sorted(Counter(rank["node_id"] for rank in uneven["ranks"]).values()) == [2, 4, 4]
 
 
-def test_placement_on_two_racks() -> None:
+def test_placement_on_two_racks(ray_python: Path) -> None:
     four, eight = place_on_clusters(
+        ray_python,
         (
             "2:a,2:b,2:a,2:b",
             [
                 ["cluster.workers=4", "parallel.cp=2"],
                 ["cluster.workers=8", "parallel.tp=2", "parallel.zero=3"],
             ],
-        )
+        ),
     )
     assert len({rank["rack"] for rank in four["ranks"]}) == 1, "half of the cluster is one rack"
     assert all(len(nodes) == 1 for nodes in find_nodes_of_groups(four, "cp"))

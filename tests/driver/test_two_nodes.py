@@ -29,8 +29,8 @@ ONE_RANK = ["cluster.workers=1", "train.micro_batch_size=1"]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodeCluster]:
-    nodes = TwoNodeCluster()
+def cluster(ray_python: Path) -> Iterator[TwoNodeCluster]:
+    nodes = TwoNodeCluster(python=ray_python)
     yield nodes
     nodes.close()
 

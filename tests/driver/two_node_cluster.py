@@ -15,9 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.warm_ray_workers import find_worker, use_python
 
 CPUS = 2
 LEAN_HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # unused here
@@ -29,15 +32,18 @@ class TwoNodeCluster:
     """Handle of the cluster. `env` is the environment of a driver on it; drivers run on the first node.
 
     `stored`: the head keeps its state in Redis, so that it survives a restart of the head. `cpus`: of each node
-    at the start. The environment of a node has NODE_NUMBER, counted from 1 for the first.
+    at the start. The environment of a node has NODE_NUMBER, counted from 1 for the first. `python`: with which workers
+    are started.
     """
 
-    def __init__(self, *, stored: bool = False, cpus: Sequence[int] = (CPUS, CPUS)) -> None:
+    def __init__(
+        self, *, stored: bool = False, cpus: Sequence[int] = (CPUS, CPUS), python: Path | str = sys.executable
+    ) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "RAY_USAGE_STATS_ENABLED": "0"}
         env |= {"RAY_worker_niceness": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, ",".join(map(str, cpus)), *(["stored"] if stored else [])],
+            [sys.executable, "-m", __name__, ",".join(map(str, cpus)), str(python), *(["stored"] if stored else [])],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -104,15 +110,25 @@ def _start_redis() -> subprocess.Popen[bytes]:
     return server
 
 
-def _signal_node(raylet: int, number: int) -> None:
+def _signal_node(raylet: int, number: int, python: str) -> None:
     """Send a signal to all processes of a node, if it still runs."""
     with contextlib.suppress(psutil.NoSuchProcess):
         node = psutil.Process(raylet)
         for process in [node, *node.children(recursive=True)]:
+            worker = find_worker(python, process.pid)
             process.send_signal(number)
+            if worker is not None:
+                psutil.Process(worker).send_signal(number)
 
 
 def main() -> None:
+    python = sys.argv[2]
+    with use_python(python):
+        run_cluster(python)
+
+
+def run_cluster(python: str) -> None:
+    """Start the cluster, and carry out commands until stdin ends. `python`: with which Ray starts workers."""
     store = _start_redis() if "stored" in sys.argv else None
     from ray._raylet import GcsClient
     from ray.cluster_utils import Cluster
@@ -128,7 +144,7 @@ def main() -> None:
     for word in map(str.strip, sys.stdin):
         node = nodes[-1]
         if word in ("lose", "freeze", "thaw"):
-            _signal_node(node.all_processes["raylet"][0].process.pid, _SIGNALS[word])
+            _signal_node(node.all_processes["raylet"][0].process.pid, _SIGNALS[word], python)
             if word == "lose":
                 nodes.pop()
         elif word == "drain":

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.examples.test_examples import EXAMPLES, FEW_STEPS, run
+from tests.driver.cli_process import CliRunner
+from tests.examples.test_examples import EXAMPLES, FEW_STEPS
 
 MAX_LINES = 30
 
 
-def run_callback_example(directory: Path, name: str, *words: str) -> str:
-    """Run an example of a callback with a tiny model and return its output."""
-    return run(directory, sys.executable, str(EXAMPLES / "callbacks" / f"{name}.py"), *FEW_STEPS, *words)
+RunExample = Callable[..., str]
+
+
+@pytest.fixture
+def run_example(cli: CliRunner, tmp_path: Path) -> RunExample:
+    """A function that runs an example in `tmp_path` and returns its output."""
+
+    def run(path: str, *words: str) -> str:
+        code, output = cli.run_script(tmp_path / f"{Path(path).stem}.out", EXAMPLES / path, *words)
+        assert code == 0, output
+        return output
+
+    return run
+
+
+@pytest.fixture
+def run_callback_example(run_example: RunExample) -> RunExample:
+    """A function that runs an example of a callback with a tiny model and returns its output."""
+    return lambda name, *words: run_example(f"callbacks/{name}.py", *FEW_STEPS, *words)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -36,15 +53,15 @@ def test_every_built_in_callback_has_an_example() -> None:
     assert set(BUILT_IN) <= {path.stem for path in (EXAMPLES / "callbacks").glob("*.py")}
 
 
-def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
-    output = run_callback_example(tmp_path, "early_stopping")
+def test_early_stopping_ends_the_run(run_callback_example: RunExample, tmp_path: Path) -> None:
+    output = run_callback_example("early_stopping")
     assert re.search(r"^done after 15 of 200 steps, validation loss \d", output, re.MULTILINE)
     assert "early stopping: val/loss has not improved on " in output
 
 
-def test_keep_best_keeps_two_checkpoints(tmp_path: Path) -> None:
+def test_keep_best_keeps_two_checkpoints(run_callback_example: RunExample, tmp_path: Path) -> None:
     """The rate rises until the loss is ten times as large, so that the last evaluation is not the best one."""
-    output = run_callback_example(tmp_path, "keep_best", "optimizer.lr=10", "lr_scheduler.warmup_steps=30")
+    output = run_callback_example("keep_best", "optimizer.lr=10", "lr_scheduler.warmup_steps=30")
     losses = {
         line["step"]: line["val/loss"] for line in read_metrics(tmp_path / "runs/keep_best") if "val/loss" in line
     }
@@ -54,8 +71,8 @@ def test_keep_best_keeps_two_checkpoints(tmp_path: Path) -> None:
     assert f'labels: {{ "best": {best} }}\n' in output
 
 
-def test_ema_changes_validation_and_samples_but_not_training(tmp_path: Path) -> None:
-    output = run_callback_example(tmp_path, "ema", "train.steps=20")
+def test_ema_changes_validation_and_samples_but_not_training(run_callback_example: RunExample, tmp_path: Path) -> None:
+    output = run_callback_example("ema", "train.steps=20")
     trained, averaged = (read_metrics(tmp_path / f"runs/ema_{name}") for name in ("trained", "averaged"))
     assert [line["train/loss"] for line in trained] == [line["train/loss"] for line in averaged]
     val_losses = [lines[-1]["val/loss"] for lines in (trained, averaged)]
@@ -66,19 +83,19 @@ def test_ema_changes_validation_and_samples_but_not_training(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, files and ranges are recorded")
-def test_examples_for_a_gpu_say_that_there_is_none(tmp_path: Path) -> None:
-    assert "snapshots: none, because no rank has a GPU" in run_callback_example(tmp_path, "memory_snapshot")
-    assert "steps 1 to 6 have no ranges" in run_callback_example(tmp_path, "nvtx_ranges")
+def test_examples_for_a_gpu_say_that_there_is_none(run_callback_example: RunExample, tmp_path: Path) -> None:
+    assert "snapshots: none, because no rank has a GPU" in run_callback_example("memory_snapshot")
+    assert "steps 1 to 6 have no ranges" in run_callback_example("nvtx_ranges")
 
 
-def test_garbage_collection_collects_at_fixed_steps(tmp_path: Path) -> None:
-    output = run_callback_example(tmp_path, "garbage_collection")
+def test_garbage_collection_collects_at_fixed_steps(run_callback_example: RunExample, tmp_path: Path) -> None:
+    output = run_callback_example("garbage_collection")
     automatic, fixed = map(int, re.findall(r"garbage was collected (\d+) times in 40 steps", output))
     assert fixed == 2 < automatic
 
 
-def test_state_of_a_callback_survives_a_restart(tmp_path: Path) -> None:
-    output = run_callback_example(tmp_path, "stateful_callback")
+def test_state_of_a_callback_survives_a_restart(run_callback_example: RunExample, tmp_path: Path) -> None:
+    output = run_callback_example("stateful_callback")
     average = 0.0
     for line in read_metrics(tmp_path / "runs/stateful_callback"):
         average += 0.1 * (line["train/grad_norm"] - average)
@@ -86,14 +103,14 @@ def test_state_of_a_callback_survives_a_restart(tmp_path: Path) -> None:
     assert f"step 20: average norm {average:.6f}" in output
 
 
-def test_driver_callback_reports_and_stops(tmp_path: Path) -> None:
-    output = run_callback_example(tmp_path, "driver_callback", "train.steps=20000", "optimizer.lr=0.02")
+def test_driver_callback_reports_and_stops(run_callback_example: RunExample, tmp_path: Path) -> None:
+    output = run_callback_example("driver_callback", "train.steps=20000", "optimizer.lr=0.02")
     assert re.search(r"^message: checkpoint of step (\d+) in step-\d+$", output, re.MULTILINE)
     assert output.splitlines()[-1] == "stopped"
 
 
-def test_image_classifier_learns(tmp_path: Path) -> None:
-    output = run(tmp_path, sys.executable, str(EXAMPLES / "image_classifier.py"), "eval.samples=40")
+def test_image_classifier_learns(run_example: RunExample, tmp_path: Path) -> None:
+    output = run_example("image_classifier.py", "eval.samples=40")
     last = read_metrics(tmp_path / "runs/image_classifier")[-1]
     clean, noisy = last["val/clean/loss"], last["val/noisy/loss"]
     assert clean < noisy and last["val/loss"] == pytest.approx((clean + noisy) / 2)
@@ -101,9 +118,9 @@ def test_image_classifier_learns(tmp_path: Path) -> None:
     assert len((EXAMPLES / "image_classifier.py").read_text().splitlines()) <= 60
 
 
-def test_transformers_model_is_trained_exported_and_loaded(tmp_path: Path) -> None:
+def test_transformers_model_is_trained_exported_and_loaded(run_example: RunExample, tmp_path: Path) -> None:
     words = ["train.steps=20", "logging.tensorboard=false"]
-    output = run(tmp_path, sys.executable, str(EXAMPLES / "transformers_model.py"), *words)
+    output = run_example("transformers_model.py", *words)
     assert "runs/transformers_model/exported has LlamaForCausalLM\ndef " in output
     losses = [line["train/loss"] for line in read_metrics(tmp_path / "runs/transformers_model")]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5

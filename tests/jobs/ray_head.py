@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import requests
 
+from tests.warm_ray_workers import find_worker, make_command
+
 BIN = Path(sys.executable).parent
 SMALL = """
 data: {path: synthetic}
@@ -39,6 +41,7 @@ class Head:
     process: psutil.Process
     env: dict[str, str]
     project: Path  # the working directory of submitted jobs
+    python: Path  # with which workers are started
 
     def ray(self, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -61,6 +64,10 @@ class Head:
         assert self._request("POST", f"{name}/stop") == {"stopped": True}
         wait_for(lambda: self.status(name) != "RUNNING", "the job to stop", 30)
 
+    def find_workers(self) -> set[int | None]:
+        """Return the pids of Ray's workers on the head."""
+        return {find_worker(self.python, process.pid) for process in self.process.children(recursive=True)}
+
     def _request(self, method: str, path: str) -> Any:
         url = f"{self.env['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}"
         token = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
@@ -70,8 +77,8 @@ class Head:
 
 
 @contextlib.contextmanager
-def start_head() -> Iterator[Head]:
-    """Start a head, and stop it when the context ends."""
+def start_head(python: Path = Path(sys.executable)) -> Iterator[Head]:
+    """Start a head, and stop it when the context ends. `python`: with which workers are started."""
     home = Path(tempfile.mkdtemp(prefix="rj-", dir="/tmp"))  # short: socket paths have at most 107 characters
     project = home / "project"
     project.mkdir()
@@ -83,18 +90,18 @@ def start_head() -> Iterator[Head]:
         "RAY_AUTH_MODE": "token",  # a separate token: the user's is not touched, and the head is not open to all
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
     }
-    command = f"ray start --head --block --num-cpus=4 --port={port} --dashboard-port={dashboard} --temp-dir={home}/ray"
+    words = f"start --head --block --num-cpus=4 --port={port} --dashboard-port={dashboard} --temp-dir={home}/ray"
     with (home / "head.log").open("w") as log:
         process = subprocess.Popen(
-            [*command.split(), f"--dashboard-agent-listen-port={agent}"],
-            executable=BIN / "ray",
+            [*make_command(python, "ray.scripts.scripts"), *words.split(), f"--dashboard-agent-listen-port={agent}"],
             env=env,
             cwd=home,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    head = Head(psutil.Process(process.pid), env | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}, project)
+    env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
+    head = Head(psutil.Process(process.pid), env, project, python)
     try:
         wait_for(lambda: "runtime started" in (home / "head.log").read_text(), "the head to start", 60)
         yield head

@@ -110,7 +110,7 @@ def iter_batches_in_readers(
 def make_reader_context() -> ForkServerContext:
     """Return the context in which reader processes start: from a server that has imported torch, to save seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "torch.utils.data"])
+    context.set_forkserver_preload(["__main__", "torch.utils.data", "raytrain_hpc.data.samples.stream_reader"])
     return context
 
 
