@@ -26,9 +26,9 @@ def record_calls(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, calls: list[
     """Append the name of every comparison of replicas and every checkpoint to `calls`."""
 
     def recording(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             calls.append(name)
-            return method(*arguments)
+            return method(*arguments, **options)
 
         return call
 
