@@ -47,11 +47,13 @@ def measure_formats(rounds: int, url: str | None = None) -> Timings:
     for round_number in range(rounds + 1):
         if url is None:
             with scratch_dir() as directory:
-                round_ms = _run_round(state, directory, _make_local_peer(directory / "dcp"))
+                peer = _make_local_peer(directory / "dcp")
+                round_ms = _run_round(state, directory, peer, peer_first=bool(round_number % 2))
         else:
             folder = ObjectPath.from_url(url) / f"bench-{uuid.uuid4().hex}"
             try:
-                round_ms = _run_round(state, folder, _make_s3_peer(folder / "dcp"))
+                peer = _make_s3_peer(folder / "dcp")
+                round_ms = _run_round(state, folder, peer, peer_first=bool(round_number % 2))
             finally:
                 folder.delete_tree()
         if round_number == 0:  # warm-up: first allocations and imports
@@ -112,11 +114,13 @@ def _make_s3_peer(folder: ObjectPath) -> Peer:
     )
 
 
-def _run_round(state: State, directory: Location, peer: Peer) -> dict[str, float]:
+def _run_round(state: State, directory: Location, peer: Peer, *, peer_first: bool) -> dict[str, float]:
+    """Return the milliseconds of each operation of both sides."""
     store = CheckpointStore(directory / "checkpoints")
     source = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in state.items())
     peer_save, peer_load = peer
-    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    # Filled, since the first write to new memory takes as long as the load itself.
+    loaded = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
     target = ShardedState(StateShard.from_tensor(name, tensor) for name, tensor in loaded.items())
 
     def save() -> None:
@@ -131,13 +135,12 @@ def _run_round(state: State, directory: Location, peer: Peer) -> dict[str, float
             raise RuntimeError("the saved state is damaged")
         read_state(read_manifest(store.get_path(1)), target)  # in a rank
 
-    round_ms = {
-        "platform save": _time_ms(save),
-        "dcp save": _time_ms(lambda: peer_save(state)),
-        "platform load": _time_ms(load),
-        "dcp load": _time_ms(lambda: peer_load(loaded)),
-        "platform choose and load": _time_ms(resume),
-    }
+    turns = [
+        [("platform save", save), ("dcp save", lambda: peer_save(state))],
+        [("platform load", load), ("dcp load", lambda: peer_load(loaded)), ("platform choose and load", resume)],
+    ]
+    actions = [action for turn in turns for action in (reversed(turn) if peer_first else turn)]
+    round_ms = {name: _time_ms(action) for name, action in actions}
     if any(not torch.equal(loaded[name], tensor) for name, tensor in state.items()):
         raise RuntimeError("the loaded state differs from the saved state")
     return round_ms

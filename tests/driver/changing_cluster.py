@@ -21,11 +21,11 @@ from typing import Any
 
 from tests.driver.cli_process import curve_point
 from tests.driver.throttle import throttle
-from tests.driver.two_node_cluster import CPUS, TwoNodeCluster
+from tests.driver.two_node_cluster import TwoNodeCluster
 from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
-MAX_NODES = 3
-MIN_INTERVAL_S, MAX_INTERVAL_S = 10.0, 30.0  # between two changes of the cluster
+MAX_DEVICES, MAX_NODES = 6, 4  # the first node has one and stays
+MIN_INTERVAL_S, MAX_INTERVAL_S = 15.0, 45.0  # between two changes of the cluster
 MAX_NOTICE_S = 3.0  # from the drain of a node until it is killed
 WORDS = [
     *SMALL_OVERRIDES,
@@ -49,16 +49,17 @@ class Event:
 
 def change_cluster(cluster: TwoNodeCluster, process: subprocess.Popen[bytes], seconds: float, seed: int) -> list[Event]:
     """Add, drain and kill nodes at random times for `seconds` seconds."""
-    rng, num_nodes, end = random.Random(seed), 1, time.time() + seconds
-    events = [Event(time.time(), "start", CPUS)]
+    rng, nodes, end = random.Random(seed), [1], time.time() + seconds
+    events = [Event(time.time(), "start", sum(nodes))]
     while (wait_s := rng.uniform(MIN_INTERVAL_S, MAX_INTERVAL_S)) < end - time.time():
         time.sleep(wait_s)
         assert process.poll() is None, "the run has ended"
-        removals = ["drain", "lose"]
-        word = rng.choice(["add"] if num_nodes == 1 else removals if num_nodes == MAX_NODES else ["add", *removals])
-        num_nodes += 1 if word == "add" else -1
-        cluster.send(word)
-        events.append(Event(time.time(), word, CPUS * num_nodes))
+        new_node, removals = rng.choice([1, 2]), ["drain", "lose"]
+        is_full = len(nodes) == MAX_NODES or sum(nodes) + new_node > MAX_DEVICES
+        word = rng.choice(["add"] if len(nodes) == 1 else removals if is_full else ["add", *removals])
+        nodes = [*nodes, new_node] if word == "add" else nodes[:-1]
+        cluster.send(f"add {new_node}" if word == "add" else word)
+        events.append(Event(time.time(), word, sum(nodes)))
         print(f"{events[-1].time - events[0].time:6.1f} s  {word:5}  {events[-1].slots} devices", flush=True)
         if word == "drain":
             time.sleep(rng.uniform(0.0, MAX_NOTICE_S))
@@ -93,8 +94,8 @@ def measure(metrics: list[dict[str, Any]], incidents: list[dict[str, Any]], even
 
 def train_through_changes(directory: Path, seconds: float, seed: int) -> list[Event]:
     """Train in `directory` while the cluster changes, stop the run, and return the changes."""
-    cluster, out_file = TwoNodeCluster(cpus=[CPUS]), directory / "out"
-    command = [sys.executable, "-m", "raytrain_hpc", "train", *WORDS, *FOLLOWING, *throttle(MAX_NODES * CPUS)]
+    cluster, out_file = TwoNodeCluster(cpus=[1]), directory / "out"
+    command = [sys.executable, "-m", "raytrain_hpc", "train", *WORDS, *FOLLOWING, *throttle(MAX_DEVICES)]
     with out_file.open("w") as out:
         process = subprocess.Popen(
             [*command, "train.steps=1000000", f"run.dir={directory}"], env=cluster.env, stdout=out, stderr=out

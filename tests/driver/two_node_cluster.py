@@ -150,9 +150,10 @@ def run_cluster(python: str) -> None:
         elif word == "drain":
             deadline = int(1000 * (time.time() + 600))
             GcsClient(address=cluster.address).drain_node(node.node_id, 2, "preempted", deadline)
-        elif word == "add":
+        elif word.startswith("add"):
             num_started += 1
-            node = cluster.add_node(num_cpus=CPUS, env_vars={"NODE_NUMBER": str(num_started)}, **LEAN_HEAD)
+            cpus = int(word.removeprefix("add") or CPUS)
+            node = cluster.add_node(num_cpus=cpus, env_vars={"NODE_NUMBER": str(num_started)}, **LEAN_HEAD)
             nodes.append(node)
         elif word == "behead":
             node = cluster.head_node
