@@ -229,7 +229,8 @@ def check_writable(directory: Location) -> None:
 def _probe_bucket(directory: ObjectPath) -> None:
     """Write, refuse to overwrite, and delete an object. Raises OSError, or RunDirectoryError without conditions."""
     probe = directory / f".probe-{uuid.uuid4().hex}"
-    probe.create(b"x")
+    with contextlib.suppress(FileExistsError):  # the answer to the first request was lost, and it was sent again
+        probe.create(b"x")
     try:
         probe.create(b"y")
     except FileExistsError:

@@ -85,7 +85,7 @@ def _marker_file(run_dir: str) -> Iterator[tuple[str, str]]:
     check_writable(directory)
     path = directory / f".doctor-{token[:8]}"
     if isinstance(path, ObjectPath):
-        path.create(token.encode())
+        path.write_bytes(token.encode())
         try:
             yield str(path), token
         finally:

@@ -332,6 +332,9 @@ def test_a_run_directory_is_probed_for_access_and_conditional_writes(folder, s3)
     assert s3.list_keys() == []
     with pytest.raises(RunDirectoryError, match=r"run.dir=s3://unknown/x: cannot be written: there is no such bucket"):
         check_writable(ObjectPath.from_url("s3://unknown/x"))
+    with s3.intercepting(RandomFaults(0.4, seed=1)):  # answers to requests that were executed are lost, too
+        for _ in range(10):
+            check_writable(folder)
     ignore = lambda request, forward: forward() if request.method != "PUT" else put_anyway(s3, request)  # noqa: E731
     with s3.intercepting(ignore), pytest.raises(RunDirectoryError, match="ignores conditional writes"):
         check_writable(folder)
