@@ -133,13 +133,18 @@ def main() -> None:
 
 
 def check_resume(output: str, published: set[int], damaged: set[int]) -> None:
-    """Assert that a driver has resumed from the newest checkpoint that is not damaged."""
+    """Assert that a driver has resumed from the newest checkpoint that is not damaged.
+
+    The rank that reads a checkpoint finds changed bits; the driver then names it, and resumes from an earlier one.
+    """
     good = published - damaged
-    match = _RESUMED.search(output)
-    if match is None:
+    steps = [int(step) for step in _RESUMED.findall(output)]
+    if not steps:
         assert not good or "resumed" not in output, output
         return
-    step = int(match[1])
+    for skipped in steps[:-1]:
+        assert skipped in damaged and f"step-{skipped:08d}" in output.partition("damaged checkpoint skipped")[2], output
+    step = steps[-1]
     assert step in good, f"{step} was damaged or never published"
     newer = [other for other in good if other > step]
     assert not newer, f"resumed from {step} although {newer} were published"

@@ -26,6 +26,21 @@ def handle_step(self, metrics):
         {action}
 RunRecorder._handle_step = handle_step
 """
+# A driver that is stopped between its last look at the lease and the request that publishes would send that request.
+STOP_BETWEEN_CHECKPOINTS = f"""
+import time
+from raytrain_hpc.storage.location import parse_location
+from raytrain_hpc.training.trainer import Trainer
+real = Trainer.train_step
+def train_step(self, step):
+    if step == 9:
+        while not (parse_location("{URL}") / "checkpoints/step-00000008/manifest.json").is_file():
+            time.sleep(0.01)
+        time.sleep(0.3)  # until older checkpoints are deleted
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return real(self, step)
+Trainer.train_step = train_step
+"""
 
 
 class Runs:
@@ -202,13 +217,14 @@ def test_a_second_driver_is_refused_and_the_first_is_not_disturbed(runs_on_any_s
 def test_a_driver_that_has_lost_its_lease_stops_and_overwrites_nothing(runs_on_any_server) -> None:
     """Another driver took over while this one was stopped: its metrics and checkpoints stay as that one wrote them."""
     runs = runs_on_any_server
-    first = runs.start(after(9, "os.kill(os.getpid(), signal.SIGSTOP)"))
+    first = runs.start(STOP_BETWEEN_CHECKPOINTS)
     first.wait_until_stopped()
     lease = json.loads(runs.s3.read("runs/demo/lease.json"))
     lease |= {"owner": "another", "generation": 9}
     runs.s3.write("runs/demo/lease.json", json.dumps(lease).encode())
     runs.s3.write("runs/demo/metrics.jsonl", b'{"step": 1, "owner": "another"}\n')
     before = runs.list_checkpoints()
+    assert before == [4, 8]
     os.kill(first.pid, signal.SIGCONT)
     assert first.wait() == 4
     assert "taken over by another" in first.out.read_text()
