@@ -32,7 +32,10 @@ def read_lease(directory):
 
 
 def edit_lease(directory, **fields):
-    (directory / "lease.json").write_text(json.dumps({**read_lease(directory), **fields}))
+    """Replace the lease atomically, as a driver does: another thread may read it meanwhile."""
+    edited = directory / "lease.json.edited"
+    edited.write_text(json.dumps({**read_lease(directory), **fields}))
+    edited.replace(directory / "lease.json")
 
 
 @pytest.fixture
