@@ -8,7 +8,6 @@ of the device time on live nodes in which steps were computed that count.
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 from tests.driver.cli_process import curve_point
 from tests.driver.throttle import throttle
 from tests.driver.two_node_cluster import TwoNodeCluster
+from tests.json_lines import read_json_lines
 from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
 MAX_DEVICES, MAX_NODES = 6, 4  # the first node has one and stays
@@ -114,16 +114,12 @@ def train_through_changes(directory: Path, seconds: float, seed: int) -> list[Ev
     return events
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main(seconds: float, seed: int) -> None:
     directory = Path(tempfile.mkdtemp(prefix="changing-"))
     print(directory, flush=True)
     events = train_through_changes(directory, seconds, seed)
-    metrics = read_lines(directory / "metrics.jsonl")
-    for name, value in measure(metrics, read_lines(directory / "incidents.jsonl"), events).items():
+    metrics = read_json_lines(directory / "metrics.jsonl")
+    for name, value in measure(metrics, read_json_lines(directory / "incidents.jsonl"), events).items():
         print(f"{name}: {value}", flush=True)
     counted = {line["step"]: line for line in metrics}
     assert sorted(counted) == list(range(1, len(counted) + 1))

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -118,11 +117,6 @@ def read_workers(run_dir: Path) -> tuple[int, list[int]]:
 def count_steps(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSONL file that may be growing."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def wait_until(condition: Callable[[], bool], interval_s: float, timeout_s: float = 200.0) -> None:

@@ -19,11 +19,12 @@ from omegaconf import OmegaConf
 
 import raytrain_hpc as rt
 from raytrain_hpc.cli.drill import fingerprint
-from tests.driver.external_faults import count_steps, read_lines, read_workers, record_fault_time, wait_until
+from tests.driver.external_faults import count_steps, read_workers, record_fault_time, wait_until
 from tests.driver.loop_filesystem import Disk, mount_disk
 from tests.driver.network_namespaces import NamespacedNodes
 from tests.driver.two_node_cluster import TwoNodeCluster
 from tests.jobs.ray_head import Head
+from tests.json_lines import read_json_lines
 from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
 STEPS = 80
@@ -131,7 +132,7 @@ def grow(run_dir: Path, handle: rt.Run, workers: int) -> None:
     """Request more workers and wait until they train."""
     wait_until(lambda: count_steps(run_dir) >= 10, 0.01)
     handle.resize(workers)
-    wait_until(lambda: read_lines(run_dir / "metrics.jsonl")[-1]["elastic/world_size"] == workers, 0.05)
+    wait_until(lambda: read_json_lines(run_dir / "metrics.jsonl")[-1]["elastic/world_size"] == workers, 0.05)
 
 
 def train_on_two_nodes(
@@ -209,7 +210,7 @@ def _start(command: list[str], cluster: TwoNodeCluster | NamespacedNodes, run_di
 
 def measure_cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float], int]:
     """Check that the right ranks are named; return detection times, recovery times and the number of lost steps."""
-    metrics = read_lines(run_dir / "metrics.jsonl")
+    metrics = read_json_lines(run_dir / "metrics.jsonl")
     fault_times = [mark.stat().st_mtime for mark in sorted((run_dir / "injected").glob("*"))]
     if (
         fault.grow
@@ -226,7 +227,7 @@ def measure_cost(fault: Fault, run_dir: Path) -> tuple[list[float], list[float],
         repeated_steps = len(metrics) - fault.steps
         assert repeated_steps <= get_checkpoint_interval(run_dir), f"{repeated_steps} steps run again"
         return [], [min(later_times) - fault_times[0] if was_restarted else pause], repeated_steps
-    incidents = read_lines(run_dir / "incidents.jsonl")
+    incidents = read_json_lines(run_dir / "incidents.jsonl")
     attributed = tuple((incident["kind"], incident["rank"]) for incident in incidents)
     if fault.component:
         lost_ranks = json.loads((run_dir / "lost.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from tests.driver.cli_process import Curve, curve_point, wait_until
 from tests.driver.two_node_cluster import TwoNodeCluster
+from tests.json_lines import read_json_lines
 from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
 WORDS = [
@@ -39,9 +39,7 @@ class FollowingRun:
         return self.out.read_text()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_json_lines(self.directory / "metrics.jsonl")
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         def is_fulfilled() -> bool:

@@ -20,6 +20,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, RunFailedError
 from tests.driver.cli_process import count_steps, curve_point, read_curve, wait_until
 from tests.driver.throttle import throttle
+from tests.json_lines import read_json_lines
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 60
@@ -63,7 +64,7 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_json_lines(run_dir / "metrics.jsonl")
 
 
 def test_killed_worker(ray_cluster: None, reference_curve, tmp_path: Path) -> None:

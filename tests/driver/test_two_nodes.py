@@ -19,6 +19,7 @@ from raytrain_hpc.config.loader import load_config
 from tests.driver.cli_process import curve_point
 from tests.driver.throttle import throttle
 from tests.driver.two_node_cluster import TwoNodeCluster
+from tests.json_lines import read_json_lines
 from tests.warm_pool import SMALL_OVERRIDES, WarmPool, get_step_metrics, make_small_config
 
 pytestmark = pytest.mark.timeout(240)
@@ -153,7 +154,5 @@ def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl so far."""
-    metrics = run_dir / "metrics.jsonl"
-    text = metrics.read_text() if metrics.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """Return the metrics so far."""
+    return read_json_lines(run_dir / "metrics.jsonl")

@@ -133,5 +133,6 @@ def terminate_tree(process: psutil.Process) -> None:
     process.send_signal(signal.SIGTERM)
     _, remaining = psutil.wait_procs(processes, timeout=15)
     for survivor in remaining:
-        survivor.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            survivor.kill()
     psutil.wait_procs(remaining, timeout=15)

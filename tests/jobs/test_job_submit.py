@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.jobs.ray_head import Head, start_head, wait_for
+from tests.json_lines import read_json_lines
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -22,8 +23,7 @@ def head(ray_python: Path) -> Iterator[Head]:
 
 
 def read_steps(run_dir: Path) -> list[int]:
-    metrics = run_dir / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return [line["step"] for line in read_json_lines(run_dir / "metrics.jsonl")]
 
 
 def test_wrong_config_fails_and_is_logged(head: Head, tmp_path: Path) -> None:

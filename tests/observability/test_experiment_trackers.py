@@ -30,6 +30,12 @@ STEPS = [
 ]  # step 2 is repeated
 
 
+@pytest.fixture(autouse=True)
+def wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer at the end of a run: a busy machine takes more than ten seconds to start wandb's process."""
+    monkeypatch.setattr(driver_callbacks, "_CLOSE_TIMEOUT_S", 60.0)
+
+
 def start_callbacks(factories: dict[str, Any], warnings: list[str]) -> DriverCallbackList:
     control = DriverControl(lambda: warnings.append("stop"), lambda workers: None)
     return DriverCallbackList(factories, control, warnings.append)

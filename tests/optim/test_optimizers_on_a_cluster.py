@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_hpc import Callback, start, train
+from tests.json_lines import read_json_lines
 from tests.warm_pool import make_small_config
 
 STEPS = 40
@@ -56,6 +57,5 @@ def test_the_curve_is_that_of_an_undisturbed_run(ray_cluster: None, tmp_path: Pa
 
 def has_grown(directory: Path) -> bool:
     """Return whether a step after the kill was trained on four workers."""
-    path = directory / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = read_json_lines(directory / "metrics.jsonl")
     return any(line["step"] > 6 and line["elastic/world_size"] == 4 for line in lines)
