@@ -45,8 +45,7 @@ class TrainConfig(Section):
     )
     compile: bool | Auto = key(
         AUTO,
-        "Apply torch.compile to each block and the loss; auto: on accelerators, for the built-in decoder, under the "
-        "layouts that support it.",
+        "Apply torch.compile to each block and the loss; auto: on accelerators, for the built-in decoder.",
     )
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; 0: no clipping.", minimum=0)
     callbacks: list[CallbackConfig] = key(

@@ -84,8 +84,6 @@ def _check_model(config: Config) -> None:
         raise _make_error(config, "model.num_kv_heads", f"must divide model.num_heads={m.num_heads}")
     if m.num_experts and m.experts_per_token > m.num_experts:
         raise _make_error(config, "model.experts_per_token", f"must not exceed model.num_experts={m.num_experts}")
-    if m.num_experts and config.train.compile is True:
-        raise _make_error(config, "model.num_experts", "is not supported with train.compile; set train.compile=false")
     if not m.dropout < 1:
         raise _make_error(config, "model.dropout", "needs a probability below 1")
 
@@ -181,19 +179,12 @@ def _check_parameter_groups(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    lora, p = config.lora, config.parallel
+    lora = config.lora
     if not lora.rank:
         return
     all_targets = LoraConfig().target_modules
     if not lora.target_modules or not set(lora.target_modules) <= set(all_targets):
         raise _make_error(config, "lora.target_modules", f"choose from {', '.join(all_targets)}")
-    for axis in ("tp", "cp", "pp", "ep"):
-        if getattr(p, axis) > 1:
-            raise _make_error(
-                config, f"parallel.{axis}", "LoRA supports data parallelism only, with any ZeRO stage; set it to 1"
-            )
-    if p.tile_mib:
-        raise _make_error(config, "parallel.tile_mib", "layers with LoRA adapters cannot be tiled; set it to 0")
 
 
 def _check_parallel(config: Config) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from raytrain_hpc.errors import (
     ConfigError,
     DataError,
     LayoutError,
-    MissingDependencyError,
     RunDirectoryError,
 )
 from raytrain_hpc.observability.experiment_trackers import check_trackers
@@ -135,8 +133,6 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     """
     check_profiler(config.profiler)
     check_trackers(config)
-    if config.lora.rank and find_spec("peft") is None:
-        raise MissingDependencyError(f"lora.rank={config.lora.rank}: needs peft; run `pip install peft`")
     check_axes(config)
     world = get_fixed_world_size(config)
     if world is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.config.model_spec import VOCAB_SIZE_MULTIPLE, ModelSpec
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.model.autocast import cast_for_autocast
 from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.state.keyed_rng import fold_in, keyed_dropout
 
@@ -259,14 +260,6 @@ class SwiGLU(nn.Module):
         x = cast_for_autocast(x)
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
-
-
-def cast_for_autocast(x: Tensor) -> Tensor:
-    """Cast x to the dtype that autocast would cast it to. Call once if several products share an input."""
-    device_type = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(device_type):  # autocast does not support meta tensors
-        return x
-    return x.to(torch.get_autocast_dtype(device_type))
 
 
 class Norm(nn.Module):

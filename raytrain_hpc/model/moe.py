@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.config.model_spec import ModelSpec
+from raytrain_hpc.model.autocast import cast_for_autocast
 
 ExpertDispatcher = Callable[["Experts", Tensor, Tensor], Tensor]
+GroupSizes = Sequence[int] | Tensor  # rows per group; a tensor int64 [num_groups] in code that torch.compile traces
 
 
 class Experts(nn.Module):
@@ -33,9 +35,9 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(size)) if spec.activation == "swiglu" else None
         self.up = nn.Parameter(torch.empty(size))
         self.down = nn.Parameter(torch.empty(num_experts, spec.hidden_size, ffn_size))
-        self.grouped_linear: Callable[[Tensor, Tensor, Sequence[int]], Tensor] = grouped_linear
+        self.grouped_linear: Callable[[Tensor, Tensor, GroupSizes], Tensor] = grouped_linear
 
-    def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Return outputs [n, hidden_size] of rows [n, hidden_size], sorted by expert. sizes: rows per expert."""
         up = self.grouped_linear(rows, self.up, sizes)
         if self.gate is None:
@@ -43,14 +45,37 @@ class Experts(nn.Module):
         return self.grouped_linear(F.silu(self.grouped_linear(rows, self.gate, sizes)) * up, self.down, sizes)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """Multiply groups of rows [n, i] by one matrix each of weight [num_groups, o, i]: [n, o].
 
     sizes: rows per group; may be 0.
     """
-    return torch.cat(
-        [F.linear(group, matrix) for group, matrix in zip(torch.split(rows, list(sizes)), weight.unbind(), strict=True)]
-    )
+    if isinstance(sizes, Tensor):
+        product: Tensor = _TracedGroupedLinear.apply(cast_for_autocast(rows), cast_for_autocast(weight), sizes)  # type: ignore[no-untyped-call]
+        return product
+    groups = zip(torch.split(rows, list(sizes)), weight.unbind(), strict=True)
+    return torch.cat([F.linear(group, matrix) for group, matrix in groups])
+
+
+def compute_grouped_weight_grad(grad_out: Tensor, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the gradient [num_groups, o, i] of the weight of `grouped_linear`."""
+    groups = zip(torch.split(grad_out, list(sizes)), torch.split(rows, list(sizes)), strict=True)
+    return torch.stack([group_grad.t() @ group_rows for group_grad, group_rows in groups])
+
+
+class _TracedGroupedLinear(torch.autograd.Function):
+    """`grouped_linear` for torch.compile, whose graph does not depend on the sizes of the groups."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, sizes)
+        return torch.ops.raytrain_hpc.grouped_linear(rows, weight, sizes)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, sizes = ctx.saved_tensors
+        grad_rows, grad_weight = torch.ops.raytrain_hpc.grouped_linear_backward(gradients[0], rows, weight, sizes)
+        return grad_rows, grad_weight, None
 
 
 def run_local_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -58,7 +83,7 @@ def run_local_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
 
     rows: [n, hidden_size], sorted by expert; counts: int64 [num_experts], rows per expert.
     """
-    return experts(rows, counts.tolist())  # type: ignore[no-any-return]
+    return experts(rows, counts if torch.compiler.is_compiling() else counts.tolist())  # type: ignore[no-any-return]
 
 
 class Router(nn.Module):
@@ -148,8 +173,8 @@ class MixtureOfExperts(nn.Module):
         """Return the weighted sum of expert outputs, [b, t, hidden_size]. loss_weight: see `Router`."""
         experts, weights = self.router(x, loss_weight)
         width, k = x.shape[-1], experts.shape[-1]
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=self.num_experts)
+        sorted_experts, order = experts.flatten().sort(stable=True)
+        counts = torch.searchsorted(sorted_experts, torch.arange(self.num_experts + 1, device=x.device)).diff()
         # Repeat each position k times, then sort by expert. Gradients are then summed in the same order on any device.
         rows = x.reshape(-1, 1, width).expand(-1, k, -1).reshape(-1, width)[order]
         outputs = self.dispatcher(self.experts, rows, counts)

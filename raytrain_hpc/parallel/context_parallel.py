@@ -106,55 +106,81 @@ class Ring:
         )
 
 
+def ring_attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Return the output [b, heads, t, d] and the log-sum-exp [b, heads, t] of attention over the full sequence.
+
+    q: [b, heads, t, d]; k, v: [b, kv_heads, t, d], t the local positions; documents: int64 [b, seq_len].
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.raytrain_hpc.ring_attend(q, k, v, documents, ring.axis.name, ring.seq_len)  # type: ignore[no-any-return]
+    rank, kv = ring.axis.rank, [k, v]
+    out, lse = attend(q, k, v, ring.get_block_mask(rank, documents)[2])
+    # Accumulate in fp32 or wider, in copies: selective checkpointing keeps the tensors that the attention op returned.
+    total, lse = out.to(torch.promote_types(out.dtype, torch.float32), copy=True), lse.clone()
+    owner = rank
+    for _ in range(ring.axis.size - 1):
+        kv, owner = ring.rotate(kv, owner)
+        queries, keys, mask = ring.get_block_mask(owner, documents)
+        block_out, block_lse = attend(q[:, :, queries], kv[0][:, :, keys], kv[1][:, :, keys], mask)
+        merged = merge_blocks(total[:, :, queries], lse[:, :, queries], block_out, block_lse)
+        total[:, :, queries], lse[:, :, queries] = merged
+    return total.to(q.dtype), lse
+
+
+def ring_attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    ring: Ring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. Keys, values and their gradients travel once around the ring."""
+    if torch.compiler.is_compiling():
+        return torch.ops.raytrain_hpc.ring_attend_backward(  # type: ignore[no-any-return]
+            grad_out, q, k, v, out, lse, documents, ring.axis.name, ring.seq_len
+        )
+    dq = torch.zeros_like(q)
+    tensors, owner = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
+    for hop in range(ring.axis.size):
+        queries, keys, mask = ring.get_block_mask(owner, documents)
+        block_grads = attend_backward(
+            grad_out[:, :, queries],
+            q[:, :, queries],
+            tensors[0][:, :, keys],
+            tensors[1][:, :, keys],
+            out[:, :, queries],
+            lse[:, :, queries],
+            mask,
+        )
+        dq[:, :, queries] += block_grads[0]
+        tensors[2][:, :, keys] += block_grads[1]
+        tensors[3][:, :, keys] += block_grads[2]
+        if hop == ring.axis.size - 1:
+            tensors, owner = ring.rotate(tensors[2:], owner)
+        else:
+            tensors, owner = ring.rotate(tensors, owner)
+    return dq, tensors[0], tensors[1]
+
+
 class RingAttention(torch.autograd.Function):
-    """Causal ring attention: q [b, heads, t, d], k and v [b, kv_heads, t, d], t the local positions."""
+    """Differentiable `ring_attend`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Tensor | None) -> Tensor:
-        """Return the attention output [b, heads, t, d]. documents: int64 [b, seq_len]."""
-        rank, kv = ring.axis.rank, [k, v]
-        out, lse = attend(q, k, v, ring.get_block_mask(rank, documents)[2])
-        # Accumulate in fp32 or wider, in copies: selective checkpointing keeps the tensors that the attention op
-        # returned.
-        total, lse = out.to(torch.promote_types(out.dtype, torch.float32), copy=True), lse.clone()
-        owner = rank
-        for _ in range(ring.axis.size - 1):
-            kv, owner = ring.rotate(kv, owner)
-            queries, keys, mask = ring.get_block_mask(owner, documents)
-            block_out, block_lse = attend(q[:, :, queries], kv[0][:, :, keys], kv[1][:, :, keys], mask)
-            merged = merge_blocks(total[:, :, queries], lse[:, :, queries], block_out, block_lse)
-            total[:, :, queries], lse[:, :, queries] = merged
-        out = total.to(q.dtype)
-        ctx.ring, ctx.documents = ring, documents
-        ctx.save_for_backward(q, k, v, out, lse)
+        """Return the attention output [b, heads, t, d]."""
+        out, lse = ring_attend(q, k, v, documents, ring)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse, documents)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return the gradients of q, k and v. Keys, values and their gradients travel once around the ring."""
-        q, k, v, out, lse = ctx.saved_tensors
-        ring, grad_out = ctx.ring, gradients[0]
-        dq = torch.zeros_like(q)
-        tensors, owner = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
-        for hop in range(ring.axis.size):
-            queries, keys, mask = ring.get_block_mask(owner, ctx.documents)
-            block_grads = attend_backward(
-                grad_out[:, :, queries],
-                q[:, :, queries],
-                tensors[0][:, :, keys],
-                tensors[1][:, :, keys],
-                out[:, :, queries],
-                lse[:, :, queries],
-                mask,
-            )
-            dq[:, :, queries] += block_grads[0]
-            tensors[2][:, :, keys] += block_grads[1]
-            tensors[3][:, :, keys] += block_grads[2]
-            if hop == ring.axis.size - 1:
-                tensors, owner = ring.rotate(tensors[2:], owner)
-            else:
-                tensors, owner = ring.rotate(tensors, owner)
-        return dq, tensors[0], tensors[1], None, None
+        """Return the gradients of q, k and v."""
+        q, k, v, out, lse, documents = ctx.saved_tensors
+        return *ring_attend_backward(gradients[0], q, k, v, out, lse, documents, ctx.ring), None, None
 
 
 @dataclass(frozen=True)
@@ -192,10 +218,8 @@ class UlyssesExchange:
     def _all_to_all(self, send_buffers: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         send_sizes = [buffer.numel() for buffer in send_buffers]
         recv_sizes = [torch.Size(shape).numel() for shape in shapes]
-        received = send_buffers[0].new_empty(sum(recv_sizes))
         flat = torch.cat([buffer.reshape(-1) for buffer in send_buffers])
-        self.axis.traffic.elements += sum(send_sizes) - send_sizes[self.axis.rank]
-        dist.all_to_all_single(received, flat, recv_sizes, send_sizes, group=self.axis.group)
+        received = self.axis.all_to_all(flat, recv_sizes, send_sizes)
         return [buffer.view(shape) for buffer, shape in zip(torch.split(received, recv_sizes), shapes, strict=True)]
 
 
@@ -296,7 +320,7 @@ def apply_context_parallel(decoder: Decoder, axes: Mapping[str, Axis], seq_len: 
 
 
 def _all_reduce_axes(axes: list[Axis], x: Tensor) -> Tensor:
-    x = x.clone()
+    x = x.clone()  # the sum is in place
     for axis in axes:
         axis.all_reduce(x)
     return x

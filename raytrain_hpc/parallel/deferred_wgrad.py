@@ -7,7 +7,7 @@ unchanged. The deferred function needs the input and the output gradient of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.model.moe import Experts, grouped_linear
+from raytrain_hpc.model.moe import Experts, GroupSizes, compute_grouped_weight_grad, grouped_linear
 
 WeightGradFn = Callable[[], None]
 
@@ -42,8 +42,9 @@ class WeightGradStore:
         product: Tensor = _DeferredLinear.apply(x, weight, self)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias.to(product.dtype)
 
-    def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         """Compute `model.moe.grouped_linear` and defer the gradient of the weight."""
+        sizes = sizes.tolist() if isinstance(sizes, Tensor) else sizes
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return grouped_linear(rows, weight, sizes)
         product: Tensor = _DeferredGroupedLinear.apply(rows, weight, list(sizes), self)  # type: ignore[no-untyped-call]
@@ -52,7 +53,7 @@ class WeightGradStore:
     def attach(self, module: nn.Module) -> None:
         """Defer the weight gradients of linear layers, experts and submodules with a `product` attribute, in place."""
         for submodule in module.modules():
-            if type(submodule) is nn.Linear:
+            if type(submodule) is nn.Linear and submodule.weight is not None:  # else its tiles compute the product
                 submodule.forward = partial(_linear_forward, self, submodule)  # type: ignore[method-assign]
             elif hasattr(submodule, "product"):
                 submodule.product = self.linear  # type: ignore[assignment]
@@ -112,8 +113,7 @@ def _add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
 @torch.no_grad()
 def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: list[int]) -> None:
-    groups = zip(torch.split(grad_out, sizes), torch.split(rows, sizes), strict=True)
-    _accumulate(weight, torch.stack([group_grad.t() @ group_rows for group_grad, group_rows in groups]))
+    _accumulate(weight, compute_grouped_weight_grad(grad_out, rows, sizes))
 
 
 def _accumulate(weight: Tensor, grad: Tensor) -> None:

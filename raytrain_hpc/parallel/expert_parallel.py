@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Decoder
@@ -32,12 +31,9 @@ class ExpertParallelDispatcher:
 
         rows: [n, hidden_size], sorted by expert; counts: int64 [num_experts], rows per expert.
         """
-        gathered = [torch.empty_like(counts) for _ in self._expert_ranges]
-        dist.all_gather(gathered, counts, group=self._axis.group)
         local_experts = self._expert_ranges[self._axis.rank]
-        recv_counts_by_rank = [
-            rank_counts[local_experts.start : local_experts.stop].tolist() for rank_counts in gathered
-        ]  # by source rank, by local expert
+        counts_by_rank = self._axis.gather(counts)
+        recv_counts_by_rank = counts_by_rank[:, local_experts.start : local_experts.stop].tolist()
         send_counts = counts.tolist()
         send_sizes = [
             sum(send_counts[experts_of_rank.start : experts_of_rank.stop]) for experts_of_rank in self._expert_ranges
@@ -72,18 +68,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axis: Axis, send_counts: list[int], recv_counts: list[int]) -> Tensor:
         ctx.axis, ctx.send_counts, ctx.recv_counts = axis, send_counts, recv_counts
-        return _all_to_all_no_grad(rows, axis, send_counts, recv_counts)
+        return axis.all_to_all(rows, recv_counts, send_counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all_no_grad(gradients[0], ctx.axis, ctx.recv_counts, ctx.send_counts), None, None, None
-
-
-def _all_to_all_no_grad(rows: Tensor, axis: Axis, send_counts: list[int], recv_counts: list[int]) -> Tensor:
-    received = rows.new_empty((sum(recv_counts), rows.shape[1]))
-    axis.traffic.elements += (sum(send_counts) - send_counts[axis.rank]) * rows.shape[1]
-    dist.all_to_all_single(received, rows.contiguous(), recv_counts, send_counts, group=axis.group)
-    return received
+        return ctx.axis.all_to_all(gradients[0], ctx.send_counts, ctx.recv_counts), None, None, None
 
 
 def get_expert_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:

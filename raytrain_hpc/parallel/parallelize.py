@@ -9,9 +9,8 @@ this order, 1 to 5 for Decoders only:
 4. LoRA
 5. tiling
 6. frozen parameters (optimizer.groups)
-7. activation checkpointing
+7. activation checkpointing and compile: outside of checkpointing, unless a block is split into several graphs
 8. deferred weight gradients
-9. compile
 
 Then data parallelism is applied to all stages of the rank together.
 """
@@ -31,9 +30,10 @@ from raytrain_hpc.config.parameter_groups import is_frozen
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.config.training_config import ParameterGroupConfig
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.lora import LoraSpec, apply_lora
+from raytrain_hpc.model.lora import LoraSpec
 from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
 from raytrain_hpc.parallel.block_discovery import find_blocks
+from raytrain_hpc.parallel.compile import compile_blocks, make_traceable
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
 from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
@@ -43,6 +43,7 @@ from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.module_plan import apply_module_plan, find_planned_blocks
 from raytrain_hpc.parallel.precision import get_compute_itemsize
+from raytrain_hpc.parallel.sharded_lora import apply_lora
 from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads, name_head_weight
 from raytrain_hpc.parallel.tied_gradients import all_reduce_gradients, sum_tied_gradients
 from raytrain_hpc.parallel.tiled_linear import apply_tiling
@@ -124,7 +125,7 @@ def parallelize(
 ) -> ParallelModel:
     """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
-    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 9 do nothing for an
+    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 8 do nothing for an
     axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA and
     tiling need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan. Parameters
     on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger than a
@@ -145,9 +146,16 @@ def parallelize(
         _freeze_parameters(module, config.optimizer.groups, shard_specs)
         blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
+        is_one_graph = not _defers_wgrad(layout)
+        if train.compile is True:
+            is_one_graph = make_traceable(module, axes, weight_grad_store) and is_one_graph
+        if train.compile is True and not is_one_graph:
+            compile_blocks(units)
         apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
-        _apply_deferred_wgrad(module, layout, weight_grad_store)
-        _apply_compile(units, enabled=train.compile is True)
+        if train.compile is True and is_one_graph:
+            compile_blocks(units)
+        if _defers_wgrad(layout):
+            weight_grad_store.attach(module)
     gradient_sync = apply_data_parallel(
         stages,
         blocks,
@@ -179,9 +187,9 @@ def _shard_stage(
     shard_specs |= name_head_weight(module)
     shard_specs |= apply_expert_parallel(module, axes)
     shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))
-    partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are added or replaced
     apply_context_parallel(module, axes, seq_len)
-    shard_specs |= apply_lora(module, _get_lora_spec(config))
+    shard_specs |= apply_lora(module, _get_lora_spec(config), shard_specs)
+    partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are replaced by tiles
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
     return apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
 
@@ -197,7 +205,7 @@ def describe_parallelism(config: Config, layout: Layout) -> list[str]:
         f"LoRA of rank {lora.rank}": lora.rank > 0,
         f"tiling into about {tile_elements} elements": tile_elements > 0,
         f"activation checkpointing: {settings.activation_checkpointing}": settings.activation_checkpointing != "none",
-        "deferred weight gradients": layout.pp > 1 and layout.pipeline.splits_backward,
+        "deferred weight gradients": _defers_wgrad(layout),
         "compile": train.compile is True,
         f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,
         f"state replicated over {layout.num_state_replicas} ranks (dp_replicate x cp)": layout.num_state_replicas > 1,
@@ -223,17 +231,9 @@ def _freeze_parameters(
             parameter.requires_grad_(False)
 
 
-def _apply_deferred_wgrad(module: nn.Module, layout: Layout, store: WeightGradStore) -> None:
-    """Defer the weight gradients of a stage into `store` if the pipeline schedule splits backward passes."""
-    if layout.pp > 1 and layout.pipeline.splits_backward:
-        store.attach(module)
-
-
-def _apply_compile(units: list[nn.Module], *, enabled: bool) -> None:
-    """Compile each unit by itself, so that blocks of one structure share the compiled code."""
-    if enabled:
-        for unit in units:
-            unit.compile()
+def _defers_wgrad(layout: Layout) -> bool:
+    """Return whether the pipeline schedule splits backward passes."""
+    return layout.pp > 1 and layout.pipeline.splits_backward
 
 
 def _get_lora_spec(config: Config) -> LoraSpec | None:

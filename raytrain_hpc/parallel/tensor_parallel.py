@@ -76,7 +76,12 @@ def list_partial_grads(decoder: Decoder, axes: Mapping[str, Axis], shard_specs: 
     """
     if "tp" not in axes:
         return []
-    return [name for name, _ in decoder.named_parameters() if name not in shard_specs or ".qkv.kv." in name]
+    replicated = (".qkv.kv.", ".qkv.lora_B.kv.")  # whole in each rank, as part of a projection that is sharded
+    return [
+        name
+        for name, parameter in decoder.named_parameters()
+        if parameter.requires_grad and (name not in shard_specs or any(part in name for part in replicated))
+    ]
 
 
 def name_head_weight(decoder: Decoder) -> dict[str, ShardSpec]:
@@ -109,15 +114,19 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self._axis = axis
         self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        # Like a forward hook, for the product before it is reduced: adds the output of LoRA adapters.
+        self.product_hook: Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [b, local t, out_features] of x [b, t, local in_features]."""
-        return self.reduce_output(self.product(x, self.weight))
+        return self.reduce_output(x, self.product(x, self.weight))
 
-    def reduce_output(self, product: Tensor) -> Tensor:
-        """Reduce-scatter partial products [b, t, out_features] over positions and add the bias."""
+    def reduce_output(self, x: Tensor, product: Tensor) -> Tensor:
+        """Reduce-scatter partial products [b, t, out_features] of x over positions and add the bias."""
+        if self.product_hook is not None:
+            product = self.product_hook(self, (x,), product)
         output = self._axis.reduce_scatter(product, _SEQ_DIM)
         return output if self.bias is None else output + self.bias
 
@@ -146,15 +155,19 @@ class ReplicatedKVLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [b, t, (heads + 2 kv_heads) * head_dim] of x [b, t, hidden_size], in the order of `Attention.qkv`."""
+        return torch.cat((self.q(x), self.project_kv(x, self.kv.weight, self.kv.bias)), dim=-1)
+
+    def project_kv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the keys and values that local query heads use. `weight`, `bias`: rows of all keys and values."""
         kv_shape = (2, self._num_kv_heads, self._head_dim)
-        weight = self.kv.weight.view(*kv_shape, -1)[:, self._kv_head_indices].flatten(0, 2)
-        bias = None if self.kv.bias is None else self.kv.bias.view(kv_shape)[:, self._kv_head_indices].flatten()
+        weight = weight.view(*kv_shape, -1)[:, self._kv_head_indices].flatten(0, 2)
+        bias = None if bias is None else bias.view(kv_shape)[:, self._kv_head_indices].flatten()
         kv = F.linear(x, weight, bias)
-        if self._kv_index is not None:
-            kv = kv.view(*kv.shape[:-1], 2, len(self._kv_head_indices), self._head_dim)[..., self._kv_index, :].flatten(
-                -3
-            )
-        return torch.cat((self.q(x), kv), dim=-1)
+        if self._kv_index is None:
+            return kv
+        return kv.view(*kv.shape[:-1], 2, len(self._kv_head_indices), self._head_dim)[..., self._kv_index, :].flatten(
+            -3
+        )
 
 
 def _shard_attention(attention: Attention, prefix: str, axis: Axis) -> Iterator[tuple[str, ShardSpec]]:

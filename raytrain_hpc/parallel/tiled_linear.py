@@ -49,7 +49,11 @@ def apply_tiling(
     # ReplicatedKVLinear uses the weight of `kv` directly.
     skipped = {module.kv for module in decoder.modules() if isinstance(module, ReplicatedKVLinear)}
     for name, module in list(decoder.named_modules()):
-        if type(module) is nn.Linear and module not in skipped and (row_ranges := split_rows(module.weight)):
+        if _has_adapters(module) and type(module) is nn.Linear and (row_ranges := split_rows(module.weight)):
+            weight = _replace_weight_with_tiles(module, row_ranges)
+            module.forward = partial(_linear_forward, module)  # type: ignore[method-assign]
+            _update_shard_specs(name, f"{name}.tiles", {"weight": weight}, row_ranges, shard_specs)
+        elif type(module) is nn.Linear and module not in skipped and (row_ranges := split_rows(module.weight)):
             parent, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(parent), attribute, _make_tiles(module.weight, module.bias, row_ranges))
             _update_shard_specs(name, name, {"weight": module.weight, "bias": module.bias}, row_ranges, shard_specs)
@@ -80,23 +84,34 @@ def _split_rows(weight: Tensor | None, max_elements: int, num_ranks: int) -> lis
 
 def _make_tiles(weight: Tensor, bias: Tensor | None, row_ranges: list[range]) -> TiledLinear:
     make_linear = partial(nn.Linear, weight.shape[1], bias=bias is not None, device=weight.device, dtype=weight.dtype)
-    return TiledLinear(make_linear(len(rows)) for rows in row_ranges)
+    tiles = TiledLinear(make_linear(len(rows)) for rows in row_ranges)
+    return tiles.requires_grad_(weight.requires_grad)  # LoRA has frozen all but its adapters
 
 
-def _replace_weight_with_tiles(module: RowParallelLinear | Head, row_ranges: list[range]) -> Tensor:
+def _has_adapters(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A")
+
+
+def _replace_weight_with_tiles(module: RowParallelLinear | Head | nn.Linear, row_ranges: list[range]) -> Tensor:
     """Replace the weight of a module by tiles and return it. The module stays, since it has hooks."""
     weight = module.weight
     if weight is None:
         raise ValueError("the module has no weight to tile")
     module.register_parameter("weight", None)
-    del module.product  # the tiles compute the product, perhaps with deferred weight gradients
+    if not isinstance(module, nn.Linear):
+        del module.product  # the tiles compute the product, perhaps with deferred weight gradients
     module.tiles = _make_tiles(weight, None, row_ranges)
     return weight
 
 
 def _row_parallel_forward(linear: RowParallelLinear, x: Tensor) -> Tensor:
-    output: Tensor = linear.reduce_output(linear.tiles(x))  # type: ignore[operator]
+    output: Tensor = linear.reduce_output(x, linear.tiles(x))  # type: ignore[operator]
     return output
+
+
+def _linear_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    product: Tensor = linear.tiles(x)  # type: ignore[operator]
+    return product if linear.bias is None else product + linear.bias
 
 
 def _head_forward(head: Head, x: Tensor, table: Tensor | None) -> Tensor:

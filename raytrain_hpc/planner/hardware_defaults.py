@@ -19,15 +19,10 @@ def resolve_dtype(config: Config, *, has_bf16: bool) -> Config:
 
 
 def resolve_compile(config: Config, *, has_accelerator: bool) -> Config:
-    """Return the config with `train.compile=auto` resolved. Call when the parallel axes have their sizes.
-
-    Blocks are compiled on accelerators, except under tensor, context and pipeline parallelism, with experts and with
-    tiled layers, where compilation is refused.
-    """
+    """Return the config with `train.compile=auto` resolved: blocks are compiled on accelerators."""
     if config.train.compile != AUTO:
         return config
-    p, resolved = config.parallel, copy(config)
-    is_supported = p.tp == p.cp == p.pp == 1 and not config.model.num_experts and not p.tile_mib
-    resolved.train = replace(config.train, compile=has_accelerator and is_supported)
+    resolved = copy(config)
+    resolved.train = replace(config.train, compile=has_accelerator)
     resolved.origins = config.origins | {"train.compile": AUTO}
     return resolved

@@ -181,10 +181,6 @@ def check_axes(config: Config) -> None:
         raise LayoutError(
             "parallel.pp_stages_per_rank", p.pp_stages_per_rank, config.origin("parallel.pp_stages_per_rank"), remedy
         )
-    for axis in ("tp", "cp", "pp"):
-        if config.train.compile is True and getattr(p, axis) > 1:
-            remedy = "not tested with train.compile yet; set train.compile=false"
-            raise LayoutError(f"parallel.{axis}", getattr(p, axis), config.origin(f"parallel.{axis}"), remedy)
     if p.cp % p.ulysses:
         raise LayoutError("parallel.ulysses", p.ulysses, config.origin("parallel.ulysses"), f"must divide cp={p.cp}")
     for key, min_zero in (("reshard_over", 3), ("quantize", 1)):
@@ -193,10 +189,8 @@ def check_axes(config: Config) -> None:
             raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
     if config.train.deterministic == "elastic":
         _check_elastic(config)
-    if p.tile_mib and (p.zero != 3 or config.train.compile is True):
+    if p.tile_mib and p.zero != 3:
         remedy = "only ZeRO-3 gathers weights layer by layer; set parallel.zero=3 or parallel.tile_mib=0"
-        if p.zero == 3:
-            remedy = "not tested with train.compile yet; set train.compile=false"
         raise LayoutError("parallel.tile_mib", p.tile_mib, config.origin("parallel.tile_mib"), remedy)
     if p.zero == 0 and p.dp_shard not in (AUTO, 1):
         remedy = "nothing is sharded under parallel.zero=0; set parallel.zero to 1, 2 or 3, or dp_shard to 1"

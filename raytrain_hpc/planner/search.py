@@ -57,17 +57,13 @@ def rank_layouts(
     `build_search_space`; all others are kept. Recomputation and offloading are only as strong as needed for a layout to
     fit. Raises LayoutError if no layout is legal, with the reason against the first one tried.
     """
-    has_accelerator = machine.device.name != "cpu"
-    models: dict[bool | str, _Models] = {}  # by train.compile, which can differ between layouts
+    config = resolve_compile(config, has_accelerator=machine.device.name != "cpu")
+    models = _build_models(config, spec, machine, calibration)
     estimates, reason = [], None
     for candidate in _iter_configs(config, spec, machine, space):
-        candidate = resolve_compile(candidate, has_accelerator=has_accelerator)
-        compiled = candidate.train.compile
-        if compiled not in models:
-            models[compiled] = _build_models(candidate, spec, machine, calibration)
         try:
             estimates += [
-                _estimate_with_least_savings(choice, models[compiled], config, space)
+                _estimate_with_least_savings(choice, models, config, space)
                 for choice in _list_choices(candidate, spec, machine, space)
             ]
         except LayoutError as error:
@@ -100,9 +96,8 @@ def find_lowest_memory(
     A faster answer than `rank_layouts` to whether a layout fits: only with the most recomputation and offloading that
     `space` allows, and without step times.
     """
-    lowest = None
+    config, lowest = resolve_compile(config, has_accelerator=machine.device.name != "cpu"), None
     for candidate in _iter_configs(config, spec, machine, space):
-        candidate = resolve_compile(candidate, has_accelerator=machine.device.name != "cpu")
         try:
             choices = _list_choices(candidate, spec, machine, space)
         except LayoutError:

@@ -22,7 +22,7 @@ def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_o
 
     These are keys set to `auto` or to a list and, on accelerators, parallel settings that are not set at all. On CPUs,
     which are for tests and small models, unset keys keep their defaults. Unset model-parallel axes also keep their
-    defaults under `data_parallel_only`, train.deterministic=elastic and train.compile.
+    defaults under `data_parallel_only` and train.deterministic=elastic.
     """
     space: dict[str, Sequence[Any] | None] = {}
     for key in PLANNABLE_KEYS:
@@ -34,8 +34,7 @@ def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_o
     if has_accelerator and config.train.micro_batch_size == AUTO:
         space["micro_batch_size"] = None
     for name in _MODEL_PARALLEL_AXES:
-        train = config.train
-        skip_model_parallel = data_parallel_only or train.deterministic == "elastic" or train.compile is True
+        skip_model_parallel = data_parallel_only or config.train.deterministic == "elastic"
         if name in space and f"parallel.{name}" not in config.auto_choices and skip_model_parallel:
             del space[name]
     if "ep" in space and not config.model.num_experts:

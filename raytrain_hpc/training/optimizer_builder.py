@@ -14,7 +14,7 @@ from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.lora import LoraSpec, apply_lora
+from raytrain_hpc.model.lora import LoraSpec
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.optim.class_optimizer import ClassOptimizer
 from raytrain_hpc.optim.matrix_exchange import MatrixExchange
@@ -23,6 +23,7 @@ from raytrain_hpc.optim.offload import make_moment_storage
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 from raytrain_hpc.parallel.block_discovery import find_blocks
 from raytrain_hpc.parallel.parallelize import ParallelModel
+from raytrain_hpc.parallel.sharded_lora import apply_lora
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState
@@ -57,8 +58,8 @@ def list_decoder_parameters(model_spec: ModelSpec, lora: LoraConfig) -> list[str
     with torch.device("meta"):
         decoder = Decoder(model_spec)
     adapters = LoraSpec(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None
-    shard_specs = apply_lora(decoder, adapters)
-    return [shard_specs[name].name if name in shard_specs else name for name, _ in decoder.named_parameters()]
+    apply_lora(decoder, adapters, {})
+    return [name for name, _ in decoder.named_parameters()]
 
 
 def check_group_patterns(spec: WorkerSpec, indexes: list[StateIndex]) -> None:

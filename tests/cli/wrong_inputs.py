@@ -199,7 +199,6 @@ WRONG = [
     train("a fault for nobody", "cluster.workers=0 'fault.inject=[{{kind: stop}}]'", "fault.inject", "one process"),
     train("quantized without ZeRO", "parallel.quantize=both", "parallel.quantize", "needs parallel.zero=1, 2 or 3"),
     train("more ranks than heads", "parallel.tp=8 cluster.workers=8", "parallel.tp=8", "4 attention heads"),
-    train("compiler and a cut model", "parallel.tp=2 train.compile=true", "parallel.tp=2", "set train.compile=false"),
     train("sequence too short", "parallel.cp=4 cluster.workers=4 train.seq_len=7", "parallel.cp=4", "at least 8"),
     train("shards of nothing", "parallel.dp_shard=2 cluster.workers=2", "parallel.dp_shard=2", "set parallel.zero to"),
     train("no such ZeRO stage", "parallel.zero=5", "parallel.zero=5", "stages 0, 1, 2 and 3"),

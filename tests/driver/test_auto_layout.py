@@ -100,9 +100,9 @@ def test_unknown_device_is_assumed_to_be_an_h100() -> None:
         ([], "cpu", False, ("fp32", False)),
         ([], "cuda", True, ("bf16", True)),
         ([], "cuda", False, ("fp32", True)),
-        (["parallel.tp=2"], "cuda", True, ("bf16", False)),
+        (["parallel.tp=2"], "cuda", True, ("bf16", True)),
         (["train.dtype=fp32", "train.compile=false"], "cuda", True, ("fp32", False)),
-        (["model.num_experts=4"], "cuda", True, ("bf16", False)),
+        (["model.num_experts=4"], "cuda", True, ("bf16", True)),
     ],
 )
 def test_precision_and_compilation_follow_the_hardware(

@@ -12,7 +12,7 @@ from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.driver.run_setup import prepare_run
-from raytrain_hpc.errors import ConfigError, MissingDependencyError
+from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.model.param_init import init_tensor
 from raytrain_hpc.text_generation import load_model
 from tests.huggingface.random_models import build_random_model, compute_hf_logits
@@ -159,18 +159,10 @@ def test_losses_are_bitwise_equal_at_every_degree_and_after_resuming(
 @pytest.mark.parametrize(
     "word, reason",
     [
-        ("parallel.tp=2", "LoRA supports data parallelism only, with any ZeRO stage; set it to 1"),
         ("lora.target_modules=[q_proj]", "choose from qkv, out, gate, up, down"),
         ("lora.target_modules=[]", "choose from"),
-        ("parallel.tile_mib=1", "layers with LoRA adapters cannot be tiled"),
     ],
 )
 def test_unsupported_lora_settings_are_refused(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(None, [*OVERRIDES, word])
-
-
-def test_missing_peft_is_reported_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_hpc.driver.run_setup.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="run `pip install peft`"):
-        prepare_run(load_config(None, [*OVERRIDES, f"run.dir={tmp_path}"]), None, lambda line: None)

@@ -17,6 +17,7 @@ from raytrain_hpc.model.transformers_model import check_document_isolation, run_
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.train_module import Batch
 from tests.callbacks.test_built_in_callbacks import read_tensors
+from tests.parallel.compiled_run import run_compiled
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 20
@@ -139,16 +140,19 @@ def test_a_checkpoint_moves_between_layouts(
     assert first + second == pytest.approx(plain_losses["qwen3_moe"], rel=1e-6)
 
 
-# Compiled by one rank: the compiler takes half a minute, and two ranks would take turns on few CPUs.
-@pytest.mark.parametrize(
-    "words",
-    [["train.compile=true", "cluster.workers=1"], ["parallel.activation_checkpointing=full", *LAYOUTS["zero3-2"]]],
-)
-def test_compiled_and_recomputed_blocks_keep_the_losses(
-    pool: WarmPool, directories: dict[str, Path], plain_losses: Any, words: list[str]
+def test_recomputed_blocks_keep_the_losses(pool: WarmPool, directories: dict[str, Path], plain_losses: Any) -> None:
+    words = ["parallel.activation_checkpointing=full", *LAYOUTS["zero3-2"]]
+    assert run(pool, make_config(directories["llama"], None, *words)) == pytest.approx(plain_losses["llama"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [["cluster.workers=1"], LAYOUTS["tp2"]])
+def test_compiled_blocks_keep_the_losses(
+    pool: WarmPool, directories: dict[str, Path], plain_losses: Any, layout: list[str]
 ) -> None:
-    losses = run(pool, make_config(directories["llama"], None, *words))
-    assert losses == pytest.approx(plain_losses["llama"], rel=1e-6)
+    config = make_config(directories["llama"], None, "train.compile=true", *layout)
+    for rank in run_compiled(pool, config, steps=STEPS, custom=make_custom(config)):
+        assert rank.losses == pytest.approx(plain_losses["llama"], rel=1e-6)
+        assert rank.num_graphs[0] > 0 and rank.split_reasons == []
 
 
 def test_without_weights_the_seed_gives_them(pool: WarmPool, directories: dict[str, Path], tmp_path: Path) -> None:

@@ -95,11 +95,14 @@ def count_step_routes(trainer: Any) -> tuple[int, int, int]:
 
 
 def test_expert_parallel_volume(pool: WarmPool) -> None:
-    """Each route to another rank goes there and back, forward and backward: 2 h (sent + received) elements."""
-    words = ["model.num_experts=5", "cluster.workers=2", "parallel.ep=2"]
+    """Each route to another rank goes there and back, forward and backward: 2 h (sent + received) elements.
+
+    Before, ranks exchange the number of rows per expert, in each layer and microbatch.
+    """
+    words, num_experts = ["model.num_experts=5", "cluster.workers=2", "parallel.ep=2"], 5
     results = pool.inspect_trainers(count_step_routes, make_small_config(None, *SIZES, *words))
     for elements, num_sent, num_received in results:
-        assert elements == 2 * H * (num_sent + num_received)
+        assert elements == 2 * H * (num_sent + num_received) + LAYERS * 2 * num_experts
         assert 0 < num_sent < LAYERS * 2 * 2 * B * S  # two microbatches per rank, two experts per position
     assert sum(num_sent for _, num_sent, _ in results) == sum(num_received for _, _, num_received in results)
 

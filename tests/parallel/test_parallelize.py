@@ -8,11 +8,11 @@ import torch
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.lora import apply_lora
 from raytrain_hpc.parallel import parallelize
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
 from raytrain_hpc.parallel.gradient_sync import NoSync
+from raytrain_hpc.parallel.sharded_lora import apply_lora
 from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads
 from raytrain_hpc.parallel.tiled_linear import apply_tiling
 from raytrain_hpc.planner.layout import Layout, resolve_layout
@@ -54,7 +54,7 @@ def test_dimensions_of_size_one_leave_a_decoder_as_it_is() -> None:
     assert apply_tensor_parallel(decoder, {}, 8) == {}
     assert list_partial_grads(decoder, {}, {}) == []
     apply_context_parallel(decoder, {}, 8)
-    assert apply_lora(decoder, None) == {}
+    assert apply_lora(decoder, None, {}) == {}
     assert apply_tiling(decoder, 0, 1, {}) == {}
     assert list(decoder.modules()) == modules
     assert [module.forward for module in decoder.modules()] == forwards

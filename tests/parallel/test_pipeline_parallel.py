@@ -68,7 +68,6 @@ def test_microbatches_in_flight_and_elements_sent(recorded: dict[str, list], nam
             "pp_stages_per_rank=3",
             "two stages per rank",
         ),
-        (["parallel.pp=2", "train.compile=true"], "pp=2", "set train.compile=false"),
         (["parallel.tp=2", "parallel.pp=4"], "pp=4", "must divide the 2 workers that tp=2 leaves"),
     ],
 )

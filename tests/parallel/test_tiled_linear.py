@@ -148,6 +148,4 @@ def test_tiling_without_zero_3_is_refused(tmp_path: Path) -> None:
             make_small_config(tmp_path, "cluster.workers=2", "parallel.zero=2", "parallel.tile_mib=64"), None, print
         )
     assert "parallel.tile_mib=64" in str(refused.value) and "parallel.zero=3" in str(refused.value)
-    with pytest.raises(LayoutError, match=r"train\.compile=false"):
-        prepare_run(make_small_config(tmp_path, *ZERO3, "parallel.tile_mib=64", "train.compile=true"), None, print)
     prepare_run(make_small_config(tmp_path, *ZERO3, "parallel.tile_mib=64"), None, print)

@@ -1,0 +1,136 @@
+"""Collectives and other untraceable functions as operators of torch, for code that torch.compile traces.
+
+The compiler splits a graph wherever it cannot trace Python code. An operator is one node of the graph, with a function
+for the shapes of its results, so that a block with its communication is one graph. A graph holds no Python objects:
+operators name their axis, and this module keeps the axes of the current generation by name. Groups that are formed
+anew after a fault have the same names, and nothing is compiled again for them.
+
+Operators run the code that is used without a compiler, and give the same bits. Import this module before compiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from raytrain_hpc.model.moe import compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.parallel.context_parallel import Ring, ring_attend, ring_attend_backward
+from raytrain_hpc.parallel.mesh_axis import Axis
+
+_axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()  # gloo closes a group with its last reference
+
+
+def set_axes(axes: Mapping[str, Axis]) -> None:
+    """Set the axes that operators use, by name. Call in each generation, before the model runs."""
+    _axes.clear()
+    _axes.update(axes)
+
+
+@torch.library.custom_op("raytrain_hpc::all_reduce", mutates_args=())
+def _all_reduce(x: Tensor, axis: str) -> Tensor:
+    return _axes[axis].all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, axis: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("raytrain_hpc::gather", mutates_args=())
+def _gather(x: Tensor, axis: str) -> Tensor:
+    return _axes[axis].gather(x)
+
+
+@_gather.register_fake
+def _(x: Tensor, axis: str) -> Tensor:
+    return x.new_empty((_axes[axis].size, *x.shape))
+
+
+@torch.library.custom_op("raytrain_hpc::sum_scatter", mutates_args=())
+def _sum_scatter(x: Tensor, axis: str) -> Tensor:
+    return _axes[axis].sum_scatter(x)
+
+
+@_sum_scatter.register_fake
+def _(x: Tensor, axis: str) -> Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+@torch.library.custom_op("raytrain_hpc::all_to_all", mutates_args=())
+def _all_to_all(x: Tensor, axis: str, recv_sizes: list[int], send_sizes: list[int]) -> Tensor:
+    return _axes[axis].all_to_all(x, recv_sizes, send_sizes)
+
+
+@_all_to_all.register_fake
+def _(x: Tensor, axis: str, recv_sizes: list[int], send_sizes: list[int]) -> Tensor:
+    return x.new_empty((sum(recv_sizes), *x.shape[1:]))
+
+
+@torch.library.custom_op("raytrain_hpc::ring_attend", mutates_args=())
+def _ring_attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, axis: str, seq_len: int
+) -> tuple[Tensor, Tensor]:
+    out, lse = ring_attend(q, k, v, documents, Ring.create(_axes[axis], seq_len))
+    return out.contiguous(), lse.contiguous()
+
+
+@_ring_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, axis: str, seq_len: int) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.custom_op("raytrain_hpc::ring_attend_backward", mutates_args=())
+def _ring_attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    axis: str,
+    seq_len: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring = Ring.create(_axes[axis], seq_len)
+    dq, dk, dv = ring_attend_backward(grad_out, q, k, v, out, lse, documents, ring)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_ring_attend_backward.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    axis: str,
+    seq_len: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.custom_op("raytrain_hpc::grouped_linear", mutates_args=())
+def _grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    return grouped_linear(rows, weight, sizes.tolist())
+
+
+@_grouped_linear.register_fake
+def _(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[1]))
+
+
+@torch.library.custom_op("raytrain_hpc::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(grad_out: Tensor, rows: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    num_rows = sizes.tolist()
+    return grouped_linear(grad_out, weight.mT, num_rows), compute_grouped_weight_grad(grad_out, rows, num_rows)
+
+
+@_grouped_linear_backward.register_fake
+def _(grad_out: Tensor, rows: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weight.new_empty(weight.shape)

@@ -1,0 +1,55 @@
+"""Compilation of a model, block by block, so that blocks of one structure share the compiled code.
+
+A block is one graph with its communication (`collective_ops`) and its recomputation, under every layout but three, for
+which Python code must run within it: ranks with different experts learn on the host how many rows they exchange,
+pipeline schedules that split backward passes defer weight gradients as functions, and FSDP2 gathers each tile of a
+tiled layer from a hook. The compiler then splits the block into graphs around that code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_hpc.model.moe import MixtureOfExperts, run_local_experts
+from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
+from raytrain_hpc.parallel.mesh_axis import Axis
+from raytrain_hpc.parallel.tiled_linear import TiledLinear
+
+
+def make_traceable(module: nn.Module, axes: Mapping[str, Axis], store: WeightGradStore) -> bool:
+    """Prepare a stage for torch.compile, in place. Return whether each of its blocks is one graph.
+
+    Call when all of its parts are in place, before recomputation and data parallelism are applied and before `store`
+    is attached.
+    """
+    from raytrain_hpc.parallel.collective_ops import set_axes  # registers operators, which other runs do not need
+
+    set_axes(axes)
+    store.linear = _exclude(store.linear)  # type: ignore[method-assign]
+    store.grouped_linear = _exclude(store.grouped_linear)  # type: ignore[method-assign]
+    is_one_graph = True
+    for submodule in module.modules():
+        if isinstance(submodule, MixtureOfExperts) and submodule.dispatcher is not run_local_experts:
+            submodule.dispatcher = _exclude(submodule.dispatcher)
+            is_one_graph = False
+        is_one_graph = is_one_graph and not isinstance(submodule, TiledLinear)
+    return is_one_graph
+
+
+def _exclude(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that compiled code calls instead of tracing it."""
+    excluded: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return excluded
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block by itself. Nothing is compiled before its first pass.
+
+    Compiles what `forward` is now: recomputation that was applied before is part of the graph. Recomputation that is
+    applied afterwards runs compiled code again, which blocks of several graphs need.
+    """
+    for block in blocks:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
