@@ -158,7 +158,7 @@ def test_thread_that_holds_the_gil_without_a_cpu_is_no_silence(worker) -> None:
     """While it waits for a CPU no beats are written, which is not a fault."""
     process, reader, _ = worker
     busy = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
-    competitors = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
+    competitors = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(6)]
     try:
         time.sleep(0.5)
         process.stdin.write("\n")
