@@ -1,7 +1,7 @@
 """Low-rank adapters of linear layers (LoRA: Hu et al. 2021, arXiv 2106.09685).
 
-A layer y = W x becomes y = W x + (alpha / rank) B A x, with W frozen. The names and initial values are those of `peft`:
-"LAYER.lora_A.default.weight" and "LAYER.lora_B.default.weight"; W keeps its name.
+A layer y = W x becomes y = W x + (alpha / rank) B A x, with W frozen. The names are those of `peft`, and initial
+values have its distribution: "LAYER.lora_A.default.weight" and "LAYER.lora_B.default.weight"; W keeps its name.
 """
 
 from __future__ import annotations

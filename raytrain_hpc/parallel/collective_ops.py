@@ -39,22 +39,22 @@ def _(x: Tensor, axis: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("raytrain_hpc::gather", mutates_args=())
-def _gather(x: Tensor, axis: str) -> Tensor:
-    return _axes[axis].gather(x)
+@torch.library.custom_op("raytrain_hpc::all_gather_stacked", mutates_args=())
+def _all_gather_stacked(x: Tensor, axis: str) -> Tensor:
+    return _axes[axis].all_gather_stacked(x)
 
 
-@_gather.register_fake
+@_all_gather_stacked.register_fake
 def _(x: Tensor, axis: str) -> Tensor:
     return x.new_empty((_axes[axis].size, *x.shape))
 
 
-@torch.library.custom_op("raytrain_hpc::sum_scatter", mutates_args=())
-def _sum_scatter(x: Tensor, axis: str) -> Tensor:
-    return _axes[axis].sum_scatter(x)
+@torch.library.custom_op("raytrain_hpc::reduce_scatter_stacked", mutates_args=())
+def _reduce_scatter_stacked(x: Tensor, axis: str) -> Tensor:
+    return _axes[axis].reduce_scatter_stacked(x)
 
 
-@_sum_scatter.register_fake
+@_reduce_scatter_stacked.register_fake
 def _(x: Tensor, axis: str) -> Tensor:
     return x.new_empty(x.shape[1:])
 
@@ -78,7 +78,7 @@ def _ring_attend(
 
 
 @_ring_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, axis: str, seq_len: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
@@ -102,15 +102,7 @@ def _ring_attend_backward(
 
 @_ring_attend_backward.register_fake
 def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    axis: str,
-    seq_len: int,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | str | int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

@@ -19,17 +19,20 @@ from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
 
 
-def make_traceable(module: nn.Module, axes: Mapping[str, Axis], store: WeightGradStore) -> bool:
-    """Prepare a stage for torch.compile, in place. Return whether each of its blocks is one graph.
-
-    Call when all of its parts are in place, before recomputation and data parallelism are applied and before `store`
-    is attached.
-    """
+def prepare_compile(axes: Mapping[str, Axis], store: WeightGradStore) -> None:
+    """Prepare what the stages of a rank share for torch.compile. Call before `store` is attached to a stage."""
     from raytrain_hpc.parallel.collective_ops import set_axes  # registers operators, which other runs do not need
 
     set_axes(axes)
     store.linear = _exclude(store.linear)  # type: ignore[method-assign]
     store.grouped_linear = _exclude(store.grouped_linear)  # type: ignore[method-assign]
+
+
+def make_traceable(module: nn.Module) -> bool:
+    """Exclude the code of a stage that cannot be traced, in place. Return whether each of its blocks is one graph.
+
+    Call when all of its parts are in place, before recomputation and data parallelism are applied.
+    """
     is_one_graph = True
     for submodule in module.modules():
         if isinstance(submodule, MixtureOfExperts) and submodule.dispatcher is not run_local_experts:

@@ -32,7 +32,7 @@ class ExpertParallelDispatcher:
         rows: [n, hidden_size], sorted by expert; counts: int64 [num_experts], rows per expert.
         """
         local_experts = self._expert_ranges[self._axis.rank]
-        counts_by_rank = self._axis.gather(counts)
+        counts_by_rank = self._axis.all_gather_stacked(counts)
         recv_counts_by_rank = counts_by_rank[:, local_experts.start : local_experts.stop].tolist()
         send_counts = counts.tolist()
         send_sizes = [

@@ -82,20 +82,20 @@ class Axis:
         dist.all_to_all_single(received, x, list(recv_sizes), list(send_sizes), group=self.group)
         return received
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked: [size, ...]. Not differentiable."""
         if torch.compiler.is_compiling():
-            return torch.ops.raytrain_hpc.gather(x, self.name)  # type: ignore[no-any-return]
+            return torch.ops.raytrain_hpc.all_gather_stacked(x, self.name)  # type: ignore[no-any-return]
         x = x.contiguous()
         received = x.new_empty((self.size, *x.shape))
         self.traffic.elements += (self.size - 1) * x.numel()
         dist.all_gather(list(received.unbind()), x, group=self.group)
         return received
 
-    def sum_scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter_stacked(self, x: Tensor) -> Tensor:
         """Sum x [size, ...] over ranks, and return the item of this rank. Not differentiable."""
         if torch.compiler.is_compiling():
-            return torch.ops.raytrain_hpc.sum_scatter(x, self.name)  # type: ignore[no-any-return]
+            return torch.ops.raytrain_hpc.reduce_scatter_stacked(x, self.name)  # type: ignore[no-any-return]
         received = torch.empty_like(x[0])
         self.traffic.elements += (self.size - 1) * received.numel()
         dist.reduce_scatter(received, list(x.unbind()), group=self.group)
@@ -104,7 +104,7 @@ class Axis:
     def _all_gather_no_grad(self, x: Tensor, dim: int, total: int) -> Tensor:
         """All-gather ranges whose lengths can differ by one; pad them, as the collective needs equal sizes."""
         sizes = [len(self.get_local_range(total, rank)) for rank in range(self.size)]
-        received = self.gather(_pad(x, dim, max(sizes))).unbind()
+        received = self.all_gather_stacked(_pad(x, dim, max(sizes))).unbind()
         return torch.cat(
             [padded_range.narrow(dim, 0, size) for padded_range, size in zip(received, sizes, strict=True)], dim
         )
@@ -115,7 +115,7 @@ class Axis:
         if x.device.type == "cpu":
             return self._reduce_scatter_by_all_to_all(parts)
         max_length = max(len(local_range) for local_range in local_ranges)
-        received = self.sum_scatter(torch.stack([_pad(part, dim, max_length) for part in parts]))
+        received = self.reduce_scatter_stacked(torch.stack([_pad(part, dim, max_length) for part in parts]))
         return received.narrow(dim, 0, len(local_ranges[self.rank])).contiguous()
 
     def _reduce_scatter_by_all_to_all(self, parts: list[Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.lora import LoraSpec
 from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
 from raytrain_hpc.parallel.block_discovery import find_blocks
-from raytrain_hpc.parallel.compile import compile_blocks, make_traceable
+from raytrain_hpc.parallel.compile import compile_blocks, make_traceable, prepare_compile
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
 from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
@@ -136,24 +136,18 @@ def parallelize(
     `reduction_order`: order of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
     random bits come from keys, not from generator state. `module_plan`: of a module that is no Decoder.
     """
-    train, settings = config.train, config.parallel
     weight_grad_store, plan = WeightGradStore(), module_plan or {}
     blocks: dict[int, list[nn.Module]] = {}
     shard_specs: dict[str, ShardSpec] = {}
     partial_grads: list[str] = []
+    if config.train.compile is True:
+        prepare_compile(axes, weight_grad_store)
     for stage, module in stages.items():
         shard_specs = _shard_stage(module, plan, config, layout, axes, shard_specs, partial_grads)
         _freeze_parameters(module, config.optimizer.groups, shard_specs)
         blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
-        is_one_graph = not _defers_wgrad(layout)
-        if train.compile is True:
-            is_one_graph = make_traceable(module, axes, weight_grad_store) and is_one_graph
-        if train.compile is True and not is_one_graph:
-            compile_blocks(units)
-        apply_activation_checkpointing(units, settings.activation_checkpointing, keyed_randomness=keyed_randomness)
-        if train.compile is True and is_one_graph:
-            compile_blocks(units)
+        _apply_checkpointing_and_compile(module, units, config, layout, keyed_randomness=keyed_randomness)
         if _defers_wgrad(layout):
             weight_grad_store.attach(module)
     gradient_sync = apply_data_parallel(
@@ -192,6 +186,20 @@ def _shard_stage(
     partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are replaced by tiles
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
     return apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
+
+
+def _apply_checkpointing_and_compile(
+    module: nn.Module, units: Sequence[nn.Module], config: Config, layout: Layout, *, keyed_randomness: bool
+) -> None:
+    """Apply step 7 to the units of a stage."""
+    is_compiled = config.train.compile is True
+    is_split = is_compiled and (not make_traceable(module) or _defers_wgrad(layout))
+    if is_split:
+        compile_blocks(units)
+    policy = config.parallel.activation_checkpointing
+    apply_activation_checkpointing(list(units), policy, keyed_randomness=keyed_randomness)
+    if is_compiled and not is_split:
+        compile_blocks(units)
 
 
 def describe_parallelism(config: Config, layout: Layout) -> list[str]:

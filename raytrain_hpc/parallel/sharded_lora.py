@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def _add_adapters(
         add_lora_layers(layer, layer.q.in_features, sizes, lora.rank)
         layer.register_forward_hook(_AddReplicatedKVAdapter(lora.scale))
         return {
-            f"{name}.lora_B.{part}.weight": _make_row_spec(name, shard_specs[f"{name}.{part}.weight"], lora.rank)
+            f"{name}.lora_B.{part}.weight": _make_spec(name, "B", shard_specs[f"{name}.{part}.weight"], lora.rank)
             for part in sizes
         }
     weight = layer.get_parameter("weight")
@@ -73,31 +74,22 @@ def _add_adapters(
     if spec is None:
         return {}
     if columns < spec.shape[1]:
-        return {f"{name}.lora_A.{ADAPTER}.weight": _make_column_spec(name, spec, lora.rank)}
-    return {f"{name}.lora_B.{ADAPTER}.weight": _make_row_spec(name, spec, lora.rank)}
+        return {f"{name}.lora_A.{ADAPTER}.weight": _make_spec(name, "A", spec, lora.rank)}
+    return {f"{name}.lora_B.{ADAPTER}.weight": _make_spec(name, "B", spec, lora.rank)}
 
 
-def _make_row_spec(name: str, weight: ShardSpec, rank: int) -> ShardSpec:
-    """Return the spec of B [rows, rank] for a layer with some rows of its weight."""
-    mappings = [
-        SliceMapping(_replace_dim(m.global_box, 1, rank), _replace_dim(m.local_box, 1, rank)) for m in weight.mappings
-    ]
-    return ShardSpec(f"{name}.lora_B.{ADAPTER}.weight", (weight.shape[0], rank), tuple(mappings))
+def _make_spec(name: str, matrix: Literal["A", "B"], weight: ShardSpec, rank: int) -> ShardSpec:
+    """Return the spec of A [rank, columns] or B [rows, rank] for a layer with some columns or rows of its weight."""
+    dim = "AB".index(matrix)  # of size `rank`; the other one is sharded as that of the weight
 
+    def replace_dim(box: Box) -> Box:
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = 0, rank
+        return Box(tuple(offsets), tuple(sizes))
 
-def _make_column_spec(name: str, weight: ShardSpec, rank: int) -> ShardSpec:
-    """Return the spec of A [rank, columns] for a layer with some columns of its weight."""
-    mappings = [
-        SliceMapping(_replace_dim(m.global_box, 0, rank), _replace_dim(m.local_box, 0, rank)) for m in weight.mappings
-    ]
-    return ShardSpec(f"{name}.lora_A.{ADAPTER}.weight", (rank, weight.shape[1]), tuple(mappings))
-
-
-def _replace_dim(box: Box, dim: int, size: int) -> Box:
-    """Return the box of a matrix with all `size` items of dimension `dim`."""
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    offsets[dim], sizes[dim] = 0, size
-    return Box(tuple(offsets), tuple(sizes))
+    mappings = [SliceMapping(replace_dim(m.global_box), replace_dim(m.local_box)) for m in weight.mappings]
+    shape = (rank, weight.shape[1]) if matrix == "A" else (weight.shape[0], rank)
+    return ShardSpec(f"{name}.lora_{matrix}.{ADAPTER}.weight", shape, tuple(mappings))
 
 
 @dataclass(frozen=True)
