@@ -118,6 +118,40 @@ def run_fsdp_post_backward(root: FSDPModule) -> None:
             group.post_backward()
 
 
+FSDPGrads = list[tuple[Any, torch.Tensor]]  # parameter of FSDP2, its whole gradient
+
+
+def take_fsdp_grads(root: FSDPModule) -> FSDPGrads:
+    """Return the unreduced gradients of the parameters below an FSDP2 root, and remove them.
+
+    Call after a backward pass without reduction. `unsharded_accumulated_grad`, `_unsharded_param`: all versions.
+    """
+    taken: FSDPGrads = []
+    for state in _get_fsdp_state(root)._state_ctx.all_states:
+        for group in _get_fsdp_param_groups(state):
+            for parameter in group.fsdp_params:
+                gradient = parameter.unsharded_accumulated_grad
+                parameter.unsharded_accumulated_grad = None
+                if gradient is None and hasattr(parameter, "_unsharded_param"):
+                    gradient, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
+                if gradient is not None:
+                    taken.append((parameter, gradient))
+    return taken
+
+
+def add_fsdp_grads(grads: FSDPGrads) -> None:
+    """Add gradients to the unreduced ones of FSDP2, which `take_fsdp_grads` has removed."""
+    for parameter, gradient in grads:
+        if parameter.unsharded_accumulated_grad is not None:
+            parameter.unsharded_accumulated_grad += gradient
+        elif parameter._unsharded_param.grad is not None:
+            parameter._unsharded_param.grad += gradient
+        elif gradient.dtype == parameter._unsharded_param.dtype:
+            parameter._unsharded_param.grad = gradient
+        else:
+            parameter.unsharded_accumulated_grad = gradient
+
+
 def end_fsdp_backward(root: FSDPModule) -> None:
     """Run the function that FSDP2 calls at the end of a backward pass of a root: it waits if that pass is the last.
 

@@ -36,25 +36,47 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(size))
         self.down = nn.Parameter(torch.empty(num_experts, spec.hidden_size, ffn_size))
         self.grouped_linear: Callable[[Tensor, Tensor, GroupSizes], Tensor] = grouped_linear
+        # Apply the activation to each group of rows by itself. The last elements of a tensor can get other bits than
+        # the others, from another instruction: with it, bits depend on the rows of a group only.
+        self.activates_groups = False
 
     def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Return outputs [n, hidden_size] of rows [n, hidden_size], sorted by expert. sizes: rows per expert."""
         up = self.grouped_linear(rows, self.up, sizes)
         if self.gate is None:
-            return self.grouped_linear(F.gelu(up, approximate="tanh"), self.down, sizes)
-        return self.grouped_linear(F.silu(self.grouped_linear(rows, self.gate, sizes)) * up, self.down, sizes)
+            return self.grouped_linear(self._activate(_gelu_tanh, up, sizes), self.down, sizes)
+        gate = self._activate(F.silu, self.grouped_linear(rows, self.gate, sizes), sizes)
+        return self.grouped_linear(gate * up, self.down, sizes)
+
+    def _activate(self, function: Callable[[Tensor], Tensor], x: Tensor, sizes: GroupSizes) -> Tensor:
+        if not self.activates_groups or isinstance(sizes, Tensor):
+            return function(x)
+        return torch.cat([function(group) for group in torch.split(x, list(sizes))])
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """Multiply groups of rows [n, i] by one matrix each of weight [num_groups, o, i]: [n, o].
+    """Multiply groups of rows [n, i] by one matrix each of weight [num_matrices, o, i]: [n, o].
 
-    sizes: rows per group; may be 0.
+    sizes: rows per group; may be 0. With more groups than matrices, start again at the first matrix after the last.
     """
     if isinstance(sizes, Tensor):
         product: Tensor = _TracedGroupedLinear.apply(cast_for_autocast(rows), cast_for_autocast(weight), sizes)  # type: ignore[no-untyped-call]
         return product
-    groups = zip(torch.split(rows, list(sizes)), weight.unbind(), strict=True)
-    return torch.cat([F.linear(group, matrix) for group, matrix in groups])
+    matrices = weight.unbind() * (len(sizes) // len(weight))
+    groups = zip(torch.split(rows, list(sizes)), matrices, strict=True)
+    return torch.cat([F.linear(_align(group), _align(matrix)) for group, matrix in groups])
+
+
+def _align(x: Tensor) -> Tensor:
+    """Return x in memory that starts at a multiple of 16 bytes.
+
+    Elsewhere, products of up to three rows get other bits (MKL), which then depend on the sizes of other groups.
+    """
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def compute_grouped_weight_grad(grad_out: Tensor, rows: Tensor, sizes: Sequence[int]) -> Tensor:

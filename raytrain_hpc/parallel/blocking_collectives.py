@@ -29,8 +29,11 @@ def wait_all(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def all_gather_flat(gathered: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_flat(
+    gathered: Tensor, local: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
     """Fill `gathered` [ranks * n] with `local` [n] of every rank, in rank order."""
     # torch 2.12 renamed all_gather_into_tensor to all_gather_single; 2.13 warns about the old name.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(gathered, local, group=group)
+    work: dist.Work | None = all_gather(gathered, local, group=group, async_op=async_op)
+    return work

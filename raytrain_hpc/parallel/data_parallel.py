@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.parallel.ddp import DDPSync
-from raytrain_hpc.parallel.deterministic_reduce import DeterministicDDPSync, ReductionOrder
+from raytrain_hpc.parallel.ddp import AllReduceBucket, DDPSync, GradientBucket
+from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
+from raytrain_hpc.parallel.deterministic_reduce import PairwiseBucket
 from raytrain_hpc.parallel.expert_parallel import get_expert_parameters
 from raytrain_hpc.parallel.gradient_sync import CompositeSync, GradientSync, NoSync
 from raytrain_hpc.parallel.mesh_axis import ExpertMesh
+from raytrain_hpc.parallel.reduction_order import ReductionOrder, ReductionOrders
+from raytrain_hpc.parallel.source_gradients import SourceGradients, get_source_gradients
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.torch_private import is_persistent_buffer
 
@@ -27,40 +32,68 @@ def apply_data_parallel(
     mesh: DeviceMesh | None,
     device: torch.device,
     expert_mesh: ExpertMesh | None,
-    reduction_order: ReductionOrder | None,
+    reduction_orders: ReductionOrders | None,
+    weight_grad_store: WeightGradStore | None,
 ) -> GradientSync:
     """Shard or replicate the parameters of all stages, allocate them on `device`, and return their gradient sync.
 
     Call last: it needs the final parameters. `blocks`: the units of sharding of each stage. `expert_mesh`: the ranks
-    that share an expert, None without expert parallelism. `reduction_order`: fixes the order of gradient additions
-    (train.deterministic=elastic), None leaves it unspecified.
+    that share an expert, None without expert parallelism. `reduction_orders`: fix the order of gradient additions
+    (train.deterministic=elastic), None leaves it unspecified. `weight_grad_store`: of schedules that split backward
+    passes.
     """
     replica_group = mesh["copies"].get_group() if mesh is not None and layout.num_state_replicas > 1 else None
     bucket_mib = config.parallel.bucket_mib
-    expert_names = [] if expert_mesh is None else list(get_expert_parameters(stages.values()))
+    expert_names = set() if expert_mesh is None else set(get_expert_parameters(stages.values()))
+    dense_order = expert_order = source_gradients = None
+    if reduction_orders is not None:
+        dense_order, expert_order = reduction_orders.dense, reduction_orders.experts
+    if expert_order is not None:
+        source_gradients = get_source_gradients(stages, layout.ep, weight_grad_store)
     syncs: list[GradientSync] = []
     if mesh is not None and layout.dp_shard > 1:
-        syncs.append(_apply_fsdp(stages, blocks, config, layout, mesh, expert_mesh, reduction_order))
+        syncs.append(_apply_fsdp(stages, blocks, config, layout, mesh, expert_mesh, reduction_orders, source_gradients))
         if expert_mesh is not None and expert_mesh.mesh is not None:
-            expert_names = []  # FSDP2 shards them too
+            expert_names = set()  # FSDP2 shards them too
         for module in stages.values():
             module.to_empty(device=device) if _is_meta(module) else module.to(device)
     else:
         for module in stages.values():
             _allocate_parameters(module, device) if _is_meta(module) else module.to(device)
-        if reduction_order is not None:
-            by_stage = {stage: dict(module.named_parameters()) for stage, module in stages.items()}
-            syncs.append(DeterministicDDPSync(by_stage, replica_group, reduction_order.replicas, bucket_mib))
-        elif replica_group is not None:
-            dense = {name: p for name, p in _get_parameters(stages).items() if name not in expert_names}
-            syncs.append(DDPSync(dense, replica_group, bucket_mib))
-    if expert_names and expert_mesh is not None and expert_mesh.replica_group is not None:
-        parameters = _get_parameters(stages)  # allocation has replaced them
-        experts = {name: parameters[name] for name in expert_names}
-        syncs.append(DDPSync(experts, expert_mesh.replica_group, bucket_mib))
+        if make_bucket := _get_bucket_factory(replica_group, dense_order):
+            syncs.append(
+                DDPSync(_get_parameters(stages, lambda name: name not in expert_names), make_bucket, bucket_mib)
+            )
+    if expert_names and expert_mesh is not None:
+        experts = _get_parameters(stages, expert_names.__contains__)
+        if make_bucket := _get_bucket_factory(expert_mesh.replica_group, expert_order, source_gradients, experts):
+            syncs.append(DDPSync(experts, make_bucket, bucket_mib))
     if len(syncs) > 1:
         return CompositeSync(syncs)
     return syncs[0] if syncs else NoSync()
+
+
+def _get_bucket_factory(
+    group: dist.ProcessGroup | None,
+    order: ReductionOrder | None,
+    source_gradients: SourceGradients | None = None,
+    parameters: Mapping[int, Mapping[str, nn.Parameter]] | None = None,
+) -> Callable[[list[nn.Parameter]], GradientBucket] | None:
+    """Return a function that makes the buckets of parameters replicated over a group; None: nothing is to be summed.
+
+    `source_gradients`: has the gradients of `parameters`.
+    """
+    if order is None:
+        return None if group is None else partial(AllReduceBucket, group=group)
+    if source_gradients is None or parameters is None:
+        return partial(PairwiseBucket, group=group, order=order)
+    names = {parameter: name for named in parameters.values() for name, parameter in named.items()}
+
+    def make_expert_bucket(members: list[nn.Parameter]) -> PairwiseBucket:
+        take_gradients = partial(source_gradients.take, [names[parameter] for parameter in members])
+        return PairwiseBucket(members, group, order, take_gradients)
+
+    return make_expert_bucket
 
 
 def _apply_fsdp(
@@ -70,7 +103,8 @@ def _apply_fsdp(
     layout: Layout,
     mesh: DeviceMesh,
     expert_mesh: ExpertMesh | None,
-    reduction_order: ReductionOrder | None,
+    reduction_orders: ReductionOrders | None,
+    source_gradients: SourceGradients | None,
 ) -> GradientSync:
     from raytrain_hpc.parallel.fsdp import FSDPSync  # 40 MiB of FSDP2, which other layouts do not need
 
@@ -78,11 +112,27 @@ def _apply_fsdp(
     experts = {} if expert_mesh is None else get_expert_parameters(stages.values())
     shard_mesh = None if expert_mesh is None else expert_mesh.mesh
     settings, dtype = config.parallel, config.train.dtype
-    return FSDPSync(stages, blocks, mesh[mesh_axes], settings, dtype, experts, shard_mesh, reduction_order)
+    return FSDPSync(
+        stages,
+        blocks,
+        mesh[mesh_axes],
+        settings,
+        dtype,
+        experts,
+        expert_mesh=shard_mesh,
+        reduction_orders=reduction_orders,
+        source_gradients=source_gradients,
+    )
 
 
-def _get_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    return dict(pair for module in stages.values() for pair in module.named_parameters())
+def _get_parameters(
+    stages: Mapping[int, nn.Module], is_selected: Callable[[str], bool]
+) -> dict[int, dict[str, nn.Parameter]]:
+    """Return parameters by stage and name."""
+    return {
+        stage: {name: parameter for name, parameter in module.named_parameters() if is_selected(name)}
+        for stage, module in stages.items()
+    }
 
 
 def _is_meta(module: nn.Module) -> bool:

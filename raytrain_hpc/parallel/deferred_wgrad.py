@@ -39,8 +39,8 @@ class WeightGradStore:
         """Compute `F.linear` and defer the gradient of the weight if it is a trainable leaf tensor."""
         if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
             return F.linear(x, weight, bias)
-        product: Tensor = _DeferredLinear.apply(x, weight, self)  # type: ignore[no-untyped-call]
-        return product if bias is None else product + bias.to(product.dtype)
+        product: Tensor = _DeferredLinear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return product
 
     def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         """Compute `model.moe.grouped_linear` and defer the gradient of the weight."""
@@ -57,7 +57,7 @@ class WeightGradStore:
                 submodule.forward = partial(_linear_forward, self, submodule)  # type: ignore[method-assign]
             elif hasattr(submodule, "product"):
                 submodule.product = self.linear  # type: ignore[assignment]
-            elif isinstance(submodule, Experts):
+            elif isinstance(submodule, Experts) and submodule.grouped_linear is grouped_linear:
                 submodule.grouped_linear = self.grouped_linear
 
 
@@ -67,22 +67,24 @@ def _linear_forward(store: WeightGradStore, layer: nn.Linear, x: Tensor) -> Tens
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradStore) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore) -> Tensor:
         compute_dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         # Keep the weight on ctx: with save_for_backward, recomputation would return another tensor, without its
         # gradient.
         ctx.dtypes, ctx.store, ctx.weight = (x.dtype, compute_dtype), store, weight
+        ctx.bias_dtype = None if bias is None else bias.dtype
         x = x.to(compute_dtype)
         ctx.save_for_backward(x)
-        return F.linear(x, weight.to(compute_dtype))
+        return F.linear(x, weight.to(compute_dtype), None if bias is None else bias.to(compute_dtype))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         input_dtype, compute_dtype = ctx.dtypes
         grad_out = gradients[0]
         ctx.store.put(partial(_add_weight_grad, ctx.weight, grad_out, x))
-        return (grad_out @ ctx.weight.to(compute_dtype)).to(input_dtype), None, None
+        grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return (grad_out @ ctx.weight.to(compute_dtype)).to(input_dtype), None, grad_bias, None
 
 
 class _DeferredGroupedLinear(torch.autograd.Function):

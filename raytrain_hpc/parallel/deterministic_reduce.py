@@ -8,150 +8,200 @@ or stay sharded (ZeRO). Context-parallel ranks each have a part of every microba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.parallel.blocking_collectives import all_gather_flat
-from raytrain_hpc.parallel.ddp import split_into_buckets
-from raytrain_hpc.parallel.pairwise_sum import Node, PairwiseSum, list_open_nodes
-from raytrain_hpc.planner.layout import Batching, Layout
+from raytrain_hpc.parallel.blocking_collectives import all_gather_flat, wait_all
+from raytrain_hpc.parallel.reduction_order import ContributionAssignment, PartitionedSum, ReductionOrder
+
+# Returns the gradients of the last backward pass by source rank and parameter, and removes them.
+TakeGradients = Callable[[], list[list[Tensor | None]]]
 
 
-@dataclass(frozen=True)
-class MicrobatchAssignment:
-    """The microbatches that each rank of a group computes.
+class PairwiseAllReduce:
+    """An all-reduce in a fixed order of additions, in two asynchronous exchanges: `start`, `advance`, `finish`.
 
-    `num_microbatches`: of a step, over all ranks. `part_by_rank`: the part of its microbatches (the context-parallel
-    coordinate) that a rank computes.
+    Between the calls, other work can run, and other all-reduces of the group: all ranks must call in the same order.
+    `group` None: this rank alone.
     """
 
-    num_microbatches: int
-    microbatches_by_rank: tuple[tuple[int, ...], ...]
-    part_by_rank: tuple[int, ...]
-    rank: int  # this rank
+    def __init__(self, group: dist.ProcessGroup | None, assignment: ContributionAssignment, local: PartitionedSum):
+        """`local`: the contributions of this rank, flat tensors; they are overwritten."""
+        self._group, self._assignment, self._local = group, assignment, local
+        self._works: list[dist.Work] = []
+        # With one node on each of two ranks there is one addition, in which an all-reduce has no choice.
+        self._is_one_addition = [len(nodes) for nodes in assignment.nodes_by_rank] == [1, 1]
 
-    def list_nodes(self) -> list[list[Node]]:
-        """Return the tree nodes that each rank sends."""
-        return [list_open_nodes(microbatches, self.num_microbatches) for microbatches in self.microbatches_by_rank]
+    def start(self) -> None:
+        """Start to exchange the nodes, of which each rank receives one slice."""
+        if self._group is None:
+            return
+        nodes = [self._local.open_nodes[node] for node in self._assignment.nodes_by_rank[self._assignment.rank]]
+        if self._is_one_addition:
+            self._summed = nodes[0]
+            self._wait_later(dist.all_reduce(self._summed, group=self._group, async_op=True))
+            return
+        num_ranks = len(self._assignment.nodes_by_rank)
+        padded = [nn.functional.pad(node, (0, -node.numel() % num_ranks)) for node in nodes]
+        self._slice_size = padded[0].numel() // num_ranks
+        self._recv_sizes = [len(nodes) * self._slice_size for nodes in self._assignment.nodes_by_rank]
+        self._received = nodes[0].new_empty(sum(self._recv_sizes))
+        send_sizes = [len(nodes) * self._slice_size] * num_ranks
+        # By destination rank, then by node; lives until the exchange is complete.
+        self._send_buffer = torch.stack([node.view(num_ranks, -1) for node in padded], dim=1).view(-1)
+        self._summed = padded[0]
+        self._wait_later(
+            dist.all_to_all_single(
+                self._received, self._send_buffer, self._recv_sizes, send_sizes, group=self._group, async_op=True
+            )
+        )
 
-    def sum_nodes(self, received: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the sum over the group. `received`: values by rank, in the order of `list_nodes`."""
-        total: Tensor | None = None
-        for part in range(max(self.part_by_rank) + 1):
-            tree = PairwiseSum(self.num_microbatches)
-            for nodes, values, rank_part in zip(self.list_nodes(), received, self.part_by_rank, strict=True):
-                for node, value in zip(nodes, values, strict=True) if rank_part == part else ():
-                    tree.add(value.clone(), node)
-            if tree.total is None:
-                raise RuntimeError("the ranks of a group do not compute all microbatches of the step")
-            total = tree.total if total is None else total.add_(tree.total)
-        if total is None:
-            raise RuntimeError("the group has no ranks")
-        return total.add_(0.0)  # turn -0.0 into 0.0: its sign depends on how many zeros were added
+    def advance(self) -> None:
+        """Sum the slices that were received, and start to gather the sums."""
+        if self._group is None or self._is_one_addition:
+            return
+        self._wait()
+        del self._send_buffer
+        received = [part.view(-1, self._slice_size).unbind() for part in torch.split(self._received, self._recv_sizes)]
+        total = self._assignment.make_sum()
+        for nodes, values in zip(self._assignment.nodes_by_rank, received, strict=True):
+            for node, value in zip(nodes, values, strict=True):
+                total.add(value, node)
+        self._wait_later(all_gather_flat(self._summed, total.compute_total(), self._group, async_op=True))
+        del self._received
+
+    def finish(self) -> Tensor:
+        """Wait, and return the sum, flat, in the memory of a contribution if the ranks divide its size."""
+        if self._group is None:
+            return self._local.compute_total()
+        self._wait()
+        return self._summed.add_(0.0) if self._is_one_addition else self._summed
+
+    def _wait_later(self, work: dist.Work | None) -> None:
+        self._works = [] if work is None else [work]
+
+    def _wait(self) -> None:
+        wait_all(self._works)
+        self._works = []
 
 
-def all_reduce_pairwise(
-    group: dist.ProcessGroup | None, assignment: MicrobatchAssignment, local: PairwiseSum, out: Tensor
-) -> None:
-    """Fill `out` [n] with the sum of the partial sums of all ranks of the group. `group` None: this rank alone."""
-    if group is None:
-        torch.add(local.open_nodes[assignment.list_nodes()[0][0]], 0.0, out=out)
-        return
-    num_ranks, num_elements = len(assignment.microbatches_by_rank), out.numel()
-    slice_size = -(-num_elements // num_ranks)  # elements that each rank sums
-    node_counts = [len(nodes) for nodes in assignment.list_nodes()]
-    send_buffer = torch.stack([local.open_nodes[node] for node in assignment.list_nodes()[assignment.rank]])
-    send_buffer = (
-        nn.functional.pad(send_buffer, (0, slice_size * num_ranks - num_elements))
-        .view(-1, num_ranks, slice_size)
-        .transpose(0, 1)
-        .contiguous()
-    )
-    received = send_buffer.new_empty(sum(node_counts) * slice_size)
-    recv_sizes = [count * slice_size for count in node_counts]
-    dist.all_to_all_single(
-        received, send_buffer.view(-1), recv_sizes, [send_buffer[0].numel()] * num_ranks, group=group
-    )
-    values_by_rank = [values.view(-1, slice_size).unbind() for values in torch.split(received, recv_sizes)]
-    gathered = received.new_empty(num_ranks * slice_size)
-    all_gather_flat(gathered, assignment.sum_nodes(values_by_rank), group)
-    out.copy_(gathered[:num_elements])
+class PairwiseBucket:
+    """Some parameters and the summation tree of their gradients, flattened, with one flag per parameter.
 
-
-class DeterministicDDPSync:
-    """Gradient synchronization over replicas in a fixed order of additions.
-
-    A parameter that gets no gradient on any rank keeps `grad` None.
+    Implements `ddp.GradientBucket`.
     """
 
     def __init__(
         self,
-        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        parameters: list[nn.Parameter],
         group: dist.ProcessGroup | None,
-        assignment: MicrobatchAssignment,
-        bucket_mib: int,
+        order: ReductionOrder,
+        take_gradients: TakeGradients | None = None,
     ):
-        """`parameters`: by pipeline stage, then by name. `group` None: this rank alone."""
-        self._group, self._assignment = group, assignment
-        self._buckets = {
-            stage: [
-                _Bucket(bucket_parameters, assignment.num_microbatches)
-                for bucket_parameters in split_into_buckets(list(named.values()), bucket_mib * 2**20)
-            ]
-            for stage, named in parameters.items()
-        }
+        """`take_gradients`: returns the gradients; None: they are `grad` of the parameters, of one source."""
+        self.parameters = parameters
+        self._group, self._order, self._take = group, order, take_gradients
+        sizes, num_ranks = [parameter.numel() for parameter in parameters], len(order.replicas.nodes_by_rank)
+        padding = -(sum(sizes) + len(sizes)) % num_ranks
+        self._sizes = [*sizes, len(sizes), padding]  # of a flat tensor: gradients, flags, padding
+        self._free: list[Tensor] = []  # flat tensors to be used again
+        self._split_gradients: dict[int, list[list[Tensor | None]]] = {}  # of split backward passes, by slot
+        self._all_reduce: PairwiseAllReduce | None = None  # of this step, once it has been started
+        self._last_sum: Tensor | None = None  # the gradients of the last step, until they are dropped
+        self._reset()
 
-    @contextmanager
-    def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
-        """Run one backward pass, then move its gradients into the tree."""
-        yield
-        microbatches = self._assignment.microbatches_by_rank[self._assignment.rank]
-        for bucket in self._buckets[stage]:
-            bucket.add_grads(microbatches[microbatch] if microbatch < len(microbatches) else None)
+    def post_accumulate(self, parameter: Tensor) -> None:
+        """Do nothing: gradients are moved at the end of a pass, or before `start`."""
 
-    def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
-        """Do nothing: schedules that split backward passes are refused with `train.deterministic=elastic`."""
+    def post_backward(self, slot: int, *, split: bool) -> None:
+        """Move the gradients of one microbatch into the tree; keep those of a split backward pass, to be completed."""
+        if split:
+            self._split_gradients[slot] = self._take_gradients()
+        elif self._all_reduce is None:  # else `start` did it
+            self._add(slot, self._take_gradients())
 
-    def finish_grad_sync(self) -> None:
-        """Sum over the group and set the gradients. Call after the last backward pass of a step."""
-        for buckets in self._buckets.values():
-            for bucket in buckets:
-                bucket.finish(self._group, self._assignment)
+    def post_backward_weight(self, slot: int) -> None:
+        """Move the gradients of a microbatch into the tree, after those of weights have been computed."""
+        merged = [
+            [_add_optional(early, late) for early, late in zip(*gradients, strict=True)]
+            for gradients in zip(self._split_gradients.pop(slot), self._take_gradients(), strict=True)
+        ]
+        self._add(slot, merged)
 
-    def free_gathered_weights(self) -> None:
-        """Do nothing: every replica has whole weights."""
+    def start(self, slot: int | None) -> None:
+        """Start the all-reduce. `slot`: of the microbatch whose gradients are not in the tree yet, None: all are."""
+        if slot is not None:
+            self._add(slot, self._take_gradients())
+        self._all_reduce = PairwiseAllReduce(self._group, self._order.replicas, self._tree)
+        self._all_reduce.start()
 
+    def advance(self) -> None:
+        """Start the second exchange of the all-reduce."""
+        if self._all_reduce is None:
+            raise RuntimeError("the all-reduce has not been started")
+        self._all_reduce.advance()
 
-class _Bucket:
-    """Some parameters and the summation tree of their gradients, flattened, with one flag per parameter."""
+    def finish(self) -> None:
+        """Set the gradients. A parameter without a gradient on all ranks gets None."""
+        if self._all_reduce is None:
+            raise RuntimeError("the all-reduce has not been started")
+        summed = self._all_reduce.finish()
+        *grads, has_grad, _ = torch.split(summed, self._sizes)
+        for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            has_local_grad = parameter in self._has_grad  # saves a synchronization with the device
+            parameter.grad = grad.view_as(parameter) if has_local_grad or has_grad[index].item() > 0 else None
+        self._free += [value for value in self._tree.open_nodes.values() if value is not summed]
+        self._reset()
+        self._last_sum = summed
 
-    def __init__(self, parameters: list[nn.Parameter], num_microbatches: int):
-        self._parameters, self._num_microbatches = parameters, num_microbatches
-        self._tree = PairwiseSum(num_microbatches)
+    def _reset(self) -> None:
+        self._tree = self._order.replicas.make_sum()
+        self._has_grad: set[Tensor] = set()  # parameters with a gradient on this rank in this step
+        self._all_reduce = None
 
-    def add_grads(self, microbatch: int | None) -> None:
-        """Move the gradients of one microbatch into the tree; drop those of a padding microbatch (None)."""
-        if microbatch is not None:
-            flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-            has_grad = self._parameters[0].new_tensor([float(p.grad is not None) for p in self._parameters])
-            self._tree.add(torch.cat([*(grad.reshape(-1) for grad in flat), has_grad]), (0, microbatch))
-        for parameter in self._parameters:
+    def _take_gradients(self) -> list[list[Tensor | None]]:
+        """Return the gradients by source and parameter, and remove them."""
+        gradients = [[parameter.grad for parameter in self.parameters]] if self._take is None else self._take()
+        for parameter in self.parameters:
             parameter.grad = None
+        return gradients
 
-    def finish(self, group: dist.ProcessGroup | None, assignment: MicrobatchAssignment) -> None:
-        """Set the gradients and reset the tree."""
-        sizes = [parameter.numel() for parameter in self._parameters]
-        summed = self._parameters[0].new_empty(sum(sizes) + len(sizes), requires_grad=False)
-        all_reduce_pairwise(group, assignment, self._tree, summed)
-        self._tree = PairwiseSum(self._num_microbatches)
-        *grads, has_grad = torch.split(summed, [*sizes, len(sizes)])
-        for parameter, grad, flag in zip(self._parameters, grads, has_grad.tolist(), strict=True):
-            parameter.grad = grad.view_as(parameter) if flag > 0 else None
+    def _add(self, slot: int, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Add gradients by source and parameter to the tree, without those of padding microbatches."""
+        slots = self._order.local_slots
+        contributions = slots[slot] if slot < len(slots) else (None,) * len(gradients)
+        for contribution, of_source in zip(contributions, gradients, strict=True):
+            if contribution is not None:
+                part, microbatch = contribution
+                self._free += self._tree.add(self._flatten(of_source), (part, (0, microbatch)))
+
+    def _flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        flat = self._allocate()
+        *views, has_grad, _ = torch.split(flat, self._sizes)
+        has_grad.fill_(1.0)
+        for index, (parameter, view, gradient) in enumerate(zip(self.parameters, views, gradients, strict=True)):
+            if gradient is None:
+                view.zero_()
+                has_grad[index] = 0.0
+            else:
+                view.view_as(parameter).copy_(gradient)
+                self._has_grad.add(parameter)
+        return flat
+
+    def _allocate(self) -> Tensor:
+        if self._last_sum is not None:
+            self._free.append(self._last_sum)
+            self._last_sum = None
+        return self._free.pop() if self._free else self.parameters[0].new_zeros(sum(self._sizes), requires_grad=False)
+
+
+def _add_optional(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return first + second
 
 
 class MicrobatchCursor:
@@ -167,13 +217,13 @@ class DeterministicReduceScatter:
     def __init__(
         self,
         cursor: MicrobatchCursor,
-        shards: MicrobatchAssignment,
-        replicas: MicrobatchAssignment,
+        order: ReductionOrder,
         replica_group: dist.ProcessGroup | None,
+        take_gradients: TakeGradients | None = None,
     ):
-        """`shards`: of the ranks over which state is sharded. `replicas`: of the ranks that hold the same shard."""
-        self._cursor, self._shards, self._replicas, self._replica_group = cursor, shards, replicas, replica_group
-        self._tree = PairwiseSum(shards.num_microbatches)
+        """`take_gradients`: returns the gradients of the parameters of the module; None: FSDP2 passes them."""
+        self._cursor, self._order, self._replica_group, self._take = cursor, order, replica_group, take_gradients
+        self._tree = order.replicas.make_sum()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor. Called by FSDP2."""
@@ -188,14 +238,26 @@ class DeterministicReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Exchange `input_tensor` [ranks * n], add the local slices to the tree, and zero `output_tensor` [n]."""
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        for microbatches, value in zip(
-            self._shards.microbatches_by_rank, received.chunk(len(self._shards.microbatches_by_rank)), strict=True
-        ):
-            if self._cursor.microbatch < len(microbatches):
-                self._tree.add(value.clone(), (0, microbatches[self._cursor.microbatch]))
+        num_ranks, slot = len(self._order.slots_by_rank), self._cursor.microbatch
+        for source, flat in enumerate(self._list_inputs(input_tensor, num_ranks)):
+            received = torch.empty_like(flat)
+            dist.all_to_all_single(received, flat, group=group)
+            for slots, value in zip(self._order.slots_by_rank, received.chunk(num_ranks), strict=True):
+                contribution = slots[slot][source] if slot < len(slots) else None
+                if contribution is not None:
+                    self._tree.add(value.clone(), (contribution[0], (0, contribution[1])))
         output_tensor.zero_()
+
+    def _list_inputs(self, input_tensor: Tensor, num_ranks: int) -> list[Tensor]:
+        """Return the gradients of each source, laid out as FSDP2 does: by rank, then by parameter."""
+        if self._take is None:
+            return [input_tensor]
+        return [
+            torch.cat([_split_rows(gradient, num_ranks) for gradient in gradients if gradient is not None], dim=1)
+            .to(input_tensor.dtype)
+            .view(-1)
+            for gradients in self._take()
+        ]
 
     def all_reduce_hook(self, output: Tensor) -> None:
         """Fill `output` with the sum over replicas at the last microbatch. FSDP2 calls it after the reduce-scatter.
@@ -204,8 +266,17 @@ class DeterministicReduceScatter:
         """
         _record_use([output, *self._tree.open_nodes.values()])  # allocated on the stream of the reduce-scatter
         if self._cursor.is_last:
-            all_reduce_pairwise(self._replica_group, self._replicas, self._tree, output)
-            self._tree = PairwiseSum(self._shards.num_microbatches)
+            all_reduce = PairwiseAllReduce(self._replica_group, self._order.replicas, self._tree)
+            all_reduce.start()
+            all_reduce.advance()
+            output.copy_(all_reduce.finish()[: output.numel()])
+            self._tree = self._order.replicas.make_sum()
+
+
+def _split_rows(tensor: Tensor, num_ranks: int) -> Tensor:
+    """Return [num_ranks, n]: the rows that FSDP2 gives to each rank, padded with zeros to the same number."""
+    padding = tensor.new_zeros(-len(tensor) % num_ranks, *tensor.shape[1:])
+    return torch.cat([tensor, padding]).view(num_ranks, -1)
 
 
 def _record_use(tensors: Iterable[Tensor]) -> None:
@@ -213,44 +284,3 @@ def _record_use(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-@dataclass(frozen=True)
-class ReductionOrder:
-    """Microbatch assignments of the ranks that hold the same state, and of the ranks over which ZeRO shards it."""
-
-    replicas: MicrobatchAssignment
-    shards: MicrobatchAssignment
-
-
-def make_reduction_order(layout: Layout, batching: Batching, rank: int) -> ReductionOrder:
-    """Return the reduction order of the groups of `rank`."""
-    coordinates, microbatches_by_dp_rank = (
-        layout.get_coordinates(rank),
-        [tuple(microbatches) for microbatches in batching.split_by_rank(layout.dp_size)],
-    )
-    shards = [
-        microbatches_by_dp_rank[coordinates["dp_replicate"] * layout.dp_shard + shard]
-        for shard in range(layout.dp_shard)
-    ]
-    microbatches_by_replica = [
-        tuple(
-            sorted(
-                microbatch
-                for microbatches in microbatches_by_dp_rank[first : first + layout.dp_shard]
-                for microbatch in microbatches
-            )
-        )
-        for first in range(0, len(microbatches_by_dp_rank), layout.dp_shard)
-    ]
-    replicas = [(microbatches, part) for microbatches in microbatches_by_replica for part in range(layout.cp)]
-    replica_rank = coordinates["dp_replicate"] * layout.cp + coordinates["cp"]
-    return ReductionOrder(
-        MicrobatchAssignment(
-            batching.count,
-            tuple(microbatches for microbatches, _ in replicas),
-            tuple(part for _, part in replicas),
-            replica_rank,
-        ),
-        MicrobatchAssignment(batching.count, tuple(shards), (0,) * layout.dp_shard, coordinates["dp_shard"]),
-    )

@@ -22,8 +22,9 @@ from raytrain_hpc.state.shard_spec import ShardSpec, SliceMapping
 class ExpertParallelDispatcher:
     """Dispatcher to experts on several ranks. Replaces `run_local_experts`."""
 
-    def __init__(self, axis: Axis, num_experts: int):
-        self._axis = axis
+    def __init__(self, axis: Axis, num_experts: int, *, by_source: bool):
+        """Create a dispatcher. `by_source`: multiply the positions of each rank separately, see `source_gradients`."""
+        self._axis, self._by_source = axis, by_source
         self._expert_ranges = [axis.get_local_range(num_experts, rank) for rank in range(axis.size)]
 
     def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -40,6 +41,9 @@ class ExpertParallelDispatcher:
         ]
         recv_sizes = [sum(rank_counts) for rank_counts in recv_counts_by_rank]
         received = _all_to_all(rows, self._axis, send_sizes, recv_sizes)
+        if self._by_source:
+            outputs = experts(received, [size for rank_counts in recv_counts_by_rank for size in rank_counts])
+            return _all_to_all(outputs, self._axis, recv_sizes, send_sizes)
         by_expert = _reorder(received, recv_counts_by_rank)
         sizes = [
             sum(rank_counts[expert] for rank_counts in recv_counts_by_rank) for expert in range(len(local_experts))
@@ -90,26 +94,29 @@ def get_expert_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Paramete
     }
 
 
-def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis]) -> dict[str, ShardSpec]:
+def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], *, is_elastic: bool) -> dict[str, ShardSpec]:
     """Shard the experts of a decoder on the meta device, in place, and return their shard specs by parameter name.
 
     The "ep" axis shards the experts, the "tp" axis the channels of each expert. Does nothing without either axis.
+    `is_elastic`: the gradients of a microbatch get the same bits whatever other positions its experts process.
     """
     spec, ep, tp = decoder.spec, axes.get("ep"), axes.get("tp")
     shard_specs: dict[str, ShardSpec] = {}
-    if ep is None and tp is None:
-        return shard_specs
     local_experts = range(spec.num_experts) if ep is None else ep.get_local_range(spec.num_experts)
     channels = range(spec.ffn_size) if tp is None else tp.get_local_range(spec.ffn_size)
     for layer, block in decoder.blocks().items():
         mixture = block.mlp
         if not isinstance(mixture, MixtureOfExperts):
             continue
-        dtype = mixture.experts.up.dtype
-        with torch.device("meta"):
-            mixture.experts = Experts(spec, len(local_experts), len(channels)).to(dtype)
+        if ep is not None or tp is not None:
+            dtype = mixture.experts.up.dtype
+            with torch.device("meta"):
+                mixture.experts = Experts(spec, len(local_experts), len(channels)).to(dtype)
+        mixture.experts.activates_groups = is_elastic
+        if ep is None and tp is None:
+            continue
         if ep is not None:
-            mixture.dispatcher = ExpertParallelDispatcher(ep, spec.num_experts)
+            mixture.dispatcher = ExpertParallelDispatcher(ep, spec.num_experts, by_source=is_elastic)
         for name, parameter in mixture.experts.named_parameters():
             canonical_name = f"layers.{layer}.mlp.experts.{name}"
             size, offset = (spec.ffn_size, spec.hidden_size), (channels.start, 0)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,10 +25,18 @@ from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.model.moe import Experts
-from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor, ReductionOrder
+from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
 from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, QuantizedTraffic
+from raytrain_hpc.parallel.reduction_order import ReductionOrders
+from raytrain_hpc.parallel.source_gradients import SourceGradients
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
-from raytrain_hpc.torch_private import end_fsdp_backward, run_fsdp_post_backward
+from raytrain_hpc.torch_private import (
+    FSDPGrads,
+    add_fsdp_grads,
+    end_fsdp_backward,
+    run_fsdp_post_backward,
+    take_fsdp_grads,
+)
 
 
 class FSDPSync:
@@ -44,20 +53,24 @@ class FSDPSync:
         settings: ParallelConfig,
         dtype: str,
         experts: Mapping[str, nn.Parameter],
+        *,
         expert_mesh: DeviceMesh | None,
-        reduction_order: ReductionOrder | None,
+        reduction_orders: ReductionOrders | None,
+        source_gradients: SourceGradients | None,
     ):
         """`modules`, `blocks`: by pipeline stage. `mesh`: axis dp_shard, and axis copies if state is replicated.
 
         `experts`: parameters that are not sharded over `mesh` but over `expert_mesh`, or not at all if that is None.
-        `reduction_order`: order of gradient additions, None: unspecified.
+        `reduction_orders`: of gradient additions, None: unspecified. `source_gradients`: has the gradients of experts.
         """
         self._zero_stage, self._cursor = settings.zero, MicrobatchCursor()
-        self._reduces_each_microbatch = settings.zero > 1 or reduction_order is not None
-        replica_group = mesh["copies"].get_group() if mesh.ndim == 2 else None
-        if reduction_order is not None:  # DeterministicReduceScatter also sums over the replicas
-            mesh = mesh["dp_shard"]
+        self._is_elastic = reduction_orders is not None
+        self._reduces_each_microbatch = settings.zero > 1 or self._is_elastic
+        replica_group, expert_replica_group = _get_replica_group(mesh), _get_replica_group(expert_mesh)
+        if self._is_elastic:  # DeterministicReduceScatter also sums over the replicas
+            mesh, expert_mesh = mesh["dp_shard"], None if expert_mesh is None else expert_mesh["dp_shard"]
         self._is_hsdp = mesh.ndim == 2
+        self._split_grads: dict[tuple[int, int], FSDPGrads] = {}  # of split passes, by stage and microbatch
         ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
@@ -72,13 +85,19 @@ class FSDPSync:
         }
         self.quantized_traffic = QuantizedTraffic()
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
-        if reduction_order is not None:
-            for fsdp_module in _iter_fsdp_modules(modules.values()):
-                reduce_scatter = DeterministicReduceScatter(
-                    self._cursor, reduction_order.shards, reduction_order.replicas, replica_group
-                )
-                fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
-                fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
+        if reduction_orders is None:
+            return
+        make_dense = partial(DeterministicReduceScatter, self._cursor, reduction_orders.dense, replica_group)
+        expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(modules.values())
+        for fsdp_module in _iter_fsdp_modules(modules.values()):
+            expert_names = expert_modules.get(id(fsdp_module))
+            if expert_order is not None and source_gradients is not None and expert_names is not None:
+                take = partial(source_gradients.take, expert_names)
+                reduce_scatter = DeterministicReduceScatter(self._cursor, expert_order, expert_replica_group, take)
+            else:
+                reduce_scatter = make_dense()
+            fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+            fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
 
     @contextmanager
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
@@ -93,8 +112,10 @@ class FSDPSync:
         if split:
             module.set_is_last_backward(False)
         yield
+        if split and self._is_elastic:
+            self._split_grads[stage, microbatch] = take_fsdp_grads(module)
 
-    def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
+    def post_backward_weight(self, stage: int, microbatch: int, *, is_last: bool) -> None:
         """Reduce the gradients that a split backward pass of a stage has completed.
 
         FSDP2 reduces during a backward pass, before deferred weight gradients are computed. Call its post-backward
@@ -104,6 +125,9 @@ class FSDPSync:
         # First accumulate them, unreduced, in the reduce dtype, as FSDP2 did with the gradients of norms.
         self._configure(module, is_last=is_last, reduce=False)
         run_fsdp_post_backward(module)
+        if self._is_elastic:
+            self._cursor.microbatch, self._cursor.is_last = microbatch, is_last
+            add_fsdp_grads(self._split_grads.pop((stage, microbatch)))
         if not self._reduces_each_microbatch and not is_last:
             return
         self._configure(module, is_last=is_last, reduce=True)
@@ -127,6 +151,22 @@ class FSDPSync:
             module.set_requires_all_reduce(is_last)
         module.set_reshard_after_backward(is_last or self._zero_stage == 3)
         module.set_is_last_backward(is_last)
+
+
+def _get_replica_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    return mesh["copies"].get_group() if mesh is not None and mesh.ndim == 2 else None
+
+
+def _name_sharded_experts(modules: Iterable[nn.Module]) -> dict[int, list[str]]:
+    """Return the names of the trainable weights of experts, by the id of their module."""
+    return {
+        id(submodule): [
+            f"{prefix}.{name}" for name, parameter in submodule.named_parameters() if parameter.requires_grad
+        ]
+        for module in modules
+        for prefix, submodule in module.named_modules()
+        if isinstance(submodule, Experts)
+    }
 
 
 def _fully_shard(

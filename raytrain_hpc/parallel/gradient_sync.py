@@ -19,7 +19,7 @@ class GradientSync(Protocol):
         `split`: weight gradients are deferred.
         """
 
-    def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
+    def post_backward_weight(self, stage: int, microbatch: int, *, is_last: bool) -> None:
         """Reduce weight gradients that a split backward pass has deferred. Call after computing them."""
 
     def finish_grad_sync(self) -> None:
@@ -38,7 +38,7 @@ class NoSync:
         """Return a null context."""
         return nullcontext()
 
-    def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
+    def post_backward_weight(self, stage: int, microbatch: int, *, is_last: bool) -> None:
         """Do nothing."""
 
     def finish_grad_sync(self) -> None:
@@ -62,10 +62,10 @@ class CompositeSync:
                 stack.enter_context(sync.backward_context(stage, microbatch, is_last=is_last, split=split))
             yield
 
-    def post_backward_weight(self, stage: int, *, is_last: bool) -> None:
+    def post_backward_weight(self, stage: int, microbatch: int, *, is_last: bool) -> None:
         """Call `post_backward_weight` of each synchronization."""
         for sync in self._syncs:
-            sync.post_backward_weight(stage, is_last=is_last)
+            sync.post_backward_weight(stage, microbatch, is_last=is_last)
 
     def finish_grad_sync(self) -> None:
         """Finish each synchronization, in the same order on all ranks."""

@@ -23,13 +23,18 @@ class PairwiseSum:
         self._num_leaves = num_leaves
         self.open_nodes: dict[Node, Tensor] = {}  # nodes whose sibling is missing; finally the root alone
 
-    def add(self, value: Tensor, node: Node) -> None:
-        """Add the value of a node to the tree, and sum the parents that this completes."""
-        node = _promote(node, self._num_leaves)
+    def add(self, value: Tensor, node: Node) -> list[Tensor]:
+        """Add the value of a node to the tree, and sum the parents that this completes.
+
+        Returns the tensors that the sum does not need any more.
+        """
+        node, consumed = _promote(node, self._num_leaves), []
         while (sibling := self.open_nodes.pop((node[0], node[1] ^ 1), None)) is not None:
+            consumed.append(value)
             value = sibling.add_(value)  # floating-point addition is commutative
             node = _promote((node[0] + 1, node[1] >> 1), self._num_leaves)
         self.open_nodes[node] = value
+        return consumed
 
     @property
     def total(self) -> Tensor | None:

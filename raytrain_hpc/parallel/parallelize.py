@@ -37,12 +37,12 @@ from raytrain_hpc.parallel.compile import compile_blocks, make_traceable, prepar
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
 from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
-from raytrain_hpc.parallel.deterministic_reduce import ReductionOrder
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
 from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.module_plan import apply_module_plan, find_planned_blocks
 from raytrain_hpc.parallel.precision import get_compute_itemsize
+from raytrain_hpc.parallel.reduction_order import ReductionOrders
 from raytrain_hpc.parallel.sharded_lora import apply_lora
 from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads, name_head_weight
 from raytrain_hpc.parallel.tied_gradients import all_reduce_gradients, sum_tied_gradients
@@ -119,7 +119,7 @@ def parallelize(
     axes: Mapping[str, Axis],
     expert_mesh: ExpertMesh | None,
     device: torch.device,
-    reduction_order: ReductionOrder | None,
+    reduction_orders: ReductionOrders | None,
     keyed_randomness: bool,
     module_plan: Mapping[str, str] | None = None,
 ) -> ParallelModel:
@@ -133,7 +133,7 @@ def parallelize(
 
     `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
     sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
-    `reduction_order`: order of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
+    `reduction_orders`: of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
     random bits come from keys, not from generator state. `module_plan`: of a module that is no Decoder.
     """
     weight_grad_store, plan = WeightGradStore(), module_plan or {}
@@ -158,7 +158,8 @@ def parallelize(
         mesh=mesh,
         device=device,
         expert_mesh=expert_mesh,
-        reduction_order=reduction_order,
+        reduction_orders=reduction_orders,
+        weight_grad_store=weight_grad_store if _defers_wgrad(layout) else None,
     )
     for line in describe_parallelism(config, layout):
         _log.info(line)
@@ -179,7 +180,7 @@ def _shard_stage(
         return shard_specs | apply_module_plan(module, plan, axes, partial_grads)
     seq_len = config.train.seq_len
     shard_specs |= name_head_weight(module)
-    shard_specs |= apply_expert_parallel(module, axes)
+    shard_specs |= apply_expert_parallel(module, axes, is_elastic=config.train.deterministic == "elastic")
     shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))
     apply_context_parallel(module, axes, seq_len)
     shard_specs |= apply_lora(module, _get_lora_spec(config), shard_specs)

@@ -13,10 +13,10 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import LORA_MARKER
 from raytrain_hpc.model.transformers_model import check_document_isolation
-from raytrain_hpc.parallel.deterministic_reduce import make_reduction_order
 from raytrain_hpc.parallel.parallelize import ParallelModel, get_local_positions, parallelize
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.parallel.precision import get_param_dtype, get_residual_dtype
+from raytrain_hpc.parallel.reduction_order import make_reduction_orders
 from raytrain_hpc.parallel.vocab_parallel import vocab_parallel_loss_sum
 from raytrain_hpc.planner.stage_split import split_layers
 from raytrain_hpc.runtime.control_channel import Record
@@ -70,7 +70,7 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
         axes=context.axes,
         expert_mesh=context.expert_mesh,
         device=context.device,
-        reduction_order=make_reduction_order(layout, spec.batching, context.rank) if is_elastic else None,
+        reduction_orders=make_reduction_orders(layout, spec.batching, context.rank) if is_elastic else None,
         keyed_randomness=train_module.keyed_randomness,
         module_plan=spec.custom.plan if isinstance(spec.custom, CustomModel) else None,
     )

@@ -161,5 +161,5 @@ class _PipelineStage:
                 compute_wgrad()
         self._num_pending_wgrad -= 1
         self._forward_backward.model.gradient_sync.post_backward_weight(
-            self._stage, is_last=self._num_pending_wgrad == 0
+            self._stage, microbatch, is_last=self._num_pending_wgrad == 0
         )

@@ -17,9 +17,9 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.optim.grad_norm import GradientNorm
 from raytrain_hpc.optim.optimizer import get_gradients
-from raytrain_hpc.parallel.deterministic_reduce import make_reduction_order
 from raytrain_hpc.parallel.gradient_sync import CompositeSync
 from raytrain_hpc.parallel.parallelize import ParallelModel, parallelize
+from raytrain_hpc.parallel.reduction_order import make_reduction_orders
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.training.running_statistics import RunningStatistics
@@ -177,7 +177,7 @@ def _parallelize(
         axes=context.axes,
         expert_mesh=None,
         device=context.device,
-        reduction_order=make_reduction_order(context.layout, batching, context.rank) if is_elastic else None,
+        reduction_orders=make_reduction_orders(context.layout, batching, context.rank) if is_elastic else None,
         keyed_randomness=False,
         module_plan=plan,
     )

@@ -117,7 +117,7 @@ def count_parameters(config: Any, layout: Layout, rank: int) -> int:
         axes=context.axes,
         expert_mesh=context.expert_mesh,
         device=meta,
-        reduction_order=None,
+        reduction_orders=None,
         keyed_randomness=True,
     )
     return sum(to_local(parameter).numel() for parameter in parallel_model.parameters.values())

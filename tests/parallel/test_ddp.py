@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from examples import custom_module
 from raytrain_hpc import Config
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import ModelError
-from raytrain_hpc.parallel.ddp import DDPSync
+from raytrain_hpc.parallel.ddp import AllReduceBucket, DDPSync
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
@@ -117,7 +118,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def test_a_parameter_without_gradient_on_all_ranks_keeps_none(group: dist.ProcessGroup) -> None:
     module = Branches(8)
-    sync = DDPSync(dict(module.named_parameters()), group, 1)
+    sync = DDPSync({0: dict(module.named_parameters())}, partial(AllReduceBucket, group=group), 1)
     for start in (0, 1):  # the buckets keep nothing of an earlier step
         module.zero_grad(set_to_none=True)
         with sync.backward_context(0, 0, is_last=True):
@@ -130,7 +131,7 @@ def test_a_parameter_without_gradient_on_all_ranks_keeps_none(group: dist.Proces
 def test_frozen_parameters_get_no_gradient(group: dist.ProcessGroup) -> None:
     module = Branches(8)
     module.head.requires_grad_(False)
-    sync = DDPSync(dict(module.named_parameters()), group, 1)
+    sync = DDPSync({0: dict(module.named_parameters())}, partial(AllReduceBucket, group=group), 1)
     with sync.backward_context(0, 0, is_last=True):
         module(torch.tensor([[0, 2]])).sum().backward()
     sync.finish_grad_sync()
@@ -141,7 +142,7 @@ def test_frozen_parameters_get_no_gradient(group: dist.ProcessGroup) -> None:
 def test_two_gradients_in_one_pass_are_refused(group: dist.ProcessGroup) -> None:
     """Reentrant checkpointing of a shared weight gives its gradient twice: a bucket would be reduced too early."""
     layer = nn.Linear(4, 4)
-    sync = DDPSync(dict(layer.named_parameters()), group, 1)
+    sync = DDPSync({0: dict(layer.named_parameters())}, partial(AllReduceBucket, group=group), 1)
     x = torch.ones(2, 4, requires_grad=True)
     refused = pytest.raises(ModelError, match=r"(weight|bias) got two gradients.*use_reentrant=False")
     with refused, sync.backward_context(0, 0, is_last=True):

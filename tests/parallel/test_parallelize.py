@@ -50,7 +50,7 @@ def test_dimensions_of_size_one_leave_a_decoder_as_it_is() -> None:
     with torch.device("meta"):
         decoder = Decoder(spec, range(spec.num_layers))
     modules, forwards = list(decoder.modules()), [module.forward for module in decoder.modules()]
-    assert apply_expert_parallel(decoder, {}) == {}
+    assert apply_expert_parallel(decoder, {}, is_elastic=False) == {}
     assert apply_tensor_parallel(decoder, {}, 8) == {}
     assert list_partial_grads(decoder, {}, {}) == []
     apply_context_parallel(decoder, {}, 8)
@@ -74,7 +74,7 @@ def test_one_rank_gets_all_parameters_on_its_device_and_no_gradient_sync() -> No
         axes={},
         expert_mesh=None,
         device=torch.device("cpu"),
-        reduction_order=None,
+        reduction_orders=None,
         keyed_randomness=True,
     )
     assert list(model.parameters) == names and isinstance(model.gradient_sync, NoSync)

@@ -27,6 +27,26 @@ OTHER_AXES = {
     "cp: zero2-2": ["cluster.workers=4", "parallel.zero=2"],
     "pp: ddp-3": ["cluster.workers=6", "parallel.pp_schedule=gpipe"],
     "pp: zero3-2": ["cluster.workers=4", "parallel.zero=3"],
+    "ep: 2 of ddp-2": ["cluster.workers=2", "parallel.ep=2"],
+    "ep: 2 of ddp-4": ["cluster.workers=4", "parallel.ep=2"],
+    "ep: 3 of zero2-3": ["cluster.workers=3", "parallel.ep=3", "parallel.zero=2"],
+    "ep: 2 of zero3-4": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=3"],
+    "ep: 2 of hsdp3-2x2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=3", "parallel.dp_replicate=2"],
+    "ep: cp": ["cluster.workers=4", "parallel.ep=2"],
+    "ep: cp x dp": ["cluster.workers=4", "parallel.ep=4"],
+    "ep: cp x zero3": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=3"],
+    "ep: pp": ["cluster.workers=4", "parallel.ep=2"],
+    "ep: pp x zero2": ["cluster.workers=4", "parallel.ep=2", "parallel.zero=2"],
+    "ep: tp": ["cluster.workers=4", "parallel.ep=2"],
+}
+SPLIT = {
+    "zbv": ["parallel.pp=2", "parallel.pp_schedule=zbv", "model.num_layers=4"],
+    "interleaved_zero_bubble": [
+        "parallel.pp=2",
+        "parallel.pp_schedule=interleaved_zero_bubble",
+        "model.num_layers=4",
+        "train.micro_batch_size=1",
+    ],
 }
 
 
@@ -50,6 +70,20 @@ def test_every_degree_and_stage_gives_the_same_bits(
         ("llama", ["parallel.cp=2"], "cp: zero2-2"),
         ("gpt2", ["parallel.pp=2"], "pp: ddp-3"),
         ("gpt2", ["parallel.pp=2"], "pp: zero3-2"),
+        ("moe", [], "ep: 2 of ddp-2"),
+        ("moe", [], "ep: 2 of ddp-4"),
+        ("moe", [], "ep: 3 of zero2-3"),
+        ("moe", [], "ep: 2 of zero3-4"),
+        ("moe", [], "ep: 2 of hsdp3-2x2"),
+        ("moe", ["train.dtype=bf16", "parallel.ep=2", "parallel.zero=3"], "ep: 2 of zero3-4"),
+        ("moe", ["parallel.cp=2"], "ep: cp"),
+        ("moe", ["parallel.cp=2"], "ep: cp x dp"),
+        ("moe", ["parallel.cp=2"], "ep: cp x zero3"),
+        ("moe", ["parallel.tp=2"], "ep: tp"),
+        ("moe", SPLIT["zbv"], "ep: pp"),
+        ("moe", SPLIT["zbv"], "ep: pp x zero2"),
+        ("gpt2", SPLIT["zbv"], "pp: zero3-2"),
+        ("gpt2", SPLIT["interleaved_zero_bubble"], "pp: ddp-3"),
     ],
 )
 def test_every_other_axis_gives_the_same_bits_at_any_dp_degree(
@@ -84,13 +118,27 @@ def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, run_once:
     assert losses == [step[0] for step in expected] and digest == expected_digest
 
 
-@pytest.mark.parametrize("override", ["parallel.ep=2", "parallel.quantize=gradients", "parallel.pp_schedule=zbv"])
-def test_options_that_are_not_exact_are_rejected(override: str) -> None:
-    zero = ["parallel.zero=2"] if "quantize" in override else []
-    overrides = ["model.num_experts=4", "cluster.workers=4", "parallel.pp=2", "model.num_layers=4", *zero]
-    with pytest.raises(LayoutError, match="train.deterministic=elastic") as refused:
-        check_axes(make_small_config(None, *overrides, "train.deterministic=elastic", override))
-    assert override.split("=")[0] in str(refused.value)
+def test_split_backward_passes_in_bf16_have_the_same_bits_at_any_dp_degree(pool: WarmPool, tmp_path: Path) -> None:
+    """With ZeRO, whose residual stream is bf16: on two and three data-parallel ranks."""
+    words = [*MODELS["llama"], *SPLIT["zbv"], "train.dtype=bf16", "parallel.zero=3"]
+    assert run_bits(pool, tmp_path / "2", *words, "cluster.workers=4") == run_bits(
+        pool, tmp_path / "3", *words, "cluster.workers=6"
+    )
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_schedules_that_split_backward_passes_have_the_bits_of_those_that_do_not(
+    run_once: RunOnce, schedule: str
+) -> None:
+    words = [*MODELS["gpt2"], *SPLIT[schedule], "cluster.workers=2"]
+    assert run_once(*words) == run_once(*words, "parallel.pp_schedule=1f1b")
+
+
+def test_quantized_gradients_are_refused() -> None:
+    """Rounding is not linear: what a rank rounds is the sum over its own microbatches."""
+    words = ["cluster.workers=4", "parallel.zero=2", "parallel.quantize=gradients", "train.deterministic=elastic"]
+    with pytest.raises(LayoutError, match=r"rounds the sum .* parallel.quantize=weights"):
+        check_axes(make_small_config(None, *words))
     with pytest.raises(ConfigError, match="needs true, false or elastic"):
         make_small_config(None, "train.deterministic=exact")
 

@@ -15,11 +15,12 @@ SCRIPT = f"""
 import sys
 import torch.distributed as dist
 import raytrain_hpc as rt
-from raytrain_hpc.parallel.ddp import DDPSync
+from raytrain_hpc.parallel.ddp import AllReduceBucket, DDPSync
 from torch import nn
 rt.train(rt.load_config(None, sys.argv[1:]), quiet=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-DDPSync(dict(nn.Linear(2, 2).named_parameters()), dist.group.WORLD, 1)
+parameters = {{0: dict(nn.Linear(2, 2).named_parameters())}}
+DDPSync(parameters, lambda members: AllReduceBucket(members, dist.group.WORLD), 1)
 dist.destroy_process_group()
 print([name for name in {HEAVY} if name in sys.modules])
 """
