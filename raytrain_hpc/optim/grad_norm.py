@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from raytrain_hpc.torch_private import foreach_norm
 Region = tuple[slice, ...] | None  # part of a rank's slice; None: all of it
 
 
-_DIGIT_BITS = 26  # per digit; a square has two digits, and 2**37 digits add up within 64 bits
-_CHUNK_ELEMENTS = 1 << 20  # elements squared at a time
+_SQUARE_BITS = 52  # of a square, as a fraction of the power of two above the largest
+_DIGIT_BITS = 26  # a sum of squares is kept in two digits: 2**37 squares add up within 64 bits
+_ROW_ELEMENTS = 2048  # squares that add up within 64 bits
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # elements squared at a time: within a cache, and in few kernels
 
 
 class GradientNorm:
@@ -50,29 +53,62 @@ class GradientNorm:
 class ExactGradientNorm(GradientNorm):
     """Norm with the same bits under any layout: squares are added as integers, in which order does not matter.
 
-    Elements are scaled by the power of two above the largest one, squared, and rounded to 52 bits below 1.
+    Squares are rounded to 52 bits below the square of the power of two above the largest element. Adding one to that
+    power does it: the bits of the sum, as an integer, are those of the power plus the rounded square.
     """
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
-        regions = [piece for piece in self._select_regions(gradients) if piece.numel()]
+        chunks = list(_split_into_chunks(self._select_regions(gradients), _CHUNK_ELEMENTS[self._device.type]))
         largest = torch.zeros((), dtype=torch.float64, device=self._device)
-        if regions:
-            largest = torch.stack([piece.abs().max() for piece in regions]).max().double()
+        if chunks:
+            bounds = [torch.aminmax(chunk) for chunk in chunks]
+            largest = torch.stack([bound.abs() for pair in bounds for bound in pair]).max().double()
         if self._group is not None:
             largest = largest.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose a NaN
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        if not bool(largest.isfinite()) or not bool(largest):
+        limit = largest.item()
+        if not math.isfinite(limit) or not limit:
             return largest
-        _, exponent = torch.frexp(largest)
+        exponent = max(math.frexp(limit)[1], -1000)
         digits = torch.zeros(2, dtype=torch.int64, device=self._device)
-        for piece in (chunk for region in regions for chunk in torch.split(region.reshape(-1), _CHUNK_ELEMENTS)):
-            squares = torch.ldexp(piece.double(), -exponent).square_().mul_(2.0**_DIGIT_BITS)
-            high = squares.floor()
-            digits[0] += high.to(torch.int64).sum()
-            digits[1] += squares.sub_(high).mul_(2.0**_DIGIT_BITS).round_().to(torch.int64).sum()
+        buffer = torch.empty(max(map(len, chunks), default=0), dtype=torch.float64, device=self._device)
+        for chunk in chunks:
+            digits += _sum_squares(chunk, exponent, buffer[: len(chunk)])
         if self._group is not None:
             dist.all_reduce(digits, group=self._group)
-        total = (int(digits[0]) << _DIGIT_BITS) + int(digits[1])
-        root = torch.tensor(total * 2.0 ** (-2 * _DIGIT_BITS), dtype=torch.float64, device=self._device).sqrt()
-        return torch.ldexp(root, exponent)
+        high, low = digits.tolist()
+        root = math.sqrt(((high << _DIGIT_BITS) + low) * 2.0**-_SQUARE_BITS)
+        return torch.tensor(math.ldexp(root, exponent), dtype=torch.float64, device=self._device)
+
+
+def _split_into_chunks(pieces: Sequence[Tensor], limit: int) -> Iterator[Tensor]:
+    """Yield the elements of all pieces as flat tensors of at most `limit` elements, small pieces joined."""
+    small: list[Tensor] = []
+    for piece in pieces:
+        flat = piece.reshape(-1)
+        if len(flat) > limit:
+            yield from torch.split(flat, limit)
+            continue
+        if small and (small[0].dtype != flat.dtype or sum(map(len, small)) + len(flat) > limit):
+            yield torch.cat(small)
+            small = []
+        if len(flat):
+            small.append(flat)
+    if small:
+        yield torch.cat(small)
+
+
+def _sum_squares(chunk: Tensor, exponent: int, buffer: Tensor) -> Tensor:
+    """Return the sum of the squares of a flat tensor as two digits, int64 [2], in units of 2**(2 * exponent - 52).
+
+    `buffer`: fp64, as long as the chunk, overwritten.
+    """
+    power, squares = 2.0 ** (2 * exponent), buffer.copy_(chunk)
+    if chunk.dtype == torch.float64:  # squares could be too small or too large; those of fp32 are exact in fp64
+        power, squares = 1.0, squares.mul_(2.0**-exponent)
+    integers = squares.mul_(squares).add_(power).view(torch.int64)
+    integers -= torch.tensor(power, dtype=torch.float64).view(torch.int64).item()
+    num_whole = len(integers) // _ROW_ELEMENTS * _ROW_ELEMENTS
+    sums = torch.cat([integers[:num_whole].view(-1, _ROW_ELEMENTS).sum(1), integers[num_whole:].sum().view(1)])
+    return torch.stack([(sums >> _DIGIT_BITS).sum(), (sums & ((1 << _DIGIT_BITS) - 1)).sum()])

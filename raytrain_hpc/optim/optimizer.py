@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from raytrain_hpc.config.parameter_groups import find_group
 from raytrain_hpc.config.schema import AUTO, OptimizerConfig
 from raytrain_hpc.config.training_config import ParameterGroupConfig
 from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
+from raytrain_hpc.optim.whole_vectors import run_on_whole_vectors
 from raytrain_hpc.state.sharded_state import to_local
 from raytrain_hpc.torch_private import adamw, sgd
 
@@ -66,7 +68,7 @@ class Optimizer:
     Element-wise kernels on plain local tensors give the same numbers under any sharding, without DTensor dispatch.
     Moments exist from the start, so that every checkpoint has the same tensors. torch's functional optimizers are used,
     since its optimizer classes import TorchDynamo: 2 s and 74 MiB per worker. `storage` holds the moments; `elastic`
-    chooses kernels whose bits do not depend on the sharding. `canonical_names`: by local name, if they differ.
+    makes the bits independent of the sharding. `canonical_names`: by local name, if they differ.
     """
 
     def __init__(
@@ -80,8 +82,7 @@ class Optimizer:
     ):
         self._parameters, self._config, self._storage = parameters, config, storage
         self._groups = split_into_groups(parameters, canonical_names or {}, config.groups, config.weight_decay)
-        # The fused kernel treats the last elements of a slice differently, so its bits depend on slice boundaries.
-        self._fused = not elastic
+        self._elastic = elastic
         self.moments = storage.moments
         self.other_state: dict[str, dict[str, Tensor]] = {}
         """State by kind and parameter that is not laid out like the parameter: each rank has all of it."""
@@ -137,17 +138,27 @@ class Optimizer:
                 maximize=False,
             )
             return
+        operands = [weights, gradients, list(chunk.moments["exp_avg"]), list(chunk.moments["exp_avg_sq"])]
+        kernel = partial(self._run_adamw, lr=lr, weight_decay=weight_decay)
+        if self._elastic:
+            run_on_whole_vectors(kernel, operands)
+        else:
+            kernel(operands)
+
+    def _run_adamw(self, operands: Sequence[list[Tensor]], *, lr: float, weight_decay: float) -> None:
+        """Update weights. `operands`: weights, gradients, first and second moments."""
+        weights, gradients, first, second = operands
+        config = self._config
         # The kernel increments the counts that it is given, and a tensor can be in several chunks.
         counts = torch.full((len(weights),), float(self._num_steps), dtype=torch.float32, device=weights[0].device)
         adamw(
             weights,
             gradients,
-            list(chunk.moments["exp_avg"]),
-            list(chunk.moments["exp_avg_sq"]),
+            first,
+            second,
             [],
             list(counts.unbind()),
-            fused=self._fused,
-            foreach=not self._fused,
+            fused=True,
             amsgrad=False,
             beta1=config.beta1,
             beta2=config.beta2,
