@@ -78,7 +78,7 @@ class PairwiseAllReduce:
         if self._group is None:
             return self._local.compute_total()
         self._wait()
-        return self._summed.add_(0.0) if self._is_one_addition else self._summed
+        return self._summed
 
     def _wait_later(self, work: dist.Work | None) -> None:
         self._works = [] if work is None else [work]
@@ -187,7 +187,7 @@ class PairwiseBucket:
                 view.zero_()
                 has_grad[index] = 0.0
             else:
-                view.view_as(parameter).copy_(gradient)
+                torch.add(gradient, 0.0, out=view.view_as(parameter))
                 self._has_grad.add(parameter)
         return flat
 
@@ -245,7 +245,7 @@ class DeterministicReduceScatter:
             for slots, value in zip(self._order.slots_by_rank, received.chunk(num_ranks), strict=True):
                 contribution = slots[slot][source] if slot < len(slots) else None
                 if contribution is not None:
-                    self._tree.add(value.clone(), (contribution[0], (0, contribution[1])))
+                    self._tree.add(value + 0.0, (contribution[0], (0, contribution[1])))
         output_tensor.zero_()
 
     def _list_inputs(self, input_tensor: Tensor, num_ranks: int) -> list[Tensor]:

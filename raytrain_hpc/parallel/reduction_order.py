@@ -20,7 +20,10 @@ PartNode = tuple[int, Node]  # (part, node of the tree of that part)
 
 
 class PartitionedSum:
-    """A pairwise sum per part over the microbatches of a step; the sums of the parts are added in order."""
+    """A pairwise sum per part over the microbatches of a step; the sums of the parts are added in order.
+
+    Add 0.0 to contributions: sums are then never -0.0, whose sign would depend on how many zeros were added.
+    """
 
     def __init__(self, num_microbatches: int, num_parts: int):
         self._trees = [PairwiseSum(num_microbatches) for _ in range(num_parts)]
@@ -42,7 +45,7 @@ class PartitionedSum:
             first = None if first is None or total is None else first.add_(total)
         if first is None:
             raise RuntimeError("the ranks of a group do not compute all microbatches of the step")
-        return first.add_(0.0)  # turn -0.0 into 0.0: its sign depends on how many zeros were added
+        return first
 
 
 @dataclass(frozen=True)
