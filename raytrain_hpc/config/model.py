@@ -30,7 +30,9 @@ class ModelConfig(Section):
     vocab_size: int | Auto = key(AUTO, "Vocabulary size; auto: that of the dataset's tokenizer.", minimum=2)
     norm: Literal["layernorm", "rmsnorm"] = key("rmsnorm", "Norm before attention, feed-forward and output head.")
     norm_eps: float = key(1e-5, "Epsilon of the norms.", above=0)
-    activation: Literal["gelu", "swiglu"] = key("swiglu", "Feed-forward. gelu: tanh-GELU; swiglu: gated SiLU.")
+    activation: Literal["gelu", "gelu_erf", "swiglu"] = key(
+        "swiglu", "Feed-forward. gelu: tanh-GELU (GPT-2); gelu_erf: exact GELU (nanoGPT); swiglu: gated SiLU."
+    )
     position_embedding: Literal["learned", "rotary"] = key(
         "rotary", "learned: absolute position embedding; rotary: RoPE."
     )

@@ -36,7 +36,7 @@ class ModelSpec:
     max_positions: int  # rows of the learned position embedding; 0 with rotary positions
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float
-    activation: Literal["gelu", "swiglu"]
+    activation: Literal["gelu", "gelu_erf", "swiglu"]
     position_embedding: Literal["learned", "rotary"]
     rope_theta: float
     tie_embeddings: bool
@@ -78,6 +78,11 @@ class ModelSpec:
     def kv_size(self) -> int:
         """Channels of the keys, or of the values, of all key-value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def gelu_approximation(self) -> str:
+        """The approximation of GELU as torch calls it: tanh or none."""
+        return "none" if self.activation == "gelu_erf" else "tanh"
 
     @property
     def num_norm_parameters(self) -> int:
@@ -206,7 +211,7 @@ def _resolve_experts(model: ModelConfig) -> dict[str, Any]:
 def _resolve_ffn_size(model: ModelConfig) -> int:
     if model.ffn_size != AUTO:
         return int(model.ffn_size)
-    if model.activation == "gelu":
+    if model.activation != "swiglu":
         return 4 * model.hidden_size
     # Three matrices of width 8/3 h have as many weights as two of width 4 h (Shazeer 2020, arXiv 2002.05202).
     blocks = -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE))

@@ -193,11 +193,6 @@ def _check_parallel(config: Config) -> None:
         raise _make_error(config, "parallel.zero", "must be one of the stages 0, 1, 2 and 3")
     if p.offload != "none" and config.optimizer.name == "sgd":
         raise _make_error(config, "parallel.offload", "optimizer.name=sgd keeps no state to offload; use none")
-    if p.offload != "none" and config.optimizer.name == "muon":
-        remedy = (
-            "optimizer.name=muon multiplies whole matrices on the device, which offloaded state is not on; use none"
-        )
-        raise _make_error(config, "parallel.offload", remedy)
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):
         raise _make_error(config, "parallel.offload_dir", "parallel.offload=disk needs a directory on a local disk")
 

@@ -49,7 +49,9 @@ def get_max_positions(config: Mapping[str, Any]) -> int:
 def get_family(spec: ModelSpec) -> Family:
     """Return the Hugging Face model family that can represent this spec. Raises ModelError if there is none."""
     if spec.position_embedding == "learned":
-        _require_spec_values(spec, norm="layernorm", activation="gelu", bias=True, qk_norm=False, num_experts=0)
+        _require_spec_values(spec, norm="layernorm", bias=True, qk_norm=False, num_experts=0)
+        if spec.activation == "swiglu":
+            _require_spec_values(spec, activation="gelu")
         if (spec.num_kv_heads, spec.attention_size) != (spec.num_heads, spec.hidden_size):
             raise ModelError("export: GPT-2 needs num_kv_heads equal to num_heads, and hidden_size channels in them")
         return "gpt2"
@@ -96,7 +98,7 @@ def build_hf_config(
             "n_inner": spec.ffn_size,
             "n_positions": spec.max_positions,
             "layer_norm_epsilon": spec.norm_eps,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu_new" if spec.activation == "gelu" else "gelu",
             "resid_pdrop": spec.dropout,
             "embd_pdrop": spec.dropout,
             "attn_pdrop": 0.0,
@@ -205,8 +207,9 @@ def _parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
-    if config.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise _make_value_error("activation_function", config["activation_function"], "only tanh GELU is supported")
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        raise _make_value_error("activation_function", activation, "only GELU is supported")
     _require_config_value(config, "scale_attn_weights", True, "scores are always divided by sqrt(head_dim)")
     _require_config_value(config, "scale_attn_by_inverse_layer_idx", False, "all layers use the same scale")
     _require_config_value(config, "add_cross_attention", False, "only decoders are supported")
@@ -221,7 +224,7 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelSpec:
         max_positions=int(config["n_positions"]),
         norm="layernorm",
         norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
-        activation="gelu",
+        activation="gelu_erf" if activation == "gelu" else "gelu",
         position_embedding="learned",
         rope_theta=10000.0,
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),

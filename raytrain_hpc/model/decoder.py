@@ -230,16 +230,17 @@ def make_document_mask(query_documents: Tensor, key_documents: Tensor) -> Tensor
 
 
 class GELU(nn.Module):
-    """The feed-forward network of GPT-2, with the tanh approximation of GELU."""
+    """The feed-forward network of GPT-2, with the tanh approximation of GELU or the exact one."""
 
     def __init__(self, spec: ModelSpec, ffn_size: int):
         super().__init__()
+        self.approximate = spec.gelu_approximation
         self.up = nn.Linear(spec.hidden_size, ffn_size, bias=spec.bias)
         self.down = nn.Linear(ffn_size, spec.hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the feed-forward network, [b, t, hidden_size]."""
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        out: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
         return out
 
 

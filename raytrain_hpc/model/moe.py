@@ -9,6 +9,7 @@ processes every position. Load is balanced by a loss per sequence or by a bias t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(size)) if spec.activation == "swiglu" else None
         self.up = nn.Parameter(torch.empty(size))
         self.down = nn.Parameter(torch.empty(num_experts, spec.hidden_size, ffn_size))
+        self.gelu = partial(F.gelu, approximate=spec.gelu_approximation)
         self.grouped_linear: Callable[[Tensor, Tensor, GroupSizes], Tensor] = grouped_linear
         # Apply the activation to each group of rows by itself. The last elements of a tensor can get other bits than
         # the others, from another instruction: with it, bits depend on the rows of a group only.
@@ -44,7 +46,7 @@ class Experts(nn.Module):
         """Return outputs [n, hidden_size] of rows [n, hidden_size], sorted by expert. sizes: rows per expert."""
         up = self.grouped_linear(rows, self.up, sizes)
         if self.gate is None:
-            return self.grouped_linear(self._activate(_gelu_tanh, up, sizes), self.down, sizes)
+            return self.grouped_linear(self._activate(self.gelu, up, sizes), self.down, sizes)
         gate = self._activate(F.silu, self.grouped_linear(rows, self.gate, sizes), sizes)
         return self.grouped_linear(gate * up, self.down, sizes)
 
@@ -52,10 +54,6 @@ class Experts(nn.Module):
         if not self.activates_groups or isinstance(sizes, Tensor):
             return function(x)
         return torch.cat([function(group) for group in torch.split(x, list(sizes))])
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:

@@ -44,7 +44,7 @@ class ClassOptimizer(Optimizer):
         self._kinds = _find_kinds(self._class, slices)
         if not self._kinds.moments and config.parallel.offload != "none":
             raise self._class.build_error("keeps no state to offload; set parallel.offload=none")
-        storage = make_moment_storage(config, slices, self._kinds.moments, rank)
+        storage = make_moment_storage(config, rank, slices, self._kinds.moments)
         self._is_split = not isinstance(storage, OnDevice)  # into chunks, which can have parts of one parameter
         elastic = config.train.deterministic == "elastic"
         super().__init__(parameters, config.optimizer, storage, elastic=elastic)

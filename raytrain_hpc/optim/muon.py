@@ -7,7 +7,7 @@ AdamW's updates in long runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import sqrt
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raytrain_hpc.config.schema import OptimizerConfig
 from raytrain_hpc.optim.matrix_exchange import MatrixExchange
 from raytrain_hpc.optim.newton_schulz import orthogonalize_each
-from raytrain_hpc.optim.offload import OnDevice
+from raytrain_hpc.optim.offload import MomentStorage, OnDevice, Slices
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 from raytrain_hpc.state.sharded_state import ShardedState
 
@@ -41,20 +41,27 @@ class Muon(Optimizer):
         *,
         elastic: bool,
         canonical_names: Mapping[str, str] | None = None,
+        make_storage: Callable[[Slices, Sequence[str]], MomentStorage] = OnDevice,
     ):
         slices = get_local_slices(parameters)
-        others = OnDevice({n: s for n, s in slices.items() if n not in matrices}, MOMENT_NAMES["adamw"])
+        others = make_storage({n: s for n, s in slices.items() if n not in matrices}, MOMENT_NAMES["adamw"])
         super().__init__(parameters, config, others, elastic=elastic, canonical_names=canonical_names)
         self._slices = {name: slices[name] for name in matrices}
         self._scales = {name: config.muon_lr_factor * sqrt(max(shape)) for name, shape in matrices.items()}
         self._elastic = elastic
-        self.moments = self.moments | OnDevice(self._slices, MOMENT_NAMES["muon"]).moments
+        self._momenta = make_storage(self._slices, MOMENT_NAMES["muon"])
+        self.moments = self.moments | self._momenta.moments
         self._exchange: MatrixExchange | None = None
         self._make_shards: MakeShards | None = None
 
     def connect(self, exchange: MatrixExchange, make_shards: MakeShards) -> None:
         """Set the exchange with other ranks, and the function that describes updates, by local name, as shards."""
         self._exchange, self._make_shards = exchange, make_shards
+
+    def release_memory(self) -> None:
+        """Release the memory that reading or filling moments took."""
+        super().release_memory()
+        self._momenta.release_memory()
 
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         super()._apply({name: gradient for name, gradient in gradients.items() if name not in self._slices}, lr)
@@ -64,7 +71,7 @@ class Muon(Optimizer):
     def _update_matrices(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         if self._exchange is None or self._make_shards is None:
             raise RuntimeError("Muon: call connect before the first step")
-        updates = {name: self._advance_momentum(name, gradients.get(name)) for name in self._slices}
+        updates = self._advance_momenta(gradients)
         is_accelerated = any(update.is_cuda for update in updates.values())
         orthogonalize = partial(orthogonalize_each, batched=is_accelerated and not self._elastic)
         self._exchange.run(self._make_shards(updates), orthogonalize)
@@ -75,11 +82,22 @@ class Muon(Optimizer):
                     updates[name], alpha=-rate * self._scales[name]
                 )
 
-    def _advance_momentum(self, name: str, gradient: Tensor | None) -> Tensor:
-        """Add a gradient to the momentum of a matrix, and return the sum of Nesterov's method, not orthogonal yet."""
-        momentum, buffer = self._config.muon_momentum, self.moments["momentum_buffer"][name]
-        if gradient is None:
-            gradient = torch.zeros_like(buffer)
-        buffer.lerp_(gradient, 1 - momentum)
-        update = torch.lerp(gradient, buffer, momentum)
+    def _advance_momenta(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add gradients to the momenta of the matrices, and return the sums of Nesterov's method, not orthogonal yet.
+
+        The sums overwrite the gradients.
+        """
+        momentum = self._config.muon_momentum
+        updates = {
+            name: gradients[name] if name in gradients else torch.zeros_like(weight)
+            for name, weight in self._slices.items()
+        }
+        for chunk in self._momenta.iter_chunks(updates, targets=updates):
+            operands = zip(chunk.gradients, chunk.moments["momentum_buffer"], chunk.weights, strict=True)
+            for gradient, buffer, update in operands:
+                buffer.lerp_(gradient, 1 - momentum)
+                update.lerp_(buffer, momentum)
+        return {name: self._get_compute_form(update) for name, update in updates.items()}
+
+    def _get_compute_form(self, update: Tensor) -> Tensor:
         return update.bfloat16() if update.is_cuda and not self._elastic and update.dtype == torch.float32 else update

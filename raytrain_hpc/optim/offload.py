@@ -48,10 +48,11 @@ class MomentStorage(Protocol):
     slices: Slices
     moments: dict[str, dict[str, Tensor]]
 
-    def iter_chunks(self, gradients: Slices) -> Iterator[OptimizerChunk]:
+    def iter_chunks(self, gradients: Slices, targets: Slices | None = None) -> Iterator[OptimizerChunk]:
         """Yield the tensors to update with these gradients, in chunks. Update each before requesting the next.
 
-        When the iterator is exhausted, the weights on the device are updated.
+        When the iterator is exhausted, the weights on the device are updated. `targets`: tensors to be updated instead
+        of the weights, which are then the `weights` of a chunk.
         """
 
     def release_memory(self) -> None:
@@ -65,10 +66,10 @@ class OnDevice:
         self.slices = slices
         self.moments = {kind: {name: torch.zeros_like(s) for name, s in slices.items()} for kind in kinds}
 
-    def iter_chunks(self, gradients: Slices) -> Iterator[OptimizerChunk]:
+    def iter_chunks(self, gradients: Slices, targets: Slices | None = None) -> Iterator[OptimizerChunk]:
         """Yield all tensors as one chunk."""
         if gradients:
-            weights = [self.slices[name] for name in gradients]
+            weights = [(targets or self.slices)[name] for name in gradients]
             ordered = [_match_layout(self.slices[name], gradient) for name, gradient in gradients.items()]
             yield OptimizerChunk(
                 weights,
@@ -95,12 +96,13 @@ class CpuOffload:
                 flat = self._allocate_zeros(tensor.numel(), tensor.dtype)
                 self.moments[kind][name] = flat.as_strided(tensor.shape, tensor.stride())
 
-    def iter_chunks(self, gradients: Slices) -> Iterator[OptimizerChunk]:
+    def iter_chunks(self, gradients: Slices, targets: Slices | None = None) -> Iterator[OptimizerChunk]:
         """Yield chunks of at most `chunk_bytes` of moments."""
         flat_gradients = {
             name: _flatten(_match_layout(self.slices[name], gradient)) for name, gradient in gradients.items()
         }
-        chunks = [self._make_chunk(runs, flat_gradients) for runs in self._plan_chunks(gradients)]
+        targets = targets or self.slices
+        chunks = [self._make_chunk(runs, flat_gradients, targets) for runs in self._plan_chunks(gradients)]
         for index, chunk in enumerate(chunks):
             self._prefetch(chunks[index + 1 : index + 2])
             host_chunk = self._to_host(chunk)
@@ -136,8 +138,8 @@ class CpuOffload:
             torch.cuda.current_stream(device).synchronize()
         return host_chunk
 
-    def _make_chunk(self, runs: Sequence[tuple[str, slice]], gradients: Slices) -> OptimizerChunk:
-        weights = [_flatten(self.slices[name])[run] for name, run in runs]
+    def _make_chunk(self, runs: Sequence[tuple[str, slice]], gradients: Slices, targets: Slices) -> OptimizerChunk:
+        weights = [_flatten(targets[name])[run] for name, run in runs]
         moments = {kind: [_flatten(tensors[name])[run] for name, run in runs] for kind, tensors in self.moments.items()}
         return OptimizerChunk(
             weights, [gradients[name][run] for name, run in runs], moments, [name for name, _ in runs]
@@ -190,7 +192,7 @@ class DiskOffload(CpuOffload):
         self._buffer.release(_list_moments(chunk))
 
 
-def make_moment_storage(config: Config, slices: Slices, kinds: Sequence[str], rank: int) -> MomentStorage:
+def make_moment_storage(config: Config, rank: int, slices: Slices, kinds: Sequence[str]) -> MomentStorage:
     """Create the storage that `parallel.offload` asks for. Raises OffloadError if the disk has no space."""
     mode, directory = config.parallel.offload, config.parallel.offload_dir
     on_host = all(tensor.device.type == "cpu" for tensor in slices.values())

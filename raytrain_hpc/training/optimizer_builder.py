@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,16 @@ def _create_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimi
     canonical_names = {local_name: spec.name for local_name, spec in shard_specs.items()}
     if name == "muon":
         matrices = find_hidden_matrices(model)
-        return Muon(parameters, config.optimizer, matrices, elastic=elastic, canonical_names=canonical_names)
-    storage = make_moment_storage(config, get_local_slices(parameters), MOMENT_NAMES[name], rank)
+        make_storage = partial(make_moment_storage, config, rank)
+        return Muon(
+            parameters,
+            config.optimizer,
+            matrices,
+            elastic=elastic,
+            canonical_names=canonical_names,
+            make_storage=make_storage,
+        )
+    storage = make_moment_storage(config, rank, get_local_slices(parameters), MOMENT_NAMES[name])
     return Optimizer(parameters, config.optimizer, storage, elastic=elastic, canonical_names=canonical_names)
 
 

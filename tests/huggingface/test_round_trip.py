@@ -173,14 +173,19 @@ def test_export_refuses_values_too_large_for_float16(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_import_of_gpt2_without_head_and_with_alternative_activation_name(tmp_path: Path) -> None:
-    model = build_random_model("gpt2")
-    model.config.activation_function = "gelu_pytorch_tanh"  # the same function, in one operator
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu"])  # the tanh form in one operator, the exact form
+def test_import_of_gpt2_without_head_and_with_another_activation(tmp_path: Path, activation: str) -> None:
+    config = build_random_model("gpt2").config
+    config.activation_function = activation
+    model = type(build_random_model("gpt2"))(config).eval()
     model.transformer.save_pretrained(tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "ours")
     decoder, _ = load_model(RunDirectory(tmp_path / "ours"))
     with torch.no_grad():
         torch.testing.assert_close(decoder(TOKENS), compute_hf_logits(model, TOKENS), rtol=0, atol=1e-5)
+    export_model(tmp_path / "ours", tmp_path / "out", dtype="float32")
+    expected = "gelu" if activation == "gelu" else "gelu_new"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["activation_function"] == expected
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ def _feed_forward(spec: ModelSpec, weights: Weights, x: np.ndarray, name: str = 
     if spec.activation == "swiglu":
         gate = _linear(weights, f"{name}.gate", x)
         return _linear(weights, f"{name}.down", gate / (1 + np.exp(-gate)) * up)
+    if spec.activation == "gelu_erf":
+        erf = np.vectorize(math.erf)
+        return _linear(weights, f"{name}.down", 0.5 * up * (1 + erf(up / math.sqrt(2))))
     gelu = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
     return _linear(weights, f"{name}.down", gelu)
 

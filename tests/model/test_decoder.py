@@ -22,6 +22,7 @@ MIXED = {"rope_theta": 50.0, "norm": "layernorm", "bias": True, "tie_embeddings"
     [
         ("gpt2", {}),
         ("gpt2", {"bias": False, "num_kv_heads": 1}),
+        ("gpt2", {"activation": "gelu_erf"}),
         ("llama", {}),
         ("llama", MIXED),
         ("llama", EXPERTS),

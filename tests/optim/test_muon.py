@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 from examples import custom_module
 from raytrain_hpc.config.schema import Config, OptimizerConfig
-from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.optim.matrix_exchange import Matrix, MatrixExchange, assign_owners
 from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.optim.newton_schulz import orthogonalize, orthogonalize_each
+from raytrain_hpc.optim.offload import CpuOffload, OnDevice
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.state.shard_index import Box, StateIndex, TensorSlices
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
@@ -318,6 +319,27 @@ def build_bigram(config: Config) -> nn.Module:
     return nn.Embedding(int(config.model.vocab_size), int(config.model.vocab_size))
 
 
-def test_offload_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.offload='cpu' .*whole matrices on the device.*use none"):
-        make_small_config(None, MUON, "parallel.offload=cpu")
+@pytest.mark.parametrize("layout", ["zero3-3", "tp-2"])
+def test_offload_to_disk_keeps_the_bits(pool: WarmPool, tmp_path: Path, layout: str) -> None:
+    words = [MUON, *MODELS["llama"], *LAYOUTS[layout]]
+    offload = ["parallel.offload=disk", f"parallel.offload_dir={tmp_path}"]
+    on_device = train_layout(pool, tmp_path / "device", *words)
+    on_disk = train_layout(pool, tmp_path / "disk", *words, *offload)
+    assert all(torch.equal(on_disk[name], tensor) for name, tensor in on_device.items())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_offload_in_chunks_keeps_the_bits(chunk_bytes: int) -> None:
+    config = make_small_config(None, MUON).optimizer
+    generator = torch.Generator().manual_seed(0)
+    initial, gradients = torch.randn(90, 70, generator=generator), torch.randn(3, 90, 70, generator=generator)
+    results = []
+    for make_storage in (OnDevice, partial(CpuOffload, chunk_bytes=chunk_bytes)):
+        weight = nn.Parameter(initial.clone())
+        muon = Muon({"w": weight}, config, {"w": (90, 70)}, elastic=False, make_storage=make_storage)
+        muon.connect(*make_local_exchange(muon))
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            muon.step(0.01)
+        results.append((weight.detach(), muon.moments["momentum_buffer"]["w"]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -224,7 +224,7 @@ def test_inconsistent_settings_are_rejected(overrides: list[str], message: str) 
 def get_offload_error(directory: Path, parameters: int) -> str:
     config = load_config(None, ["parallel.offload=disk", f"parallel.offload_dir={directory}"])
     with pytest.raises(OffloadError) as error:
-        make_moment_storage(config, {"w": torch.empty(1).expand(parameters)}, KINDS, 3)
+        make_moment_storage(config, 3, {"w": torch.empty(1).expand(parameters)}, KINDS)
     message = str(error.value)
     assert message.startswith(f"parallel.offload_dir='{directory}' (command line): ") and "\n" not in message
     assert "rank 3 needs" in message and "choose a directory on another disk" in message
