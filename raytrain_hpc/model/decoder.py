@@ -186,16 +186,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """Return the output of attention, [b, t, hidden_size]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
-            qk = torch.cat((_apply_norm(self.q_norm, q), _apply_norm(self.k_norm, k)), dim=2)
-        if context.rotary is not None:
-            qk = apply_rotary(qk, context.rotary)
-        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
+        if context.rotary is None:
+            q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+            q, k = self._normalize(q, k)
+        else:  # rotate queries and keys together
+            qk, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+            if self.q_norm is not None:
+                qk = torch.cat(self._normalize(*torch.split(qk, [self.num_heads, self.num_kv_heads], dim=2)), dim=2)
+            q, k = apply_rotary(qk, context.rotary).split([self.num_heads, self.num_kv_heads], dim=2)
         attended = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.documents)
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
+
+    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return _apply_norm(self.q_norm, q), _apply_norm(self.k_norm, k)
 
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
