@@ -193,7 +193,8 @@ class Attention(nn.Module):
             qk, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
             if self.q_norm is not None:
                 qk = torch.cat(self._normalize(*torch.split(qk, [self.num_heads, self.num_kv_heads], dim=2)), dim=2)
-            q, k = apply_rotary(qk, context.rotary).split([self.num_heads, self.num_kv_heads], dim=2)
+            rotated = apply_rotary(qk, context.rotary)
+            q, k = torch.split(rotated, [self.num_heads, self.num_kv_heads], dim=2)
         attended = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.documents)
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
