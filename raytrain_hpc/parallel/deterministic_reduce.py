@@ -15,10 +15,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.parallel.blocking_collectives import all_gather_flat, wait_all
-from raytrain_hpc.parallel.reduction_order import ContributionAssignment, PartitionedSum, ReductionOrder
+from raytrain_hpc.parallel.reduction_order import ContributionAssignment, PartitionedSum, ReductionOrder, Slots
 
 # Returns the gradients of the last backward pass by source rank and parameter, and removes them.
 TakeGradients = Callable[[], list[list[Tensor | None]]]
+
+
+class NodeExchange:
+    """An asynchronous exchange of the tree nodes of the ranks of a group, of which each rank receives one slice."""
+
+    def __init__(self, nodes: Sequence[Tensor], assignment: ContributionAssignment, group: dist.ProcessGroup):
+        """Start to send the nodes of this rank, flat, in the order of the assignment. The ranks divide their size."""
+        num_ranks = len(assignment.nodes_by_rank)
+        self._assignment, self._slice_size = assignment, nodes[0].numel() // num_ranks
+        self._recv_sizes = [len(of_rank) * self._slice_size for of_rank in assignment.nodes_by_rank]
+        self._received = nodes[0].new_empty(sum(self._recv_sizes))
+        send_sizes = [len(nodes) * self._slice_size] * num_ranks
+        # By destination rank, then by node; lives until the exchange is complete.
+        self._send_buffer = torch.stack([node.view(num_ranks, -1) for node in nodes], dim=1).view(-1)
+        work = dist.all_to_all_single(
+            self._received, self._send_buffer, self._recv_sizes, send_sizes, group=group, async_op=True
+        )
+        self._works = [] if work is None else [work]
+
+    def add_received(self, total: PartitionedSum) -> None:
+        """Wait, and add the slices of all nodes to a sum."""
+        wait_all(self._works)
+        received = [part.view(-1, self._slice_size).unbind() for part in torch.split(self._received, self._recv_sizes)]
+        for nodes, values in zip(self._assignment.nodes_by_rank, received, strict=True):
+            for node, value in zip(nodes, values, strict=True):
+                total.add(value, node)
 
 
 class PairwiseAllReduce:
@@ -39,53 +65,33 @@ class PairwiseAllReduce:
         """Start to exchange the nodes, of which each rank receives one slice."""
         if self._group is None:
             return
-        nodes = [self._local.open_nodes[node] for node in self._assignment.nodes_by_rank[self._assignment.rank]]
+        nodes = [self._local.open_nodes[node] for node in self._assignment.local_nodes]
         if self._is_one_addition:
             self._summed = nodes[0]
             self._wait_later(dist.all_reduce(self._summed, group=self._group, async_op=True))
             return
         num_ranks = len(self._assignment.nodes_by_rank)
         padded = [nn.functional.pad(node, (0, -node.numel() % num_ranks)) for node in nodes]
-        self._slice_size = padded[0].numel() // num_ranks
-        self._recv_sizes = [len(nodes) * self._slice_size for nodes in self._assignment.nodes_by_rank]
-        self._received = nodes[0].new_empty(sum(self._recv_sizes))
-        send_sizes = [len(nodes) * self._slice_size] * num_ranks
-        # By destination rank, then by node; lives until the exchange is complete.
-        self._send_buffer = torch.stack([node.view(num_ranks, -1) for node in padded], dim=1).view(-1)
-        self._summed = padded[0]
-        self._wait_later(
-            dist.all_to_all_single(
-                self._received, self._send_buffer, self._recv_sizes, send_sizes, group=self._group, async_op=True
-            )
-        )
+        self._summed, self._exchange = padded[0], NodeExchange(padded, self._assignment, self._group)
 
     def advance(self) -> None:
         """Sum the slices that were received, and start to gather the sums."""
         if self._group is None or self._is_one_addition:
             return
-        self._wait()
-        del self._send_buffer
-        received = [part.view(-1, self._slice_size).unbind() for part in torch.split(self._received, self._recv_sizes)]
         total = self._assignment.make_sum()
-        for nodes, values in zip(self._assignment.nodes_by_rank, received, strict=True):
-            for node, value in zip(nodes, values, strict=True):
-                total.add(value, node)
+        self._exchange.add_received(total)
+        del self._exchange
         self._wait_later(all_gather_flat(self._summed, total.compute_total(), self._group, async_op=True))
-        del self._received
 
     def finish(self) -> Tensor:
         """Wait, and return the sum, flat, in the memory of a contribution if the ranks divide its size."""
         if self._group is None:
             return self._local.compute_total()
-        self._wait()
+        wait_all(self._works)
         return self._summed
 
     def _wait_later(self, work: dist.Work | None) -> None:
         self._works = [] if work is None else [work]
-
-    def _wait(self) -> None:
-        wait_all(self._works)
-        self._works = []
 
 
 class PairwiseBucket:
@@ -220,10 +226,21 @@ class DeterministicReduceScatter:
         order: ReductionOrder,
         replica_group: dist.ProcessGroup | None,
         take_gradients: TakeGradients | None = None,
+        *,
+        once_per_step: bool,
     ):
-        """`take_gradients`: returns the gradients of the parameters of the module; None: FSDP2 passes them."""
+        """`take_gradients`: returns the gradients of the parameters of the module; None: FSDP2 passes them.
+
+        `once_per_step`: sum whole gradients locally, and exchange them at the last microbatch. Ranks then need not have
+        equally many microbatches. Otherwise exchange those of each microbatch.
+        """
         self._cursor, self._order, self._replica_group, self._take = cursor, order, replica_group, take_gradients
-        self._tree = order.replicas.make_sum()
+        self._once_per_step = once_per_step
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tree = self._order.replicas.make_sum()
+        self._whole_tree = self._order.shards.make_sum()  # of whole gradients
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor. Called by FSDP2."""
@@ -238,15 +255,27 @@ class DeterministicReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Exchange `input_tensor` [ranks * n], add the local slices to the tree, and zero `output_tensor` [n]."""
-        num_ranks, slot = len(self._order.slots_by_rank), self._cursor.microbatch
+        num_ranks = len(self._order.slots_by_rank)
         for source, flat in enumerate(self._list_inputs(input_tensor, num_ranks)):
+            if self._once_per_step:
+                self._add(self._whole_tree, self._order.local_slots, source, flat)
+                continue
             received = torch.empty_like(flat)
             dist.all_to_all_single(received, flat, group=group)
             for slots, value in zip(self._order.slots_by_rank, received.chunk(num_ranks), strict=True):
-                contribution = slots[slot][source] if slot < len(slots) else None
-                if contribution is not None:
-                    self._tree.add(value + 0.0, (contribution[0], (0, contribution[1])))
+                self._add(self._tree, slots, source, value)
+        if self._once_per_step and self._cursor.is_last:
+            nodes = [self._whole_tree.open_nodes[node] for node in self._order.shards.local_nodes]
+            NodeExchange(nodes, self._order.shards, group).add_received(self._tree)
         output_tensor.zero_()
+
+    def _add(self, total: PartitionedSum, slots: Slots, source: int, value: Tensor) -> None:
+        """Add the gradient of one source in the current slot of a rank, unless the microbatch is padding."""
+        slot = self._cursor.microbatch
+        contribution = slots[slot][source] if slot < len(slots) else None
+        if contribution is not None:
+            part, microbatch = contribution
+            total.add(value + 0.0, (part, (0, microbatch)))
 
     def _list_inputs(self, input_tensor: Tensor, num_ranks: int) -> list[Tensor]:
         """Return the gradients of each source, laid out as FSDP2 does: by rank, then by parameter."""
@@ -270,7 +299,7 @@ class DeterministicReduceScatter:
             all_reduce.start()
             all_reduce.advance()
             output.copy_(all_reduce.finish()[: output.numel()])
-            self._tree = self._order.replicas.make_sum()
+            self._reset()
 
 
 def _split_rows(tensor: Tensor, num_ranks: int) -> Tensor:

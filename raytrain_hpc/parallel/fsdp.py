@@ -87,15 +87,15 @@ class FSDPSync:
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
         if reduction_orders is None:
             return
-        make_dense = partial(DeterministicReduceScatter, self._cursor, reduction_orders.dense, replica_group)
+        make = partial(DeterministicReduceScatter, self._cursor, once_per_step=settings.zero == 1)
         expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(modules.values())
         for fsdp_module in _iter_fsdp_modules(modules.values()):
             expert_names = expert_modules.get(id(fsdp_module))
             if expert_order is not None and source_gradients is not None and expert_names is not None:
                 take = partial(source_gradients.take, expert_names)
-                reduce_scatter = DeterministicReduceScatter(self._cursor, expert_order, expert_replica_group, take)
+                reduce_scatter = make(expert_order, expert_replica_group, take)
             else:
-                reduce_scatter = make_dense()
+                reduce_scatter = make(reduction_orders.dense, replica_group)
             fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
 

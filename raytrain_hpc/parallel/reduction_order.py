@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -66,6 +66,11 @@ class ContributionAssignment:
         """The tree nodes that each rank sends, in order."""
         return [self._list_nodes(contributions) for contributions in self.contributions_by_rank]
 
+    @property
+    def local_nodes(self) -> list[PartNode]:
+        """The tree nodes that this rank sends, in order."""
+        return self.nodes_by_rank[self.rank]
+
     def _list_nodes(self, contributions: Iterable[Contribution]) -> list[PartNode]:
         microbatches: dict[int, list[int]] = {}
         for part, microbatch in contributions:
@@ -85,18 +90,18 @@ Slots = tuple[tuple[Contribution | None, ...], ...]
 class ReductionOrder:
     """Contributions to the gradients of some parameters.
 
-    `slots_by_rank`: what each rank computes of the ranks over which ZeRO shards the parameters. `shard_rank`: this
-    rank among them. `replicas`: what the ranks have that hold the same shard, after the reduction over the former.
+    `slots_by_rank`: what each rank computes of the ranks over which ZeRO shards the parameters, and `shards`: the same
+    without slots. `replicas`: what the ranks have that hold the same shard, after the reduction over the former.
     """
 
     slots_by_rank: tuple[Slots, ...]
-    shard_rank: int
+    shards: ContributionAssignment
     replicas: ContributionAssignment
 
     @property
     def local_slots(self) -> Slots:
         """What this rank computes."""
-        return self.slots_by_rank[self.shard_rank]
+        return self.slots_by_rank[self.shards.rank]
 
 
 @dataclass(frozen=True)
@@ -157,11 +162,15 @@ def _make_order(
     """Return the order of `rank`. `ranks`: by replica, then by shard; `sources`: whose contributions each computes."""
     replica, shard_rank = next((i, row.index(rank)) for i, row in enumerate(ranks) if rank in row)
     slots = [[_list_slots(layout, batching, of_rank) for of_rank in row] for row in sources]
-    contributions = tuple(
-        tuple(sorted(item for of_rank in row for slot in of_rank for item in slot if item is not None)) for row in slots
-    )
-    assignment = ContributionAssignment(batching.count, layout.cp, contributions, replica)
-    return ReductionOrder(tuple(slots[replica]), shard_rank, assignment)
+    make_assignment = partial(ContributionAssignment, batching.count, layout.cp)
+    shards = make_assignment(tuple(_list_contributions([of_rank]) for of_rank in slots[replica]), shard_rank)
+    replicas = make_assignment(tuple(_list_contributions(row) for row in slots), replica)
+    return ReductionOrder(tuple(slots[replica]), shards, replicas)
+
+
+def _list_contributions(slots_by_rank: Iterable[Slots]) -> tuple[Contribution, ...]:
+    items = (item for of_rank in slots_by_rank for slot in of_rank for item in slot)
+    return tuple(sorted(item for item in items if item is not None))
 
 
 def _list_slots(layout: Layout, batching: Batching, sources: Sequence[int]) -> Slots:

@@ -19,33 +19,31 @@ DATA_PARALLEL = ("replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP", "hierarchical
 INTRODUCTION = """\
 # What combines with what
 
-Written by `python -m tests.combinations.table`, from random combinations of all features: {versions}, gloo on CPU.
+Written by `python -m tests.combinations.table` from random combinations of all features: {versions}, gloo.
 
-Each combination is a training job of {steps} steps and two executions of it, drawn from a seed. The first execution trains
-half of the steps and saves; the second resumes on its own layout. The losses are compared with those of one process
-without any of the features of the executions, in fp32: {equal} of {total} combinations are equal within {bound:g} (largest
-difference {worst:.1e}), {different} different, {broken} broken, {refused} refused. Seeds {seeds}. Compiled code was traced, with its
-backward pass, and not translated to C++.
+Each combination is a training job of {steps} steps with two executions, drawn from a seed. The first execution trains
+half of the steps and saves; the second resumes with its own layout and features. The losses are compared with those of
+one process that has none of the features of the executions, in fp32. Of {total} combinations, {equal} are equal within
+{bound:g} (largest difference {worst:.1e}), {different} are different, {broken} broken, {refused} refused. Seeds: {seeds}.
+Compiled code was traced with its backward pass, and not translated to C++.
 
-Rows: how many executions had the feature, and with which other features it was never executed together, out of those
+Each row: the number of executions with a feature, and the features that it was never executed together with, of those
 that can be set together.
 
 | feature | executions | never together with |
 | --- | --- | --- |
 """
-REFUSED = """
-## Refused
-
-For a reason in the mathematics or in what the settings mean:
-
-| setting | not with | reason |
-| --- | --- | --- |
-| `train.deterministic=elastic` | `parallel.quantize=gradients` or `both` | each rank rounds the sum of its own microbatches, so the bits depend on the number of ranks |
-| `parallel.quantize` | the comparison above | rounding changes the losses on purpose; [ZeRO++](parallelism.md) is tested by itself |
-| `parallel.offload` | `optimizer.name=sgd` | there is no state to offload |
-| `parallel.tile_mib` | ZeRO below 3 | nothing gathers weights layer by layer |
-| cp, pp, ep | models other than the built-in decoder | the positions, the order of layers and the experts of other code are not known |
-"""
+REFUSED = {
+    ("`train.deterministic=elastic`", "`parallel.quantize=gradients`, `both`"): (
+        "each rank rounds the sum of its own microbatches: the bits depend on the number of ranks"
+    ),
+    ("`parallel.quantize`", "this comparison"): "rounding changes the losses on purpose; it has tests of its own",
+    ("`parallel.offload`", "`optimizer.name=sgd`"): "there is no state to offload",
+    ("`parallel.tile_mib`", "ZeRO below 3"): "nothing gathers weights layer by layer",
+    ("cp, pp, ep", "models other than the built-in decoder"): (
+        "positions, the order of layers and experts of other code are not known"
+    ),
+}
 # Pairs that cannot be set together: choices of one setting, or a setting that needs another.
 EXCLUSIVE = (
     set(MODELS),
@@ -102,7 +100,8 @@ def build_page(rows: Sequence[Mapping[str, Any]], versions: str) -> str:
             if other != feature and not counts[frozenset((feature, other))] and not _are_exclusive(feature, other)
         ]
         page += f"| {feature} | {counts[frozenset((feature,))]} | {', '.join(missing) or '-'} |\n"
-    return page + REFUSED
+    page += "\n## Refused\n\n| setting | not with | reason |\n| --- | --- | --- |\n"
+    return page + "".join(f"| {first} | {second} | {reason} |\n" for (first, second), reason in REFUSED.items())
 
 
 def _are_exclusive(first: str, second: str) -> bool:

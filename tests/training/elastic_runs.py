@@ -34,6 +34,7 @@ LAYOUTS = {
     "ddp-3": ["cluster.workers=3", "parallel.bucket_mib=1"],
     "ddp-5": ["cluster.workers=5"],
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
+    "zero1-4": ["cluster.workers=4", "parallel.zero=1"],  # ranks have one or two microbatches
     "zero2-3": ["cluster.workers=3", "parallel.zero=2"],
     "zero3-4": ["cluster.workers=4", "parallel.zero=3"],
     "zero3-5, recompute": ["cluster.workers=5", "parallel.zero=3", "parallel.activation_checkpointing=full"],
