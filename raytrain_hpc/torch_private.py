@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.adamw import adamw as adamw  # undocumented functions: the classes load TorchDynamo; all versions
-from torch.optim.sgd import sgd as sgd
+from torch.optim.sgd import sgd as sgd  # an undocumented function: the classes load TorchDynamo; all versions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +29,10 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
+
+# AdamW of a list of tensors of one dtype, in one call; the class loads TorchDynamo and counts steps per tensor. All
+# versions.
+fused_adamw_ = torch._fused_adamw_
 
 # Attention kernels that return the log-sum-exp and, given one, compute gradients; `scaled_dot_product_attention` drops
 # it. Their outputs are also what selective activation checkpointing keeps. All versions.

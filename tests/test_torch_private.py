@@ -44,10 +44,10 @@ def test_functional_optimizers_equal_the_classes(name: str) -> None:
     parameter.grad = grad.clone()
     updated = [weight.clone()]
     if name == "adamw":
-        torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, foreach=True).step()
-        state = [[torch.zeros(4)], [torch.zeros(4)], [], [torch.tensor(0.0)]]
+        torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, fused=True).step()
+        state = [[torch.zeros(4)], [torch.zeros(4)], [], [torch.tensor(1.0)]]
         options = {"beta1": 0.9, "beta2": 0.99, "lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "maximize": False}
-        torch_private.adamw(updated, [grad], *state, amsgrad=False, foreach=True, **options)
+        torch_private.fused_adamw_(updated, [grad], *state, amsgrad=False, **options)
     else:
         torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01, foreach=True).step()
         options = {"momentum": 0.0, "lr": 0.1, "dampening": 0.0, "weight_decay": 0.01}

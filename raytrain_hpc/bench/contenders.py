@@ -57,9 +57,10 @@ def run_platform(overrides: Sequence[str]) -> PlatformRun:
 
 @contextmanager
 def launch_platform(overrides: Sequence[str], name: str = "the platform") -> Iterator[TrainingProcess]:
-    """Start `raytrain-hpc train` as a training process. `overrides` must name a running Ray cluster."""
+    """Start `raytrain-hpc train` as a training process. `overrides` name a running Ray cluster or cluster.workers=0."""
     with scratch_dir() as directory:
         run_dir = directory / "run"
+        own_pid: list[int] = []  # with cluster.workers=0 the driver is the worker
         with launch_training(
             name,
             # A stopped process must not count as a stall.
@@ -75,9 +76,11 @@ def launch_platform(overrides: Sequence[str], name: str = "the platform") -> Ite
             {},
             directory / "output",
             lambda: [line["time/unix"] for line in read_jsonl(run_dir / "metrics.jsonl")],
-            lambda: _read_worker_pids(run_dir / "workers.json"),
+            lambda: own_pid or _read_worker_pids(run_dir / "workers.json"),
         ) as process:
+            own_pid += [process.process.pid] * ("cluster.workers=0" in overrides)
             yield process
+            own_pid.clear()
 
 
 @contextmanager

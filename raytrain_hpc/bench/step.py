@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
 
 from raytrain_hpc.bench.contenders import launch_platform, launch_torch_baseline, log_progress
 from raytrain_hpc.bench.idle_ray import idle_ray
 from raytrain_hpc.bench.interleave import alternate
+from raytrain_hpc.bench.nanogpt_baseline import OVERRIDES, launch_nanogpt
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.workloads import MEDIUM, SMALL, make_settings
 
 MEMORY_GOAL_MIB = 120.0
 PAIRS_PER_ROUND = 8
 WARMUP_STEPS = 4
+NANOGPT_GOAL = 1.05
 STEPS = 1_000_000  # never reached: the runs are killed after the last turn
 
 
@@ -38,8 +42,11 @@ CASES = (
 )
 
 
-def run(rounds: int) -> Table:
-    """Alternate the platform and the plain loop, `rounds` times eight turns each for every case."""
+def run(rounds: int, against: Mapping[str, Path] | None = None) -> Table:
+    """Alternate the platform and the plain loop, `rounds` times eight turns each for every case.
+
+    `against`: clones of other trainers by name (nanogpt), which are compared too.
+    """
     table = Table(
         "bench step: the platform compared with a plain PyTorch loop",
         ("model", "workers", "plain tok/s", "platform tok/s", "ratio", "middle half", "turns", "goal", "met")
@@ -48,6 +55,8 @@ def run(rounds: int) -> Table:
     with idle_ray(cpus=4) as address:
         for case in CASES:
             _measure(case, rounds, address, table)
+    if against is not None and "nanogpt" in against:
+        _measure_nanogpt(against["nanogpt"], rounds, table)
     table.notes += [
         "both runs are started and alternate in turns of a few steps, the other one stopped by SIGSTOP; ratio: median "
         "over pairs of consecutive turns, each by the median time from the end of a step to the end of the next; "
@@ -58,6 +67,19 @@ def run(rounds: int) -> Table:
         "MiB: peak resident memory of rank 0's process",
     ]
     return table
+
+
+def _measure_nanogpt(clone: Path, rounds: int, table: Table) -> None:
+    """Compare with nanoGPT's own loop at its recipe for CPUs. Its memory is not compared: it has another process."""
+    words = [*OVERRIDES, f"train.steps={STEPS}"]
+    with launch_nanogpt(clone, threads=1) as baseline, launch_platform(words) as platform_process:
+        times = alternate(baseline, platform_process, rounds * PAIRS_PER_ROUND, WARMUP_STEPS)
+    ratios = [baseline_s / platform_s for baseline_s, platform_s in times]
+    log_progress(f"nanoGPT: {median(ratios):.3f} of {len(ratios)} pairs of turns")
+    low, _, high = quantiles(ratios, n=4)
+    rates = [12 * 64 / median(column) for column in zip(*times, strict=True)]
+    speed = (*rates, median(ratios), [low, high], len(ratios), NANOGPT_GOAL, median(ratios) >= NANOGPT_GOAL)
+    table.add_row("nanoGPT's recipe for CPUs", 0, *speed, *[None] * 5)
 
 
 def _measure(case: Case, rounds: int, address: str, table: Table) -> None:

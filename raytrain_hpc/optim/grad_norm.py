@@ -85,16 +85,18 @@ class ExactGradientNorm(GradientNorm):
 def _split_into_chunks(pieces: Sequence[Tensor], limit: int) -> Iterator[Tensor]:
     """Yield the elements of all pieces as flat tensors of at most `limit` elements, small pieces joined."""
     small: list[Tensor] = []
+    num_small = 0  # elements of all of them
     for piece in pieces:
         flat = piece.reshape(-1)
         if len(flat) > limit:
             yield from torch.split(flat, limit)
             continue
-        if small and (small[0].dtype != flat.dtype or sum(map(len, small)) + len(flat) > limit):
+        if small and (small[0].dtype != flat.dtype or num_small + len(flat) > limit):
             yield torch.cat(small)
-            small = []
+            small, num_small = [], 0
         if len(flat):
             small.append(flat)
+            num_small += len(flat)
     if small:
         yield torch.cat(small)
 

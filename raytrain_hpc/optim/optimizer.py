@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from raytrain_hpc.config.training_config import ParameterGroupConfig
 from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
 from raytrain_hpc.optim.whole_vectors import run_on_whole_vectors
 from raytrain_hpc.state.sharded_state import to_local
-from raytrain_hpc.torch_private import adamw, sgd
+from raytrain_hpc.torch_private import fused_adamw_, sgd
 
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (), "muon": ("momentum_buffer",)}
 
@@ -147,23 +147,31 @@ class Optimizer:
 
     def _run_adamw(self, operands: Sequence[list[Tensor]], *, lr: float, weight_decay: float) -> None:
         """Update weights. `operands`: weights, gradients, first and second moments."""
-        weights, gradients, first, second = operands
-        config = self._config
-        # The kernel increments the counts that it is given, and a tensor can be in several chunks.
-        counts = torch.full((len(weights),), float(self._num_steps), dtype=torch.float32, device=weights[0].device)
-        adamw(
-            weights,
-            gradients,
-            first,
-            second,
-            [],
-            list(counts.unbind()),
-            fused=True,
-            amsgrad=False,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=config.eps,
-            maximize=False,
-        )
+        for weights, gradients, first, second in _split_by_dtype(operands):
+            step = torch.full((), self._num_steps + 1.0, dtype=torch.float32, device=weights[0].device)
+            fused_adamw_(
+                weights,
+                gradients,
+                first,
+                second,
+                [],
+                [step] * len(weights),
+                lr=lr,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                weight_decay=weight_decay,
+                eps=self._config.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+def _split_by_dtype(operands: Sequence[list[Tensor]]) -> Iterator[Sequence[list[Tensor]]]:
+    """Split lists of equally many tensors by the dtype of the first list's."""
+    dtypes = {tensor.dtype for tensor in operands[0]}
+    if len(dtypes) == 1:
+        yield operands
+        return
+    for dtype in sorted(dtypes, key=str):
+        selected = [index for index, tensor in enumerate(operands[0]) if tensor.dtype == dtype]
+        yield [[tensors[index] for index in selected] for tensors in operands]

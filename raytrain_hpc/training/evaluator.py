@@ -16,7 +16,7 @@ from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.forward_backward import ForwardBackward
-from raytrain_hpc.training.loss_reduction import all_reduce, mask_duplicates
+from raytrain_hpc.training.loss_reduction import all_reduce, make_duplicate_mask
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import AnyBatch
 
@@ -74,6 +74,7 @@ class Evaluator:
         dp_size = self.context.layout.dp_size
         limit = _STOP_CHECK_INTERVAL * dp_size
         losses, num_batches, count = [], 0, limit
+        mask = make_duplicate_mask(self.context)
         while count == limit:
             self.control.set_phase("evaluating")
             count = eval_set.count_batches(num_batches, limit)
@@ -83,7 +84,7 @@ class Evaluator:
                 # Every rank runs the same number of passes, because forward passes can contain collectives.
                 num_passes = -(-count // dp_size)
                 read_batch = partial(self._read_batch, eval_set, num_batches, num_batches + count)
-                losses.append(mask_duplicates(self.model_step.evaluate(num_passes, read_batch), self.context))
+                losses.append(self.model_step.evaluate(num_passes, read_batch) * mask)
                 num_batches += count
         return self._sum_over_ranks(torch.cat(losses), num_batches)
 

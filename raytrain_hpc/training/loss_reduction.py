@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,13 @@ class StepTotals:
         """Valid tokens of the global batch, fp64 scalar on the device."""
         return self.totals[1]
 
-    def get_loss_and_requests(self) -> tuple[float, StepRequests]:
-        """Return the mean loss per valid token, and what any rank asks for."""
-        loss_sum, num_tokens, *requests = self.totals.tolist()
-        return loss_sum / num_tokens, StepRequests(*(count > 0 for count in requests))
+    def read(self, grad_norm: Tensor) -> tuple[float, float, StepRequests]:
+        """Return the mean loss per valid token, the gradient norm, and what any rank asks for.
+
+        `grad_norm`: fp64 scalar on the device. This is the one time in a step that the host waits for the device.
+        """
+        loss_sum, num_tokens, *requests, norm = torch.cat((self.totals, grad_norm.view(1))).tolist()
+        return loss_sum / num_tokens, norm, StepRequests(*(count > 0 for count in requests))
 
     def get_microbatch_losses(self) -> list[float]:
         """Return the mean loss of every logical microbatch, in order."""
@@ -58,11 +62,12 @@ class LossReducer:
 
     def __init__(self, context: ParallelContext, batching: Batching):
         layout = context.layout
-        self._context, self._num_microbatches = context, batching.count
+        self._context, self._shape = context, (batching.count, layout.cp, 2)
         self._local_range = batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
         self.num_local_microbatches = (
             -(-batching.count // layout.dp_size) if layout.is_lockstep else len(self._local_range)
         )
+        self._mask = make_duplicate_mask(context)
 
     def reduce(self, losses: Tensor, requests: StepRequests) -> StepTotals:
         """Sum the losses and requests of all ranks in one all-reduce. Collective over all ranks.
@@ -70,27 +75,26 @@ class LossReducer:
         `losses`: fp64 [num_local_microbatches, 2], loss sum and valid tokens of each microbatch of this rank.
         `requests`: those of this rank.
         """
-        context = self._context
+        context, own = self._context, self._local_range
+        flat = torch.zeros(math.prod(self._shape) + 3, dtype=torch.float64, device=context.device)
         # One row per logical microbatch, filled by one data-parallel rank, and one column per context-parallel rank.
         # Every element has at most one nonzero contribution, so the sum over ranks is exact in any order.
-        shape = (self._num_microbatches + 2, context.layout.cp, 2)  # the last two rows hold the requests
-        sums = torch.zeros(shape, dtype=torch.float64, device=context.device)
-        local_losses = mask_duplicates(losses, context)[: len(self._local_range)]
-        sums[self._local_range.start : self._local_range.stop, context.coordinates["cp"]] = local_losses
-        sums[-2, 0] = sums.new_tensor((float(requests.stop), float(requests.pause)))
-        sums[-1, 0, 0] = float(requests.save)
-        all_reduce(sums, context)
-        by_microbatch = sums[:-2].sum(1)
-        totals = torch.cat((sum_pairwise(by_microbatch), sums[-2, 0], sums[-1, 0, :1]))
-        return StepTotals(totals, by_microbatch)
+        sums, counts = flat[:-3].view(self._shape), flat[-3:]
+        torch.mul(losses[: len(own)], self._mask, out=sums[own.start : own.stop, context.coordinates["cp"]])
+        if requests.stop or requests.pause or requests.save:
+            counts.copy_(torch.tensor((requests.stop, requests.pause, requests.save)))
+        all_reduce(flat, context)
+        by_microbatch = sums.sum(1)
+        return StepTotals(torch.cat((sum_pairwise(by_microbatch), counts)), by_microbatch)
 
 
-def mask_duplicates(sums: Tensor, context: ParallelContext) -> Tensor:
-    """Zero the entries of fp64 [n, 2] (loss sum, valid tokens) that another rank contributes to a sum over all ranks.
+def make_duplicate_mask(context: ParallelContext) -> Tensor:
+    """Return factors, fp64 [2], of loss sum and valid tokens: 0 if another rank contributes them to a sum over all.
 
     Tensor-parallel ranks compute the same loss, and context-parallel ranks count the same tokens.
     """
-    return sums * sums.new_tensor([context.should_count_loss, context.should_count_tokens])
+    counts = [context.should_count_loss, context.should_count_tokens]
+    return torch.tensor(counts, dtype=torch.float64, device=context.device)
 
 
 def all_reduce(tensor: Tensor, context: ParallelContext) -> None:

@@ -12,7 +12,7 @@ import torch
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.runtime.control_channel import Record
-from raytrain_hpc.training.loss_reduction import StepRequests
+from raytrain_hpc.training.loss_reduction import StepRequests, StepTotals
 from raytrain_hpc.training.timers import PhaseTimer
 
 
@@ -21,14 +21,14 @@ class StepResult:
     """Outcome of one forward and backward pass over the global batch; the same on every rank except for `data_s`.
 
     `loss` is the mean per valid token, `grad_norm` the norm before clipping. `requests`: what any rank
-    asks for after this step. `data_s`: seconds this rank waited for data.
+    asks for after this step. `data_s`: seconds this rank waited for data. `totals`: on the device.
     """
 
     loss: float
     grad_norm: float
     requests: StepRequests
     data_s: float
-    microbatch_losses: list[float]  # mean loss of each logical microbatch of the global batch
+    totals: StepTotals
 
 
 @dataclass

@@ -131,9 +131,9 @@ class Trainer:
         with self.timers.phase("communication"):
             totals = self.reduce_losses_and_requests(losses)
             grad_norm = self.model_update.clip_gradients(totals.num_tokens)
-        mean_loss, requests = totals.get_loss_and_requests()
+        loss, norm, requests = totals.read(grad_norm)
         self.raise_if_aborted()
-        return StepResult(mean_loss, float(grad_norm), requests, reader.seconds, totals.get_microbatch_losses())
+        return StepResult(loss, norm, requests, reader.seconds, totals)
 
     def wait_for_background_copies(self) -> None:
         """Wait for snapshots and checkpoint staging, which read the live state, and for copies of snapshots to peers.
@@ -160,7 +160,8 @@ class Trainer:
         `fault.max_failures` bad steps in a row, or if there is no checkpoint to roll back to.
         """
         loss_and_norm = (first_result.loss, first_result.grad_norm)
-        incident = self.step_guard.build_incident(step, loss_and_norm, first_result.microbatch_losses)
+        microbatch_losses = first_result.totals.get_microbatch_losses()
+        incident = self.step_guard.build_incident(step, loss_and_norm, microbatch_losses)
         self.model_update.optimizer.zero_grad()
         result = self.forward_backward(step, self.loader.reread)
         if self.step_guard.check(result.loss, result.grad_norm) is None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from raytrain_hpc.bench import overhead
 from raytrain_hpc.bench.checkpoint import measure_windows
 from raytrain_hpc.bench.checkpoint_formats import build_adamw_state
 from raytrain_hpc.bench.contenders import build_baseline_command, read_jsonl, run_process
+from raytrain_hpc.bench.nanogpt_baseline import launch_nanogpt
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.snapshots import measure_snapshots
 from raytrain_hpc.bench.workloads import build_baseline_job
+from raytrain_hpc.cli.bench import bench
+from raytrain_hpc.errors import RunFailedError
 from tests.warm_pool import get_step_metrics, make_small_config
 
 
@@ -72,6 +77,35 @@ def test_torch_baseline_has_the_losses_of_the_platform(pool, tmp_path):
     platform_losses = [step["train/loss"] for step in get_step_metrics(pool.train(config)[0])]
     assert baseline_losses[0] == pytest.approx(platform_losses[0], abs=1e-6)
     assert baseline_losses == pytest.approx(platform_losses, abs=1e-4)
+
+
+def test_a_clone_of_nanogpt_is_run_as_it_is(tmp_path: Path) -> None:
+    """With a train.py that reads its arguments and data as nanoGPT's does, and prints a line per iteration."""
+    (tmp_path / "configurator.py").write_text("import sys\nassert '--n_layer=4' in sys.argv[1:]\n")
+    (tmp_path / "model.py").write_text("VALUE = 7\n")
+    (tmp_path / "train.py").write_text(
+        "import os, pickle, time\n"
+        "from model import VALUE\n"
+        "exec(open('configurator.py').read())\n"
+        "assert os.path.getsize('data/random/train.bin') == 2_000_000\n"
+        "assert pickle.load(open('data/random/meta.pkl', 'rb'))['vocab_size'] == 65\n"
+        "for i in range(10**9):\n"
+        "    time.sleep(0.01)\n"
+        "    print(f'iter {i}: loss {VALUE}')\n"
+    )
+    with launch_nanogpt(tmp_path, threads=1) as run:
+        run.wait_for_steps(3)
+        times = run.read_commit_times()
+    assert len(times) >= 3 and times == sorted(times)
+    (tmp_path / "model.py").unlink()
+    with pytest.raises(RunFailedError, match=r"no model.py there"), launch_nanogpt(tmp_path, threads=1):
+        pass
+
+
+@pytest.mark.parametrize("words", [["step", "--against", "nanogpt"], ["data", "--against", "nanogpt=x"]])
+def test_against_needs_a_clone_and_the_step_benchmark(words: list[str]) -> None:
+    result = CliRunner().invoke(bench, words)
+    assert result.exit_code == 2 and "--against nanogpt=DIR" in result.output
 
 
 def test_medium_workload_has_25_million_parameters():

@@ -24,7 +24,7 @@ Written by `python -m tests.combinations.table` from random combinations of all 
 Each combination is a training job of {steps} steps with two executions, drawn from a seed. The first execution trains
 half of the steps and saves; the second resumes with its own layout and features. The losses are compared with those of
 one process that has none of the features of the executions, in fp32. Of {total} combinations, {equal} are equal within
-{bound:g} (largest difference {worst:.1e}), {different} are different, {broken} broken, {refused} refused. Seeds: {seeds}.
+{bound:g} (largest difference {worst:.1e}), {different} different, {broken} broken, {refused} refused. Seeds: {seeds}.
 Compiled code was traced with its backward pass, and not translated to C++.
 
 Each row: the number of executions with a feature, and the features that it was never executed together with, of those

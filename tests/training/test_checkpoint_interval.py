@@ -36,8 +36,8 @@ def reduce_requests(trainer: Any) -> list[bool]:
     losses = torch.ones(reducer.num_local_microbatches, 2, dtype=torch.float64)
     asks = trainer.loss_reducer._context.rank == 1
     totals = reducer.reduce(losses, StepRequests(save=asks))
-    loss, requests = totals.get_loss_and_requests()
-    assert loss == 1.0
+    loss, norm, requests = totals.read(torch.tensor(2.0, dtype=torch.float64))
+    assert (loss, norm) == (1.0, 2.0)
     return [requests.stop, requests.pause, requests.save]
 
 
