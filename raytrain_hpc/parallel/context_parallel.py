@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.model.decoder import Attention, Decoder, causal_attention, make_document_mask
+from raytrain_hpc.model.decoder import Attention, CausalAttention, Decoder, make_document_mask
 from raytrain_hpc.model.moe import Router
 from raytrain_hpc.parallel.blocking_collectives import wait_all
 from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward, merge_blocks
@@ -261,6 +261,7 @@ class ContextParallelAttention(nn.Module):
         ring, self._ulysses = axes.get("ring"), axes.get("ulysses")
         self._ring = None if ring is None else Ring.create(ring, seq_len)
         self._num_heads = num_heads
+        self.local_attention: nn.Module = CausalAttention()  # over full sequences, after Ulysses' exchange
         if self._ulysses is None:
             return
         length = seq_len if self._ring is None or ring is None else sum(self._ring.chunk_lengths[ring.rank])
@@ -298,7 +299,8 @@ class ContextParallelAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         if self._ring is None:
-            return causal_attention(q, k, v, documents)
+            attended: Tensor = self.local_attention(q, k, v, documents)
+            return attended
         output: Tensor = RingAttention.apply(q, k, v, self._ring, documents)  # type: ignore[no-untyped-call]
         return output
 

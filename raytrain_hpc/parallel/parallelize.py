@@ -5,7 +5,7 @@ this order, 1 to 5 for Decoders only:
 
 1. expert parallelism, and tensor parallelism of the channels of experts
 2. tensor parallelism (of other modules: by a plan, module_plan.py)
-3. context parallelism
+3. context parallelism, and attention within documents
 4. LoRA
 5. tiling
 6. frozen parameters (optimizer.groups)
@@ -37,6 +37,7 @@ from raytrain_hpc.parallel.compile import compile_blocks, make_traceable, prepar
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
 from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
+from raytrain_hpc.parallel.document_attention import apply_document_attention
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
 from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
@@ -183,6 +184,8 @@ def _shard_stage(
     shard_specs |= apply_expert_parallel(module, axes, is_elastic=config.train.deterministic == "elastic")
     shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))
     apply_context_parallel(module, axes, seq_len)
+    if config.data.packing == "documents":
+        apply_document_attention(module)
     shard_specs |= apply_lora(module, _get_lora_spec(config), shard_specs)
     partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are replaced by tiles
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.

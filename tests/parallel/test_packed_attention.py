@@ -12,6 +12,7 @@ from torch import Tensor
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.param_init import init_weights
+from raytrain_hpc.parallel.document_attention import DocumentAttention, find_segments
 from tests.parallel.layout_run import LLAMA
 from tests.warm_pool import WarmPool, make_small_config
 
@@ -85,3 +86,35 @@ def test_attention_stays_within_documents(
         assert result.keys() == gradients.keys()
         for name, gradient in gradients.items():
             assert (result[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_segments_give_the_values_and_gradients_of_a_dense_mask(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    documents = make_packed()[2]
+    assert find_segments(documents)[:3] == [(0, 0, 1), (0, 1, 9), (0, 9, 10)] and len(find_segments(documents)) == 7
+    q, k, v = (
+        torch.randn(2, TOTAL, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    )
+    scores = q @ k.repeat_interleave(4 // kv_heads, 1).mT / 8**0.5
+    visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
+    expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v.repeat_interleave(4 // kv_heads, 1)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    attended = DocumentAttention()(q, k, v, documents)
+    actual = torch.autograd.grad((attended * weights).sum(), (q, k, v))
+    torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
+    for grad, reference in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_training_on_documents_makes_no_mask(pool: WarmPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = pool.inspect_trainers(list_attention, make_small_config(None, *WORDS, "data.packing=documents"))[0]
+    assert trainer == ["DocumentAttention"] * 2
+
+
+def list_attention(trainer: Any) -> list[str]:
+    """Return the classes of the attention of each layer."""
+    decoder = trainer.model_step.model.modules[0]
+    return [type(block.attention.core_attention).__name__ for block in decoder.blocks().values()]
