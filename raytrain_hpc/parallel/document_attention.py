@@ -55,7 +55,7 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
         output, lse = _new_heads_last(q), q.new_empty(q.shape[:3])
         for segment in segments:
-            part, part_lse = attend(*(_select(x, segment) for x in (q, k, v)), _CAUSAL)
+            part, part_lse = attend(_select(q, segment), _select(k, segment), _select(v, segment), _CAUSAL)
             _select(output, segment).copy_(part)
             row, start, end = segment
             lse[row, :, start:end] = part_lse[0]
@@ -69,8 +69,9 @@ class _SegmentAttention(torch.autograd.Function):
         dq, dk, dv = (_new_heads_last(x) for x in (q, k, v))
         for segment in ctx.segments:
             row, start, end = segment
-            tensors = [_select(x, segment) for x in (gradients[0], q, k, v, output)]
-            parts = attend_backward(*tensors, lse[row : row + 1, :, start:end].contiguous(), _CAUSAL)
+            grad_out, q_part, k_part, v_part, out = (_select(x, segment) for x in (gradients[0], q, k, v, output))
+            part_lse = lse[row : row + 1, :, start:end].contiguous()
+            parts = attend_backward(grad_out, q_part, k_part, v_part, out, part_lse, _CAUSAL)
             for grad, part in zip((dq, dk, dv), parts, strict=True):
                 _select(grad, segment).copy_(part)
         return dq, dk, dv, None
