@@ -47,6 +47,12 @@ class TrainConfig(Section):
         AUTO,
         "Apply torch.compile to each block and the loss; auto: on accelerators, for the built-in decoder.",
     )
+    loss_chunks: int = key(
+        1,
+        "Parts into which the positions of a microbatch are split for the output head and the loss, so that logits of "
+        "one part are in memory at a time. For large vocabularies; 1: not split.",
+        minimum=1,
+    )
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; 0: no clipping.", minimum=0)
     callbacks: list[CallbackConfig] = key(
         [],

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from raytrain_hpc.config.model_spec import VOCAB_SIZE_MULTIPLE, ModelSpec
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.autocast import cast_for_autocast
+from raytrain_hpc.model.cross_entropy import IGNORE_INDEX, VocabularyShard, compute_chunked_loss
 from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.state.keyed_rng import fold_in, keyed_dropout
-
-IGNORE_INDEX = -100  # targets with this value do not count in the loss
 
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2] or [b, t, 1, head_dim / 2]
 
@@ -62,6 +61,7 @@ class Decoder(nn.Module):
         *,
         documents: Tensor | None = None,
         loss_weight: float = 1.0,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Return the logits [b, t, vocab_size] of tokens x, int64 [b, t].
 
@@ -69,7 +69,8 @@ class Decoder(nn.Module):
         keys: int64 [b, t] from `state.keyed_rng.derive_position_keys`, None: no dropout. positions: int64 [t] or [b,
         t], in the sequence; default: 0..t-1. documents: int64 [b, seq_len], index of the document within a packed
         sequence; attention is restricted to documents. None: one document per sequence. loss_weight: see `moe.Router`.
-        Raises ModelError if t exceeds the number of learned positions.
+        targets: int64 [b, t]; with them, the result is the sum of losses if `head.loss_chunks` is more than 1. Raises
+        ModelError if t exceeds the number of learned positions.
         """
         if not self.training:
             keys = None
@@ -85,8 +86,9 @@ class Decoder(nn.Module):
             x = block(x, BlockContext(rotary, layer_keys, documents, loss_weight))
         if self.norm is None or self.head is None:
             return x
-        logits: Tensor = self.head(self.norm(x), None if self.embedding is None else self.embedding.weight)
-        return logits
+        table = None if self.embedding is None else self.embedding.weight
+        output: Tensor = self.head(self.norm(x), table, targets if self.head.loss_chunks > 1 else None)
+        return output
 
     def _embed(self, embedding: nn.Module, tokens: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
         x: Tensor = embedding(tokens)
@@ -108,13 +110,20 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.product: Callable[[Tensor, Tensor], Tensor] = compute_logits
+        self.loss_chunks = 1  # parts of the positions whose logits are in memory one after the other; 1: no loss here
+        self.vocabulary_shard: VocabularyShard | None = None  # None: all rows are on this rank
 
-    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
-        """Return logits [b, t, vocab_size] of normalized x [b, t, hidden_size]. table: the embedding, if tied."""
+    def forward(self, x: Tensor, table: Tensor | None, targets: Tensor | None = None) -> Tensor:
+        """Return logits [b, t, vocab_size] of normalized x [b, t, hidden_size]. table: the embedding, if tied.
+
+        targets: int64 [b, t]; with them, return the sum of losses instead, a scalar, in `loss_chunks` chunks.
+        """
         weight = table if self.weight is None else self.weight
         if weight is None:
             raise ModelError("a tied head needs the embedding table")
-        return self.product(x, weight)
+        if targets is None:
+            return self.product(x, weight)
+        return compute_chunked_loss(x, weight, targets, self.loss_chunks, self.vocabulary_shard)
 
 
 def compute_logits(x: Tensor, table: Tensor) -> Tensor:

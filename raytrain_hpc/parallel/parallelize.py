@@ -7,7 +7,7 @@ this order, 1 to 5 for Decoders only:
 2. tensor parallelism (of other modules: by a plan, module_plan.py)
 3. context parallelism, and attention within documents
 4. LoRA
-5. tiling
+5. tiling, and the loss in chunks
 6. frozen parameters (optimizer.groups)
 7. activation checkpointing and compile: outside of checkpointing, unless a block is split into several graphs
 8. deferred weight gradients
@@ -40,6 +40,7 @@ from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.document_attention import apply_document_attention
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
 from raytrain_hpc.parallel.gradient_sync import GradientSync
+from raytrain_hpc.parallel.loss_chunks import apply_loss_chunks
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.module_plan import apply_module_plan, find_planned_blocks
 from raytrain_hpc.parallel.precision import get_compute_itemsize
@@ -189,7 +190,9 @@ def _shard_stage(
     shard_specs |= apply_lora(module, _get_lora_spec(config), shard_specs)
     partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are replaced by tiles
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
-    return apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
+    shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
+    apply_loss_chunks(module, config.train.loss_chunks, axes)
+    return shard_specs
 
 
 def _apply_checkpointing_and_compile(

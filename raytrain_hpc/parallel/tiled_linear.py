@@ -114,7 +114,7 @@ def _linear_forward(linear: nn.Linear, x: Tensor) -> Tensor:
     return product if linear.bias is None else product + linear.bias
 
 
-def _head_forward(head: Head, x: Tensor, table: Tensor | None) -> Tensor:
+def _head_forward(head: Head, x: Tensor, table: Tensor | None, targets: Tensor | None = None) -> Tensor:
     logits: Tensor = head.tiles(x)  # type: ignore[operator]
     return logits
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.model.decoder import IGNORE_INDEX
+from raytrain_hpc.model.cross_entropy import VocabularyShard, compute_cross_entropy
 from raytrain_hpc.parallel.mesh_axis import Axis
 
 
@@ -37,29 +36,21 @@ def vocab_parallel_loss_sum(logits: Tensor, targets: Tensor, axis: Axis, vocab_s
     Allocates no tensor with full vocabulary size (Shoeybi et al. 2019, arXiv 1909.08053).
     """
     wide_logits = logits if logits.dtype == torch.float64 else logits.float()
-    loss: Tensor = _VocabParallelCrossEntropy.apply(wide_logits, targets, axis, axis.get_local_range(vocab_size))  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabParallelCrossEntropy.apply(wide_logits, targets, make_vocabulary_shard(axis, vocab_size))  # type: ignore[no-untyped-call]
     return loss
+
+
+def make_vocabulary_shard(axis: Axis, vocab_size: int) -> VocabularyShard:
+    """Return the vocabulary rows of this rank, with reductions over the axis."""
+    return VocabularyShard(axis.get_local_range(vocab_size), axis.all_reduce_max, axis.all_reduce)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, local_rows: range) -> Tensor:
-        local_max = logits.amax(dim=-1) if local_rows else logits.new_full(logits.shape[:-1], -math.inf)
-        max_logit = axis.all_reduce_max(local_max)
-        exponentials = (logits - max_logit.unsqueeze(-1)).exp_()
-        is_local = (targets >= local_rows.start) & (targets < local_rows.stop)
-        column = ((targets - local_rows.start) * is_local).unsqueeze(-1)
-        target_logit = logits.gather(-1, column).squeeze(-1) * is_local if local_rows else torch.zeros_like(max_logit)
-        # One collective for both sums: of exponentials, and of the target logits.
-        total, target_logit = axis.all_reduce(torch.stack((exponentials.sum(dim=-1), target_logit))).unbind()
-        is_valid = targets != IGNORE_INDEX
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, is_local, is_valid)
-        return ((total.log() + max_logit - target_logit) * is_valid).sum()
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.entropy = entropy = compute_cross_entropy(logits, targets, shard)
+        return entropy.loss.sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, column, is_local, is_valid = ctx.saved_tensors
-        grad_logits = probabilities
-        if probabilities.shape[-1]:
-            grad_logits = probabilities.scatter_add(-1, column, -is_local.to(probabilities.dtype).unsqueeze(-1))
-        return grad_logits.mul_((gradients[0] * is_valid).unsqueeze(-1)), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.entropy.compute_grad(gradients[0]), None, None

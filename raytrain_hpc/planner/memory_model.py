@@ -152,6 +152,9 @@ def _compute_head_bytes(workload: Workload, tokens: float, tp: int) -> float:
     spec, state_itemsize, itemsize = workload.spec, workload.state_itemsize, workload.compute_itemsize
     norm_bytes = tokens * spec.hidden_size * (state_itemsize / tp + itemsize)
     logits = tokens * spec.vocab_size / tp
+    if workload.loss_chunks > 1:  # of one chunk; and the gradients of the head's input and weights
+        grads = tokens * spec.hidden_size * itemsize + _count_head_elements(workload, tp) * state_itemsize
+        return norm_bytes + grads + logits / workload.loss_chunks * (2 * state_itemsize + 2 * itemsize)
     if workload.compiled:
         return (
             norm_bytes

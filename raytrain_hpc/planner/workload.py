@@ -18,7 +18,7 @@ class Workload:
     """A model and a training step: `global_batch_size` sequences of `seq_len` tokens, computed in `dtype`.
 
     `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
-    parallelism.
+    parallelism. `loss_chunks`: parts of the positions for head and loss.
     """
 
     spec: ModelSpec
@@ -28,6 +28,7 @@ class Workload:
     optimizer: str = "adamw"
     compiled: bool = False
     bucket_bytes: int = 25 << 20
+    loss_chunks: int = 1
 
     @property
     def compute_itemsize(self) -> int:
@@ -67,4 +68,5 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
         config.optimizer.name,
         train.compile is True,
         bucket_bytes=config.parallel.bucket_mib << 20,
+        loss_chunks=train.loss_chunks,
     )

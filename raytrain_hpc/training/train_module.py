@@ -98,7 +98,10 @@ class DecoderTrainModule:
         return init_tensor(self.model_spec, name, shape, self.seed)
 
     def forward(self, module: nn.Module, x: Tensor, step: int, batch: Batch) -> Tensor:
-        """Return logits, or the residual stream between stages. Dropout bits are keyed by (seed, step, sample)."""
+        """Return logits or the sum of losses (see `model.decoder.Head`), or the residual stream between stages.
+
+        Dropout bits are keyed by (seed, step, sample).
+        """
         keys = None
         if module.training and self.model_spec.dropout > 0:
             shard_positions = torch.tensor(self.shard_positions, device=x.device)
@@ -110,15 +113,21 @@ class DecoderTrainModule:
         if batch.documents is not None:
             document_positions = compute_document_positions(batch.documents)
             positions = document_positions if positions is None else document_positions[:, positions]
-        output: Tensor = module(x, keys, positions, documents=batch.documents, loss_weight=batch.loss_weight)
+        weight, targets = batch.loss_weight, self._select_targets(batch)
+        output: Tensor = module(x, keys, positions, documents=batch.documents, loss_weight=weight, targets=targets)
         return output
 
     def loss(self, output: Tensor, batch: Batch) -> LossSum:
         """Return the cross-entropy summed over the targets, and their number in whole sequences."""
+        is_loss = output.ndim == 0  # computed by the head, in chunks
+        return output if is_loss else self.loss_function(output, self._select_targets(batch)), batch.num_tokens
+
+    def _select_targets(self, batch: Batch) -> Tensor:
+        """Return the targets of the positions that this rank reads, int64 [b, t]."""
         targets = batch.targets
-        if len(self.positions) < targets.shape[1]:
-            targets = targets[:, torch.tensor(self.positions, device=targets.device)]
-        return self.loss_function(output, targets), batch.num_tokens
+        if len(self.positions) == targets.shape[1]:
+            return targets
+        return targets[:, torch.tensor(self.positions, device=targets.device)]
 
 
 @dataclass

@@ -56,6 +56,7 @@ EXECUTION: Mapping[str, Options] = {
         "elastic": ("train.deterministic=elastic",),
     },
     "offload": {"": (), "offload": ("parallel.offload=cpu",), "offload to disk": ("parallel.offload=disk",)},
+    "loss": {"": (), "loss in chunks": ("train.loss_chunks=3",)},
     "buckets": {"": (), "small buckets": ("parallel.bucket_mib=1",)},
     "state": {"": (), "verified state": ("fault.keep_verified_state=true", "fault.replica_check_interval=1")},
 }

@@ -1,0 +1,128 @@
+"""Cross entropy of a vocabulary that may be sharded over ranks, and of logits that are never all in memory.
+
+The loss of a chunk of positions and the gradients of its inputs are computed before the next chunk (Hsu et al. 2024,
+arXiv 2410.10989). The backward pass only multiplies these gradients by that of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raytrain_hpc.model.autocast import cast_for_autocast
+
+IGNORE_INDEX = -100  # of targets outside the loss
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of the vocabulary on this rank, and reductions over the ranks that have the others, in place."""
+
+    rows: range
+    all_reduce_max: Callable[[Tensor], Tensor]
+    all_reduce: Callable[[Tensor], Tensor]
+
+
+@dataclass
+class CrossEntropy:
+    """Cross entropy [...] of logits [..., rows] and what its gradient needs. `probabilities`: [..., rows], of softmax.
+
+    `column`: of the target, int64 [..., 1]; `is_local`: the target is on this rank; `is_valid`: it is in the loss.
+    """
+
+    loss: Tensor
+    probabilities: Tensor
+    column: Tensor
+    is_local: Tensor
+    is_valid: Tensor
+
+    def compute_grad(self, grad_loss: Tensor | float) -> Tensor:
+        """Return the gradient [..., rows] of the logits for that of the sum of losses. Overwrites the probabilities."""
+        grad_logits = self.probabilities
+        if grad_logits.shape[-1]:
+            grad_logits.scatter_add_(-1, self.column, -self.is_local.to(grad_logits.dtype).unsqueeze(-1))
+        return grad_logits.mul_((grad_loss * self.is_valid.to(grad_logits.dtype)).unsqueeze(-1))
+
+
+def compute_cross_entropy(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> CrossEntropy:
+    """Compute the cross entropy of logits [..., rows] in fp32 or fp64 and targets int64 [...]; 0 at IGNORE_INDEX.
+
+    `shard`: of the vocabulary, None: the logits have all of it.
+    """
+    is_valid = targets != IGNORE_INDEX
+    rows = range(logits.shape[-1]) if shard is None else shard.rows
+    local_max = logits.amax(dim=-1) if len(rows) else logits.new_full(logits.shape[:-1], -math.inf)
+    max_logit = local_max if shard is None else shard.all_reduce_max(local_max)
+    exponentials = (logits - max_logit.unsqueeze(-1)).exp_()
+    is_local = (targets >= rows.start) & (targets < rows.stop)
+    column = ((targets - rows.start) * is_local).unsqueeze(-1)
+    target_logit = logits.gather(-1, column).squeeze(-1) * is_local if len(rows) else torch.zeros_like(max_logit)
+    total = exponentials.sum(dim=-1)
+    if shard is not None:  # one collective for both sums
+        total, target_logit = shard.all_reduce(torch.stack((total, target_logit))).unbind()
+    loss = (total.log() + max_logit - target_logit) * is_valid
+    return CrossEntropy(loss, exponentials.div_(total.unsqueeze(-1)), column, is_local, is_valid)
+
+
+def compute_chunked_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, shard: VocabularyShard | None
+) -> Tensor:
+    """Compute the cross entropy of the logits x @ weight.T, summed over targets other than IGNORE_INDEX: a scalar.
+
+    x: [b, t, hidden_size]; weight: [rows, hidden_size], of `shard` if the vocabulary is sharded; targets: int64 [b, t].
+    The positions are split into `num_chunks` parts. Losses are computed in fp64 if x is, else in fp32.
+    """
+    x, compute_weight = cast_for_autocast(x), cast_for_autocast(weight)
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), compute_weight, targets.flatten(), num_chunks, shard, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_chunks: int,
+        shard: VocabularyShard | None,
+        is_training: bool,
+    ) -> Tensor:
+        wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        needs_x, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
+        total = x.new_zeros((), dtype=wide_dtype)
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=wide_dtype) if needs_weight else None
+        size = max(1, -(-len(x) // num_chunks))
+        for start in range(0, len(x), size):
+            part, part_targets = x[start : start + size], targets[start : start + size]
+            entropy = compute_cross_entropy(F.linear(part, weight).to(wide_dtype), part_targets, shard)
+            total += entropy.loss.sum()
+            if grad_x is None and grad_weight is None:
+                continue
+            grad_logits = entropy.compute_grad(1.0).to(x.dtype)
+            if grad_x is not None:
+                torch.mm(grad_logits, weight, out=grad_x[start : start + size])
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ part
+            del entropy, grad_logits  # before the next chunk is allocated
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        grad_x, grad_weight = ctx.saved_tensors
+        if grad_x is not None:
+            grad_x = grad_x * gradients[0].to(grad_x.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * gradients[0].to(grad_weight.dtype)).to(ctx.weight_dtype)
+        return grad_x, grad_weight, None, None, None, None
