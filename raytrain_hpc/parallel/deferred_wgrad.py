@@ -42,6 +42,10 @@ class WeightGradStore:
         product: Tensor = _DeferredLinear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return product
 
+    def linear_forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Compute the output of a layer and defer the gradient of its weight."""
+        return self.linear(x, layer.weight, layer.bias)
+
     def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         """Compute `model.moe.grouped_linear` and defer the gradient of the weight."""
         sizes = sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -54,15 +58,11 @@ class WeightGradStore:
         """Defer the weight gradients of linear layers, experts and submodules with a `product` attribute, in place."""
         for submodule in module.modules():
             if type(submodule) is nn.Linear and submodule.weight is not None:  # else its tiles compute the product
-                submodule.forward = partial(_linear_forward, self, submodule)  # type: ignore[method-assign]
+                submodule.forward = partial(self.linear_forward, submodule)  # type: ignore[method-assign]
             elif hasattr(submodule, "product"):
                 submodule.product = self.linear  # type: ignore[assignment]
             elif isinstance(submodule, Experts) and submodule.grouped_linear is grouped_linear:
                 submodule.grouped_linear = self.grouped_linear
-
-
-def _linear_forward(store: WeightGradStore, layer: nn.Linear, x: Tensor) -> Tensor:
-    return store.linear(x, layer.weight, layer.bias)
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_a_clone_of_nanogpt_is_run_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "model.py").unlink()
     with pytest.raises(RunFailedError, match=r"no model.py there"), launch_nanogpt(tmp_path, threads=1):
         pass
+
+
+def test_rows_of_gpu_speed_run_on_a_tiny_model(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_speed.py", "--dry-run", "--out", str(tmp_path / "out.jsonl")]
+    command += ["--rows", "*4 loss chunks"]
+    for _ in range(2):  # the second time, the row is there already
+        run_process(command, {"OMP_NUM_THREADS": "1"})
+    (result,) = read_jsonl(tmp_path / "out.jsonl")
+    assert result["row"].endswith("4 loss chunks") and "error" not in result
+    assert result["tokens_per_sec"] > 0 and result["product_share"] > 0 and result["attention_kernels"]
 
 
 @pytest.mark.parametrize("words", [["step", "--against", "nanogpt"], ["data", "--against", "nanogpt=x"]])
