@@ -42,6 +42,13 @@ sdpa_efficient = _aten._scaled_dot_product_efficient_attention
 sdpa_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 sdpa_cudnn = _aten._scaled_dot_product_cudnn_attention
 
+# A product of two float8 matrices with one scale each: [m, k] and the transpose of [n, k]. The public
+# `torch.nn.functional.scaled_mm` takes the same operands, but not in 2.11. All versions.
+scaled_mm = torch._scaled_mm
+scaled_mm_op = _aten._scaled_mm.default
+# A view that autograd does not take for one, as `F.linear` returns. FSDP2 warns about others. All versions.
+unsafe_view = _aten._unsafe_view.default
+
 
 def ignore_profiler_ops_in_recomputation() -> None:
     """Make selective activation checkpointing ignore profiler ops, process-wide.

@@ -37,6 +37,22 @@ def test_foreach_operations_equal_those_of_each_tensor() -> None:
     assert all(torch.equal(copy, 3.0 * x) for copy, x in zip(copies, tensors, strict=True))
 
 
+def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
+    """On CPUs. `scaled_mm_op` is the operation that selective activation checkpointing sees."""
+    torch.manual_seed(1)
+    a, b = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 48))
+    scales = torch.tensor(0.5), torch.tensor(4.0)
+    product = torch_private.scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    assert torch.equal(product, (2 * (a.double() @ b.double().t())).bfloat16())
+    assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
+
+
+def test_an_unsafe_view_is_no_view_for_autograd() -> None:
+    matrix = torch.arange(12.0).view(4, 3).clone()
+    viewed = torch_private.unsafe_view(matrix, [2, 2, 3])
+    assert not viewed._is_view() and viewed.data_ptr() == matrix.data_ptr() and viewed.shape == (2, 2, 3)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_functional_optimizers_equal_the_classes(name: str) -> None:
     weight, grad = torch.arange(1.0, 5.0), torch.full((4,), 0.5)

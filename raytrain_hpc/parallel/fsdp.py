@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config.schema import ParallelConfig
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
 from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, QuantizedTraffic
@@ -73,7 +74,7 @@ class FSDPSync:
         self._split_grads: dict[tuple[int, int], FSDPGrads] = {}  # of split passes, by stage and microbatch
         ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
-        if dtype == "bf16":
+        if computes_in_bf16(dtype):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard_fn = partial(_fully_shard, policy=policy, ignored=ignored, settings=settings)
         for module in modules.values():
