@@ -212,6 +212,22 @@ def test_fsdp_reduces_gradients_that_were_added_after_the_backward_pass(pool: Wa
     assert pool.call(add_deferred_gradient, 2) == [[1.0 + 2.0 + 2 * 10.0] * 2] * 2
 
 
+def list_shards(rank: int, rendezvous: Any) -> list[tuple[bool, str, int]]:
+    """Return the shards of the outer one of two FSDP2 modules: whether it is the owner, their names and sizes."""
+    from torch.distributed.fsdp import fully_shard
+
+    context = init_process_groups(rendezvous, rank, Layout(dp_shard=2, zero=3), CPU)
+    assert context.mesh is not None
+    outer = nn.Sequential(nn.Linear(4, 3), nn.Linear(2, 2))
+    for module in (outer[1], outer):
+        fully_shard(module, mesh=context.mesh)
+    return [(owner is outer[0], name, length) for owner, name, length in torch_private.list_fsdp_shards(outer)]
+
+
+def test_fsdp_gathers_padded_shards_in_this_order(pool: WarmPool) -> None:
+    assert pool.call(list_shards, 2) == [[(True, "weight", 2 * 4), (True, "bias", 2)]] * 2
+
+
 def locate_shards(rank: int, rendezvous: Any) -> tuple[Any, Any, bool]:
     """Return the boxes of a shard and of a strided shard, and whether a mesh is freed once DTensor's caches are."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -46,26 +46,32 @@ class Float8Tensor(NamedTuple):
     factor: Tensor
 
 
-def compute_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest powers of two, fp32, whose products with magnitudes `amax` are representable in `dtype`.
+def compute_scales(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the scales and the factors that undo them, both fp32, of tensors with the largest magnitudes `amax`.
 
-    `amax`: finite magnitudes; of others, the result is undefined.
+    A scale is the largest power of two whose product with the magnitude is representable in `dtype`. The factor is NaN
+    if the magnitude is not finite. This is not left to the cast: some turn infinity into the largest float8 number.
     """
     ratio = torch.finfo(dtype).max / amax.float().clamp(min=_MIN_AMAX)
-    return (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    scale = (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return scale, torch.where(amax.isfinite(), scale.reciprocal(), torch.nan)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Float8Tensor:
     """Round x to bf16, and that to a float8 dtype with a scale of its own.
 
-    `amax`: its largest magnitude, if that is known. The scale is applied before x is rounded to bf16, which gives the
-    same numbers. Nothing has to be clamped, see `compute_scale`. If a number is not finite, all are NaN.
+    `amax`: its largest magnitude, if that is known. If a number is not finite, all are NaN.
     """
-    amax = find_amax(x) if amax is None else amax
-    scale = compute_scale(amax, dtype)
-    # Not left to the cast: some turn infinity into the largest float8 number.
-    factor = torch.where(amax.isfinite(), scale.reciprocal(), torch.nan)
-    return Float8Tensor((x * scale).to(_WIDE).to(dtype), factor)
+    scale, factor = compute_scales(find_amax(x) if amax is None else amax, dtype)
+    return Float8Tensor(cast_scaled(x, scale, dtype), factor)
+
+
+def cast_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x, rounded to bf16, times `scale` in a float8 dtype. Nothing has to be clamped, see `compute_scales`.
+
+    Scaled before it is rounded to bf16, which gives the same numbers.
+    """
+    return (x * scale).to(_WIDE).to(dtype)
 
 
 def find_amax(x: Tensor) -> Tensor:

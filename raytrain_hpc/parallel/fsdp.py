@@ -27,6 +27,7 @@ from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
+from raytrain_hpc.parallel.float8_all_gather import apply_float8_all_gather
 from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, QuantizedTraffic
 from raytrain_hpc.parallel.reduction_order import ReductionOrders
 from raytrain_hpc.parallel.source_gradients import SourceGradients
@@ -86,6 +87,9 @@ class FSDPSync:
         }
         self.quantized_traffic = QuantizedTraffic()
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
+        if dtype == "float8" and settings.quantize not in ("weights", "both"):
+            for fsdp_module in _iter_fsdp_modules(modules.values()):
+                apply_float8_all_gather(fsdp_module, mesh.size(-1), self.quantized_traffic)
         if reduction_orders is None:
             return
         make_dense = partial(DeterministicReduceScatter, self._cursor, reduction_orders.dense, replica_group)

@@ -269,9 +269,10 @@ class CostModel:
 
     def _estimate_dp_s(self, choice: LayoutChoice, rank_parameters: RankParameters, pass_cost: _PassCost) -> float:
         """Estimate the communication of gradients and weights between data-parallel ranks that is not overlapped."""
-        layout = choice.layout
+        layout, dense, stride = choice.layout, rank_parameters.dense, choice.layout.cp * choice.layout.tp
+        gathered_bytes = comm_volume.compute_gathered_bytes(self._workload, dense, layout.tp)
         seconds = self._estimate_dp_collectives_s(
-            choice, rank_parameters.dense, layout.dp_shard, layout.num_state_replicas, layout.cp * layout.tp
+            choice, dense, gathered_bytes, layout.dp_shard, layout.num_state_replicas, stride
         )
         if rank_parameters.experts:
             sizes = (
@@ -279,9 +280,10 @@ class CostModel:
                 if layout.ep > 1
                 else {"dp_shard": layout.dp_shard, "copies": layout.num_state_replicas}
             )
-            stride = layout.tp * layout.ep
+            experts, stride = rank_parameters.experts, layout.tp * layout.ep
+            gathered_bytes = experts * self._workload.compute_itemsize
             seconds += self._estimate_dp_collectives_s(
-                choice, rank_parameters.experts, sizes["dp_shard"], sizes["copies"], stride
+                choice, experts, gathered_bytes, sizes["dp_shard"], sizes["copies"], stride
             )
         window = pass_cost.backward if layout.zero < 2 else choice.microbatches_per_rank * pass_cost.backward
         if layout.zero == 3:
@@ -289,13 +291,14 @@ class CostModel:
         return seconds - self._calibration.gradients_hidden * min(seconds, window)
 
     def _estimate_dp_collectives_s(
-        self, choice: LayoutChoice, parameters: int, shards: int, copies: int, stride: int
+        self, choice: LayoutChoice, parameters: int, gathered_bytes: float, shards: int, copies: int, stride: int
     ) -> float:
         """Estimate the collectives per step for `parameters` parameters of a rank, over its shards and its copies.
 
         Gradients have the itemsize of the state. ZeRO-1 reduce-scatters gradients and all-gathers weights once per
         step. ZeRO-2 reduce-scatters in every microbatch, and ZeRO-3 also all-gathers twice in each (Rajbhandari et al.
-        2020, arXiv 1910.02054). `stride`: distance in ranks between adjacent shards.
+        2020, arXiv 1910.02054). `gathered_bytes`: of all parameters together. `stride`: distance in ranks between
+        adjacent shards.
         """
         workload, machine, microbatches, zero = (
             self._workload,
@@ -311,7 +314,7 @@ class CostModel:
                 "gather", sharded_parameters * workload.state_itemsize, shards, ranks_per_node
             )
             gather = machine.estimate_collective_s(
-                "gather", sharded_parameters * workload.compute_itemsize, shards, ranks_per_node
+                "gather", gathered_bytes * (shards - 1) / shards, shards, ranks_per_node
             )
             seconds += scatter * (microbatches if zero >= 2 else 1) + gather * (2 * microbatches if zero == 3 else 1)
         if copies > 1:

@@ -139,7 +139,8 @@ def _estimate_rank(
     ):
         totals[3] += _count_head_elements(workload, layout.tp) * workload.compute_itemsize
     if layout.zero == 3 and layout.dp_shard > 1:  # the unit in use, the prefetched one, and a gradient to reduce
-        totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + state_itemsize)
+        message_itemsize = 1 if workload.dtype == "float8" else 0  # gathered before it is converted to bf16
+        totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + message_itemsize + state_itemsize)
     weight_bytes, gradient_bytes, moment_bytes, copy_bytes = (int(total) for total in totals)
     return MemoryFootprint(
         weight_bytes, gradient_bytes, moment_bytes, copy_bytes, int(activation_bytes), int(working_bytes)

@@ -13,8 +13,10 @@ from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.observability.peak_flops import get_peak_tflops
 from raytrain_hpc.planner.activation_memory import compute_layer_bytes_per_token
+from raytrain_hpc.planner.comm_volume import compute_gathered_bytes
 from raytrain_hpc.planner.hardware_defaults import has_float8
 from raytrain_hpc.planner.topology import Node, Topology
+from raytrain_hpc.planner.workload import Workload
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.float8_support import list_without_float8
 from tests.model_specs import make_model_spec
@@ -81,6 +83,18 @@ def test_a_plan_expects_faster_products_and_less_memory() -> None:
     assert float8["memory_gib"] < bf16["memory_gib"]
     with pytest.raises(ConfigError, match=r"a100: no float8 products.*use bf16"):
         plan_best("train.dtype=float8", device="a100")
+
+
+def test_gathered_weights_of_layers_take_one_byte() -> None:
+    spec = make_model_spec("model.tie_embeddings=false", seq_len=64)
+    workloads = [
+        Workload(spec, 64, 8, dtype, float8_head=is_narrow)
+        for dtype, is_narrow in (("bf16", False), ("float8", False), ("float8", True))
+    ]
+    dense, table = 100_000, 65 * 32
+    sizes = [compute_gathered_bytes(workload, dense, tp=1) for workload in workloads]
+    assert sizes == [2 * dense, dense + 2 * table, dense + table]
+    assert compute_gathered_bytes(workloads[1], table, tp=1) == 2 * table, "a stage with the embedding alone"
 
 
 @pytest.mark.parametrize("words", [["model.activation=gelu"], ["model.activation=swiglu"]])
