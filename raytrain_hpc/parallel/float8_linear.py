@@ -13,6 +13,7 @@ of the other orders are transposed copies, of one byte per element.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,11 +37,13 @@ _EXPONENT_BITS = 0x7F800000  # of a positive fp32 number
 
 _MARK = "computes_in_float8"  # attribute of modules
 
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+
 _log = logging.getLogger(__name__)
 
 
 class Float8Tensor(NamedTuple):
-    """A quantized tensor: `data` in a float8 dtype, times `factor` (fp32, no dimensions)."""
+    """A quantized tensor: `data`, contiguous in a float8 dtype, times `factor` (fp32, no dimensions)."""
 
     data: Tensor
     factor: Tensor
@@ -63,7 +66,7 @@ def quantize(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Float
     `amax`: its largest magnitude, if that is known. If a number is not finite, all are NaN.
     """
     scale, factor = compute_scales(find_amax(x) if amax is None else amax, dtype)
-    return Float8Tensor(cast_scaled(x, scale, dtype), factor)
+    return Float8Tensor(cast_scaled(x, scale, dtype).contiguous(), factor)
 
 
 def cast_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,15 +176,15 @@ class _Float8Linear(torch.autograd.Function):
 def apply_float8(decoder: Decoder, *, include_head: bool, defers_wgrad: bool) -> None:
     """Compute the linear layers qkv, out, gate, up and down of a decoder in float8, in place, and mark them.
 
-    Layers with a size that SIZE_MULTIPLE does not divide stay in bf16; a line of the log names them. `include_head`:
+    Layers with a size that SIZE_MULTIPLE does not divide stay in bf16; one warning names them. `include_head`:
     also the output head. `defers_wgrad`: the pipeline schedule splits backward passes, so the head is not padded. Call
     when shards, adapters and tiles are in place, before weight gradients are deferred.
     """
-    refused = []
+    refused: dict[str, None] = {}  # without duplicates, in order
     for name, layer, num_rows, num_columns in _iter_layers(decoder, include_head=include_head):
         is_padded = isinstance(layer, Head) and not defers_wgrad
         if num_columns % SIZE_MULTIPLE or (num_rows % SIZE_MULTIPLE and not is_padded):
-            refused.append(f"{name} [{num_rows}, {num_columns}]")
+            refused[f"{_LAYER.sub('*', name)} [{num_rows}, {num_columns}]"] = None
             continue
         setattr(layer, _MARK, True)
         if isinstance(layer, nn.Linear):
@@ -189,7 +192,9 @@ def apply_float8(decoder: Decoder, *, include_head: bool, defers_wgrad: bool) ->
         else:
             layer.product = partial(compute_logits, product=float8_linear) if is_padded else float8_linear  # type: ignore[assignment]
     if refused:
-        _log.info("in bf16, since %d does not divide their sizes: %s", SIZE_MULTIPLE, ", ".join(refused))
+        _log.warning(
+            "train.dtype=float8: in bf16, since %d does not divide their sizes: %s", SIZE_MULTIPLE, ", ".join(refused)
+        )
 
 
 def is_float8(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ def train(rank: int, rendezvous: Any, spec: Any, is_plain: bool) -> tuple[list[t
 def test_results_are_those_of_weights_that_travel_in_bf16(pool: WarmPool, layout: str) -> None:
     config = make_small_config(None, *WORDS, *LAYOUTS[layout])
     world_size = int(config.cluster.workers)
-    spec = make_worker_spec(config, world_size, steps_to=3)
+    spec = make_worker_spec(config, world_size, steps_to=2)
     plain, narrow = (pool.call(train, world_size, spec, is_plain) for is_plain in (True, False))
     assert [results for results, _ in narrow] == [results for results, _ in plain]
     assert all(sent == 0 for _, sent in plain) and all(sent > 0 for _, sent in narrow)
