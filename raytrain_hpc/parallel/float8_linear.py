@@ -88,13 +88,18 @@ def multiply(a: Float8Tensor, b: Float8Tensor, *, fast_accumulation: bool = Fals
     On CPU, where sizes are arbitrary, the exact product of the rounded values is rounded once, for tests: it is slow.
     `fast_accumulation`: sum with less than fp32 precision where the GPU can.
     """
-    if a.data.is_cuda:
+    if _has_kernel(a.data):
         product: Tensor = scaled_mm(
             a.data, b.data.t(), a.factor, b.factor, out_dtype=_WIDE, use_fast_accum=fast_accumulation
         )
         return product
     # In fp64, which autocast does not change, and in which sums of so narrow values are nearly always exact.
     return ((a.data.double() @ b.data.double().t()) * (a.factor.double() * b.factor.double())).to(_WIDE)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Return whether the device of x multiplies in float8. CPUs have the operation too, but round in their own way."""
+    return x.is_cuda
 
 
 def transpose(x: Float8Tensor, *, multiple: int = 1) -> Float8Tensor:

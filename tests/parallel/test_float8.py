@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from raytrain_hpc import torch_private
 from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.parallel import float8_linear as float8_module
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.float8_linear import apply_float8, float8_linear, is_float8
 from tests.model_specs import make_model_spec
@@ -48,9 +51,26 @@ def make_operands(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     return x.bfloat16(), weight.bfloat16(), torch.randn(48).bfloat16(), (torch.randn(rows, 48) * 1e-3).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [32, 45])
-def test_products_equal_those_of_independently_rounded_operands(rows: int) -> None:
-    """Bit for bit: sums of so narrow numbers are exact in fp64, and the result is rounded to bf16 once."""
+def multiply_as_on_gpus(a: torch.Tensor, b: torch.Tensor, *factors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Multiply float8 matrices in the only order and the sizes that cuBLAS has, with one fp32 scale each."""
+    assert a.is_contiguous() and b.t().is_contiguous()
+    assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+    assert [(factor.dtype, factor.numel()) for factor in factors] == [(torch.float32, 1)] * 2
+    assert (a.dtype, b.dtype) != (torch.float8_e5m2, torch.float8_e5m2)
+    assert options["use_fast_accum"] is (a.dtype == torch.float8_e4m3fn), "in the forward pass alone"
+    return torch_private.scaled_mm(a, b, *factors, **options)
+
+
+@pytest.mark.parametrize(("rows", "has_kernel"), [(32, False), (45, False), (45, True)])
+def test_products_equal_those_of_independently_rounded_operands(
+    rows: int, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: sums of so narrow numbers are exact in fp64, and the result is rounded to bf16 once.
+
+    `has_kernel`: with torch's operation, as on GPUs, whose requirements are checked. Sums are exact in its fp32, too.
+    """
+    monkeypatch.setattr(float8_module, "_has_kernel", lambda x: has_kernel)
+    monkeypatch.setattr(float8_module, "scaled_mm", multiply_as_on_gpus)
     x, weight, bias, grad = make_operands(rows)
     leaves = [tensor.float().requires_grad_() for tensor in (x, weight, bias)]
     output = float8_linear(leaves[0].unflatten(0, (-1, rows // 4 if rows == 32 else 15)), leaves[1], leaves[2])
