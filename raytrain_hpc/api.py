@@ -287,7 +287,7 @@ def plan(
 
         running_cluster = inspect_running_cluster(config)
         return plan_cluster(running_cluster, load_calibration(running_cluster.device.name))
-    wants_gpus = nodes or gpus_per_node or config.cluster.device == "cuda" or config.train.dtype == "bf16"
+    wants_gpus = nodes or gpus_per_node or config.cluster.device == "cuda" or config.train.dtype in ("bf16", "float8")
     device_name = device or ("h100" if wants_gpus and config.cluster.device != "cpu" else "cpu")
     if nodes is None and gpus_per_node is None:
         world_size = workers or get_min_world_size(config)

@@ -45,6 +45,13 @@ sdpa_efficient = _aten._scaled_dot_product_efficient_attention
 sdpa_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 sdpa_cudnn = _aten._scaled_dot_product_cudnn_attention
 
+# A product of two float8 matrices with one scale each: [m, k] and the transpose of [n, k]. The public
+# `torch.nn.functional.scaled_mm` takes the same operands, but not in 2.11. All versions.
+scaled_mm = torch._scaled_mm
+scaled_mm_op = _aten._scaled_mm.default
+# A view that autograd does not take for one, as `F.linear` returns. FSDP2 warns about others. All versions.
+unsafe_view = _aten._unsafe_view.default
+
 
 def ignore_profiler_ops_in_recomputation() -> None:
     """Make selective activation checkpointing ignore profiler ops, process-wide.
@@ -162,6 +169,19 @@ def end_fsdp_backward(root: FSDPModule) -> None:
     open: 2.15 refuses the call after a last pass. `_root_post_backward_final_callback`: all versions.
     """
     _get_fsdp_state(root)._root_post_backward_final_callback()
+
+
+def list_fsdp_shards(module: FSDPModule) -> list[tuple[nn.Module, str, int]]:
+    """Return owner, name and number of elements of each shard, with padding, in the order in which FSDP2 gathers them.
+
+    Without the parameters of FSDP2 modules inside. `_module_info`, `padded_sharded_param_size`: all versions.
+    """
+    return [
+        (info.module, info.param_name, parameter.padded_sharded_param_size.numel())
+        for group in _get_fsdp_param_groups(_get_fsdp_state(module))
+        for parameter in group.fsdp_params
+        for info in (parameter._module_info,)
+    ]
 
 
 def _get_fsdp_state(module: FSDPModule) -> Any:

@@ -37,6 +37,22 @@ def test_foreach_operations_equal_those_of_each_tensor() -> None:
     assert all(torch.equal(copy, 3.0 * x) for copy, x in zip(copies, tensors, strict=True))
 
 
+def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
+    """On CPUs. `scaled_mm_op` is the operation that selective activation checkpointing sees."""
+    torch.manual_seed(1)
+    a, b = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 48))
+    scales = torch.tensor(0.5), torch.tensor(4.0)
+    product = torch_private.scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    assert torch.equal(product, (2 * (a.double() @ b.double().t())).bfloat16())
+    assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
+
+
+def test_an_unsafe_view_is_no_view_for_autograd() -> None:
+    matrix = torch.arange(12.0).view(4, 3).clone()
+    viewed = torch_private.unsafe_view(matrix, [2, 2, 3])
+    assert not viewed._is_view() and viewed.data_ptr() == matrix.data_ptr() and viewed.shape == (2, 2, 3)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_functional_optimizers_equal_the_classes(name: str) -> None:
     weight, grad = torch.arange(1.0, 5.0), torch.full((4,), 0.5)
@@ -194,6 +210,22 @@ def add_deferred_gradient(rank: int, rendezvous: Any) -> list[float]:
 
 def test_fsdp_reduces_gradients_that_were_added_after_the_backward_pass(pool: WarmPool) -> None:
     assert pool.call(add_deferred_gradient, 2) == [[1.0 + 2.0 + 2 * 10.0] * 2] * 2
+
+
+def list_shards(rank: int, rendezvous: Any) -> list[tuple[bool, str, int]]:
+    """Return the shards of the outer one of two FSDP2 modules: whether it is the owner, their names and sizes."""
+    from torch.distributed.fsdp import fully_shard
+
+    context = init_process_groups(rendezvous, rank, Layout(dp_shard=2, zero=3), CPU)
+    assert context.mesh is not None
+    outer = nn.Sequential(nn.Linear(4, 3), nn.Linear(2, 2))
+    for module in (outer[1], outer):
+        fully_shard(module, mesh=context.mesh)
+    return [(owner is outer[0], name, length) for owner, name, length in torch_private.list_fsdp_shards(outer)]
+
+
+def test_fsdp_gathers_padded_shards_in_this_order(pool: WarmPool) -> None:
+    assert pool.call(list_shards, 2) == [[(True, "weight", 2 * 4), (True, "bias", 2)]] * 2
 
 
 def locate_shards(rank: int, rendezvous: Any) -> tuple[Any, Any, bool]:

@@ -81,6 +81,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "clip_grad": "train.max_grad_norm",
     "bf16": "train.dtype=bf16",
     "fp16": "train.dtype=bf16",
+    "fp8": "train.dtype=float8",
     "precision": "train.dtype",
     "mixed_precision": "train.dtype",
     "gradient_checkpointing": "parallel.activation_checkpointing=full",

@@ -10,6 +10,11 @@ from raytrain_hpc.config.field import AUTO, Auto, Section, key
 OPTIMIZER_NAMES = ("adamw", "sgd", "muon")  # all other names are paths of classes
 
 
+def computes_in_bf16(dtype: str) -> bool:
+    """Return whether a `train.dtype` has weights in fp32 and all products in bf16, or in float8 those that can be."""
+    return dtype in ("bf16", "float8")
+
+
 @dataclass
 class CallbackConfig(Section):
     """A callback."""
@@ -33,11 +38,14 @@ class TrainConfig(Section):
         "lifetime of a run.",
         minimum=1,
     )
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = key(
+    dtype: Literal["auto", "fp32", "bf16", "float8", "fp64"] = key(
         AUTO,
-        "Compute type. bf16 keeps weights, optimizer state and gradient reduction in fp32; auto: bf16 on accelerators "
-        "that have it, else fp32. A run keeps the type that it started with.",
+        "Compute type. bf16 keeps weights, optimizer state and gradient reduction in fp32; float8: bf16, but the "
+        "products of the built-in decoder's qkv, out, gate, up and down in float8 with one scale per tensor, on GPUs "
+        "from compute capability 8.9 on; auto: bf16 on accelerators that have it, else fp32. A run keeps the type that "
+        "it started with.",
     )
+    float8_head: bool = key(False, "With dtype=float8: also the product of the output head.")
     deterministic: bool | Literal["elastic"] = key(
         False,
         "true: deterministic kernels, so that a layout gives the same bits in every run; elastic: also a fixed order "

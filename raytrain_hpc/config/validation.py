@@ -128,6 +128,8 @@ def _check_train(config: Config) -> None:
         divisor = _find_nearest_divisor(t.global_batch_size, int(t.micro_batch_size))
         remedy = f"must divide train.global_batch_size={t.global_batch_size}; {divisor} would"
         raise _make_error(config, "train.micro_batch_size", remedy)
+    if t.float8_head and t.dtype != "float8":
+        raise _make_error(config, "train.float8_head", "needs train.dtype=float8; set that, or this to false")
 
 
 def _check_optimizer(config: Config) -> None:

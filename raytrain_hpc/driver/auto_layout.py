@@ -16,7 +16,7 @@ from raytrain_hpc.elastic.recovery import get_min_workers
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.planner.explain import describe_fit, explain_estimate
 from raytrain_hpc.planner.hardware import Machine, make_machine
-from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
+from raytrain_hpc.planner.hardware_defaults import check_float8, resolve_compile, resolve_dtype
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.measured_links import load_calibration, load_links
 from raytrain_hpc.planner.remedies import suggest_remedies
@@ -36,6 +36,8 @@ def resolve_for_backend(
     workers is lowered to the largest legal one. Raises LayoutError if no layout is legal, as `resolve_auto_layout`.
     """
     wanted = backend.world_size
+    if prepared.config.train.dtype == "float8" and backend.cluster.device == "cpu":
+        print_line("train.dtype=float8 is emulated on CPUs: slow, for tests")
     try:
         resolved = resolve_auto_layout(prepared, wanted, backend.cluster, print_line)
         resolved.resolve_layout(wanted)
@@ -73,10 +75,11 @@ def resolve_auto_layout(
 
     These are `train.dtype` and `train.compile`, settings of the layout that are `auto` or a list and, on accelerators,
     the parallel axes that are not set. The chosen layout and its expected step time are printed. Raises LayoutError if
-    no layout is legal, and ConfigError if other settings do not fit the chosen one.
+    no layout is legal, and ConfigError if other settings do not fit the chosen one or a device lacks float8.
     """
     has_accelerator = cluster.device == "cuda"
     config = copy(resolve_dtype(prepared.config, has_bf16=cluster.has_bf16))
+    check_float8(config, cluster.without_float8)
     free_settings = list_free_settings(replace(prepared, config=config), cluster)
     if prepared.custom is not None:  # train.compile=auto compiles the built-in decoder only
         config = resolve_compile(config, has_accelerator=False)

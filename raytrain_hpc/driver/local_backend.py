@@ -21,6 +21,7 @@ from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.factory import build_rank_trainer
+from raytrain_hpc.training.float8_support import list_without_float8
 from raytrain_hpc.worker.host_info import describe_process
 
 _NODE_ID = "local"
@@ -117,7 +118,8 @@ class LocalBackend:
         self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
         device_name = find_device_preset(torch.cuda.get_device_name(self._device)) if use_cuda else ""
         has_bf16 = use_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        self.cluster = Topology((Node(_NODE_ID, "127.0.0.1", 1),), self._device.type, device_name, has_bf16)
+        nodes, without_float8 = (Node(_NODE_ID, "127.0.0.1", 1),), list_without_float8(self._device)
+        self.cluster = Topology(nodes, self._device.type, device_name, has_bf16, without_float8)
 
     def create_worker_group(self, config: Config) -> LocalWorkerGroup:
         """Create the worker group of one rank."""

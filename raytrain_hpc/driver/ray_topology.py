@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,6 +19,7 @@ DEFAULT_CPU_WORKERS = 2
 
 
 _WITHOUT_BF16 = {"K80", "P4", "P100", "T4", "V100"}  # Ray's names of GPUs older than Ampere
+_WITHOUT_FLOAT8 = re.compile(r"K80|P4|P100|T4|V100|A10G|A100(-\d+G)?|AMD-.*")  # and of Ampere, and of other formats
 
 
 def read_topology(config: Config) -> Topology:
@@ -49,7 +52,13 @@ def read_topology(config: Config) -> Topology:
         device,
         find_device_preset(accelerators[0]) if len(accelerators) == 1 else "",
         has_bf16=device == "cuda" and not _WITHOUT_BF16 & set(accelerators),
+        without_float8=find_without_float8(accelerators) if device == "cuda" else (),
     )
+
+
+def find_without_float8(accelerators: Sequence[str]) -> tuple[str, ...]:
+    """Return those of Ray's names of accelerators that are known not to compute in float8."""
+    return tuple(name for name in accelerators if _WITHOUT_FLOAT8.fullmatch(name))
 
 
 def _list_accelerators(nodes: list[dict[str, Any]]) -> list[str]:

@@ -324,6 +324,9 @@ def _check_data_parallel(config: Config, custom: CustomModel | Script) -> None:
         raise LayoutError(
             key, rank, config.origin(key), "LoRA adapts the layers of the built-in decoder; set it to 0 and adapt yours"
         )
+    if config.train.dtype == "float8":
+        key, remedy = "train.dtype", "float8 is for the layers of the built-in decoder; use bf16"
+        raise ConfigError(key, config.train.dtype, config.origin(key), remedy)
     if tile := config.parallel.tile_mib:
         key = "parallel.tile_mib"
         raise LayoutError(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain_hpc.config.model_spec import VOCAB_SIZE_MULTIPLE
 from raytrain_hpc.model.autocast import cast_for_autocast
 
 IGNORE_INDEX = -100  # of targets outside the loss
@@ -70,19 +71,44 @@ def compute_cross_entropy(logits: Tensor, targets: Tensor, shard: VocabularyShar
     return CrossEntropy(loss, exponentials.div_(total.unsqueeze(-1)), column, is_local, is_valid)
 
 
-def compute_chunked_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, shard: VocabularyShard | None
-) -> Tensor:
-    """Compute the cross entropy of the logits x @ weight.T, summed over targets other than IGNORE_INDEX: a scalar.
+class LogitProducts:
+    """The matrix products of an output head: logits, and the gradients of its input and weight."""
 
-    x: [b, t, hidden_size]; weight: [rows, hidden_size], of `shard` if the vocabulary is sharded; targets: int64 [b, t].
-    The positions are split into `num_chunks` parts. Losses are computed in fp64 if x is, else in fp32.
+    def compute_logits(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        """Return x [n, hidden_size] @ weight.T, [n, rows], and what the gradient of the weight needs of x."""
+        return F.linear(x, weight), x
+
+    def compute_grads(
+        self, grad_logits: Tensor, saved: Any, weight: Tensor, needs: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and of the weight, as far as `needs` asks for them."""
+        return grad_logits @ weight if needs[0] else None, grad_logits.t() @ saved if needs[1] else None
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Cross entropy of a head, `num_chunks` parts of the positions one after the other.
+
+    `shard`: of the vocabulary, None: all rows are on this rank.
     """
-    x, compute_weight = cast_for_autocast(x), cast_for_autocast(weight)
-    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), compute_weight, targets.flatten(), num_chunks, shard, torch.is_grad_enabled()
-    )
-    return loss
+
+    num_chunks: int
+    shard: VocabularyShard | None = None
+    products: LogitProducts = field(default_factory=LogitProducts)
+
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy of x @ weight.T, summed over targets other than IGNORE_INDEX: a scalar.
+
+        x: [b, t, hidden_size]; weight: [rows, hidden_size]; targets: int64 [b, t]. Losses are computed in fp64 if x is,
+        else in fp32.
+        """
+        x, padded, num_rows = cast_for_autocast(x), cast_for_autocast(weight), len(weight)
+        if x.is_cuda and num_rows % VOCAB_SIZE_MULTIPLE:  # the product is faster
+            padded = F.pad(padded, (0, 0, 0, -num_rows % VOCAB_SIZE_MULTIPLE))
+        loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, -2), padded, targets.flatten(), self, num_rows, torch.is_grad_enabled()
+        )
+        return loss
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -92,28 +118,32 @@ class _ChunkedLoss(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        num_chunks: int,
-        shard: VocabularyShard | None,
+        settings: ChunkedLoss,
+        num_rows: int,
         is_training: bool,
     ) -> Tensor:
         wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        needs_x, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
+        needs_x, needs_weight = (bool(is_training and needed) for needed in ctx.needs_input_grad[:2])
         total = x.new_zeros((), dtype=wide_dtype)
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight, dtype=wide_dtype) if needs_weight else None
-        size = max(1, -(-len(x) // num_chunks))
+        size = max(1, -(-len(x) // settings.num_chunks))
         for start in range(0, len(x), size):
             part, part_targets = x[start : start + size], targets[start : start + size]
-            entropy = compute_cross_entropy(F.linear(part, weight).to(wide_dtype), part_targets, shard)
+            logits, saved = settings.products.compute_logits(part, weight)
+            entropy = compute_cross_entropy(logits[:, :num_rows].to(wide_dtype), part_targets, settings.shard)
+            del logits
             total += entropy.loss.sum()
-            if grad_x is None and grad_weight is None:
+            if not (needs_x or needs_weight):
                 continue
             grad_logits = entropy.compute_grad(1.0).to(x.dtype)
-            if grad_x is not None:
-                torch.mm(grad_logits, weight, out=grad_x[start : start + size])
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ part
-            del entropy, grad_logits  # before the next chunk is allocated
+            grad_logits = F.pad(grad_logits, (0, len(weight) - num_rows)) if len(weight) > num_rows else grad_logits
+            grads = settings.products.compute_grads(grad_logits, saved, weight, (needs_x, needs_weight))
+            if grad_x is not None and grads[0] is not None:
+                grad_x[start : start + size] = grads[0]
+            if grad_weight is not None and grads[1] is not None:
+                grad_weight += grads[1]
+            del entropy, grad_logits, grads, saved  # before the next chunk is allocated
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raytrain_hpc.config.model_spec import VOCAB_SIZE_MULTIPLE, ModelSpec
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.autocast import cast_for_autocast
-from raytrain_hpc.model.cross_entropy import IGNORE_INDEX, VocabularyShard, compute_chunked_loss
+from raytrain_hpc.model.cross_entropy import IGNORE_INDEX, ChunkedLoss
 from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.state.keyed_rng import fold_in, keyed_dropout
 
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
         keys: int64 [b, t] from `state.keyed_rng.derive_position_keys`, None: no dropout. positions: int64 [t] or [b,
         t], in the sequence; default: 0..t-1. documents: int64 [b, seq_len], index of the document within a packed
         sequence; attention is restricted to documents. None: one document per sequence. loss_weight: see `moe.Router`.
-        targets: int64 [b, t]; with them, the result is the sum of losses if `head.loss_chunks` is more than 1. Raises
+        targets: int64 [b, t]; with them, the result is the sum of losses if `head.chunked_loss` is set. Raises
         ModelError if t exceeds the number of learned positions.
         """
         if not self.training:
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return x
         table = None if self.embedding is None else self.embedding.weight
-        output: Tensor = self.head(self.norm(x), table, targets if self.head.loss_chunks > 1 else None)
+        output: Tensor = self.head(self.norm(x), table, targets)
         return output
 
     def _embed(self, embedding: nn.Module, tokens: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
@@ -110,33 +110,33 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.product: Callable[[Tensor, Tensor], Tensor] = compute_logits
-        self.loss_chunks = 1  # parts of the positions whose logits are in memory one after the other; 1: no loss here
-        self.vocabulary_shard: VocabularyShard | None = None  # None: all rows are on this rank
+        self.chunked_loss: ChunkedLoss | None = None  # computes the loss from x; None: the head returns logits
 
     def forward(self, x: Tensor, table: Tensor | None, targets: Tensor | None = None) -> Tensor:
         """Return logits [b, t, vocab_size] of normalized x [b, t, hidden_size]. table: the embedding, if tied.
 
-        targets: int64 [b, t]; with them, return the sum of losses instead, a scalar, in `loss_chunks` chunks.
+        targets: int64 [b, t]; with them and `chunked_loss`, return the sum of losses instead, a scalar.
         """
         weight = table if self.weight is None else self.weight
         if weight is None:
             raise ModelError("a tied head needs the embedding table")
-        if targets is None:
+        if targets is None or self.chunked_loss is None:
             return self.product(x, weight)
-        return compute_chunked_loss(x, weight, targets, self.loss_chunks, self.vocabulary_shard)
+        return self.chunked_loss(x, weight, targets)
 
 
-def compute_logits(x: Tensor, table: Tensor) -> Tensor:
+def compute_logits(x: Tensor, table: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """Compute logits [..., rows] of x [..., hidden_size] and table [rows, hidden_size].
 
     On a GPU the table is padded with zero rows to a multiple of VOCAB_SIZE_MULTIPLE. Without padding, a GPT-2 step with
-    50,257 rows takes 1.5 times as long.
+    50,257 rows takes 1.5 times as long. `product`: computes the logits; default: `F.linear`.
     """
+    product = F.linear if product is None else product
     rows = table.shape[0]
     padding = -rows % VOCAB_SIZE_MULTIPLE if x.is_cuda else 0
     if not padding:
-        return F.linear(x, table)
-    return F.linear(x, F.pad(cast_for_autocast(table), (0, 0, 0, padding)))[..., :rows]
+        return product(x, table)
+    return product(x, F.pad(cast_for_autocast(table), (0, 0, 0, padding)))[..., :rows]
 
 
 def _make_embedding(rows: int, width: int) -> nn.Embedding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.planner.hardware import DEVICES
 
 # Device names as drivers report them, with the planner's preset. Only whole devices of the preset's form factor: PCIe
@@ -21,9 +22,10 @@ _PRESETS_BY_NAME: tuple[tuple[str, str], ...] = (
 def get_peak_tflops(device_name: str, dtype: str) -> float | None:
     """Return the dense peak of a device in TFLOP/s, by the name that its driver reports and a `train.dtype`.
 
-    None if it is unknown: a CPU, another device, or a dtype other than bf16.
+    That of float8 is that of bf16, so that the utilization of both can be compared. None if it is unknown: a CPU,
+    another device, fp32 or fp64.
     """
-    if dtype != "bf16":
+    if not computes_in_bf16(dtype):
         return None
     for pattern, preset in _PRESETS_BY_NAME:
         if re.search(pattern, device_name, re.IGNORECASE):

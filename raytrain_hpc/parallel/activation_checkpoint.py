@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 
 from raytrain_hpc.torch_private import (
     ignore_profiler_ops_in_recomputation,
+    scaled_mm_op,
     sdpa_cpu,
     sdpa_cudnn,
     sdpa_efficient,
@@ -59,6 +60,7 @@ def _get_expensive_ops() -> set[Any]:
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        scaled_mm_op,
         sdpa_flash.default,
         sdpa_cpu.default,
         sdpa_efficient.default,

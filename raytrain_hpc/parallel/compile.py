@@ -25,6 +25,7 @@ def prepare_compile(axes: Mapping[str, Axis], store: WeightGradStore) -> None:
 
     set_axes(axes)
     store.linear = _exclude(store.linear)  # type: ignore[method-assign]
+    store.float8_linear = _exclude(store.float8_linear)  # type: ignore[method-assign]
     # Else the compiler would compile that function too, again for each layer, up to its limit.
     store.linear_forward = _exclude(store.linear_forward)  # type: ignore[method-assign]
     store.grouped_linear = _exclude(store.grouped_linear)  # type: ignore[method-assign]

@@ -16,6 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.model.moe import Experts, GroupSizes, compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.parallel.float8_linear import (
+    Float8Tensor,
+    compute_input_grad,
+    compute_output,
+    compute_weight_grad,
+    float8_linear,
+    is_float8,
+    quantize_grad,
+    quantize_input,
+    restore_shape,
+)
 
 WeightGradFn = Callable[[], None]
 
@@ -37,14 +48,22 @@ class WeightGradStore:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `F.linear` and defer the gradient of the weight if it is a trainable leaf tensor."""
-        if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
+        if not _is_trainable_leaf(weight):
             return F.linear(x, weight, bias)
         product: Tensor = _DeferredLinear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return product
 
+    def float8_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute `parallel.float8_linear.float8_linear` and defer the gradient of a weight like `linear`."""
+        if not _is_trainable_leaf(weight):
+            return float8_linear(x, weight, bias)
+        product: Tensor = _DeferredFloat8Linear.apply(x, weight, self)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias.to(product.dtype)
+
     def linear_forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Compute the output of a layer and defer the gradient of its weight."""
-        return self.linear(x, layer.weight, layer.bias)
+        linear = self.float8_linear if is_float8(layer) else self.linear
+        return linear(x, layer.weight, layer.bias)
 
     def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         """Compute `model.moe.grouped_linear` and defer the gradient of the weight."""
@@ -60,9 +79,13 @@ class WeightGradStore:
             if type(submodule) is nn.Linear and submodule.weight is not None:  # else its tiles compute the product
                 submodule.forward = partial(self.linear_forward, submodule)  # type: ignore[method-assign]
             elif hasattr(submodule, "product"):
-                submodule.product = self.linear  # type: ignore[assignment]
+                submodule.product = self.float8_linear if is_float8(submodule) else self.linear  # type: ignore[assignment]
             elif isinstance(submodule, Experts) and submodule.grouped_linear is grouped_linear:
                 submodule.grouped_linear = self.grouped_linear
+
+
+def _is_trainable_leaf(weight: Tensor) -> bool:
+    return torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -85,6 +108,21 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.store.put(partial(_add_weight_grad, ctx.weight, grad_out, x))
         grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return (grad_out @ ctx.weight.to(compute_dtype)).to(input_dtype), None, grad_bias, None
+
+
+class _DeferredFloat8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradStore) -> Tensor:
+        quantized = quantize_input(x)
+        ctx.dtype, ctx.store, ctx.weight = x.dtype, store, weight  # as in _DeferredLinear
+        ctx.save_for_backward(*quantized)
+        return restore_shape(compute_output(quantized, weight), x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        grad_out = quantize_grad(gradients[0])
+        ctx.store.put(partial(_add_float8_weight_grad, ctx.weight, grad_out, Float8Tensor(*ctx.saved_tensors)))
+        return restore_shape(compute_input_grad(grad_out, ctx.weight), gradients[0]).to(ctx.dtype), None, None
 
 
 class _DeferredGroupedLinear(torch.autograd.Function):
@@ -111,6 +149,11 @@ class _DeferredGroupedLinear(torch.autograd.Function):
 @torch.no_grad()
 def _add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
     _accumulate(weight, grad_out.flatten(0, -2).t() @ x.flatten(0, -2))
+
+
+@torch.no_grad()
+def _add_float8_weight_grad(weight: Tensor, grad_out: Float8Tensor, x: Float8Tensor) -> None:
+    _accumulate(weight, compute_weight_grad(grad_out, x))
 
 
 @torch.no_grad()

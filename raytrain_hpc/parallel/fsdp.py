@@ -24,8 +24,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config.schema import ParallelConfig
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
+from raytrain_hpc.parallel.float8_all_gather import apply_float8_all_gather
 from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, QuantizedTraffic
 from raytrain_hpc.parallel.reduction_order import ReductionOrders
 from raytrain_hpc.parallel.source_gradients import SourceGradients
@@ -73,7 +75,7 @@ class FSDPSync:
         self._split_grads: dict[tuple[int, int], FSDPGrads] = {}  # of split passes, by stage and microbatch
         ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
-        if dtype == "bf16":
+        if computes_in_bf16(dtype):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard_fn = partial(_fully_shard, policy=policy, ignored=ignored, settings=settings)
         for module in modules.values():
@@ -85,6 +87,9 @@ class FSDPSync:
         }
         self.quantized_traffic = QuantizedTraffic()
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
+        if dtype == "float8" and settings.quantize not in ("weights", "both"):
+            for fsdp_module in _iter_fsdp_modules(modules.values()):
+                apply_float8_all_gather(fsdp_module, mesh.size(-1), self.quantized_traffic)
         if reduction_orders is None:
             return
         make = partial(DeterministicReduceScatter, self._cursor, once_per_step=settings.zero == 1)

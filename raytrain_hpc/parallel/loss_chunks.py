@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from raytrain_hpc.model.cross_entropy import ChunkedLoss
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.vocab_parallel import make_vocabulary_shard
@@ -15,8 +16,7 @@ def apply_loss_chunks(decoder: Decoder, num_chunks: int, axes: Mapping[str, Axis
     A tiled head returns logits: each tile of its weight is gathered once, for all positions.
     """
     head = decoder.head
-    if head is None or hasattr(head, "tiles"):
+    if head is None or num_chunks == 1 or hasattr(head, "tiles"):
         return
-    head.loss_chunks = num_chunks
-    if "tp" in axes:
-        head.vocabulary_shard = make_vocabulary_shard(axes["tp"], decoder.spec.vocab_size)
+    shard = make_vocabulary_shard(axes["tp"], decoder.spec.vocab_size) if "tp" in axes else None
+    head.chunked_loss = ChunkedLoss(num_chunks, shard)

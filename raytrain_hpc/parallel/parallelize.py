@@ -1,16 +1,17 @@
 """Parallelization of a model: the one place that fixes the order in which dimensions and features are applied.
 
 The caller has split the model into pipeline stages (training/model_builder.py). Each stage of a rank goes through, in
-this order, 1 to 5 for Decoders only:
+this order, 1 to 6 for Decoders only:
 
 1. expert parallelism, and tensor parallelism of the channels of experts
 2. tensor parallelism (of other modules: by a plan, module_plan.py)
 3. context parallelism, and attention within documents
 4. LoRA
 5. tiling, and the loss in chunks
-6. frozen parameters (optimizer.groups)
-7. activation checkpointing and compile: outside of checkpointing, unless a block is split into several graphs
-8. deferred weight gradients
+6. float8 products
+7. frozen parameters (optimizer.groups)
+8. activation checkpointing and compile: outside of checkpointing, unless a block is split into several graphs
+9. deferred weight gradients
 
 Then data parallelism is applied to all stages of the rank together.
 """
@@ -39,6 +40,7 @@ from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.document_attention import apply_document_attention
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
+from raytrain_hpc.parallel.float8_linear import apply_float8
 from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.loss_chunks import apply_loss_chunks
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
@@ -127,11 +129,11 @@ def parallelize(
 ) -> ParallelModel:
     """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
-    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 8 do nothing for an
-    axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA and
-    tiling need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan. Parameters
-    on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger than a
-    device is never whole in memory.
+    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 9 do nothing for an
+    axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA, tiling
+    and float8 need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan.
+    Parameters on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger
+    than a device is never whole in memory.
 
     `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
     sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
@@ -177,7 +179,7 @@ def _shard_stage(
     shard_specs: dict[str, ShardSpec],
     partial_grads: list[str],
 ) -> dict[str, ShardSpec]:
-    """Apply steps 1 to 5 to a stage. Return the shard specs so far with its own; append to `partial_grads`."""
+    """Apply steps 1 to 6 to a stage. Return the shard specs so far with its own; append to `partial_grads`."""
     if not isinstance(module, Decoder):
         return shard_specs | apply_module_plan(module, plan, axes, partial_grads)
     seq_len = config.train.seq_len
@@ -192,13 +194,15 @@ def _shard_stage(
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
     shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
     apply_loss_chunks(module, config.train.loss_chunks, axes)
+    if config.train.dtype == "float8":
+        apply_float8(module, include_head=config.train.float8_head, defers_wgrad=_defers_wgrad(layout))
     return shard_specs
 
 
 def _apply_checkpointing_and_compile(
     module: nn.Module, units: Sequence[nn.Module], config: Config, layout: Layout, *, keyed_randomness: bool
 ) -> None:
-    """Apply step 7 to the units of a stage."""
+    """Apply step 8 to the units of a stage."""
     is_compiled = config.train.compile is True
     is_split = is_compiled and (not make_traceable(module) or _defers_wgrad(layout))
     if is_split:
@@ -219,6 +223,7 @@ def describe_parallelism(config: Config, layout: Layout) -> list[str]:
         f"context parallelism over {layout.cp} ranks, {layout.ulysses} of them by Ulysses": layout.cp > 1,
         f"LoRA of rank {lora.rank}": lora.rank > 0,
         f"tiling into about {tile_elements} elements": tile_elements > 0,
+        "float8 products of linear layers" + " and the head" * train.float8_head: train.dtype == "float8",
         f"activation checkpointing: {settings.activation_checkpointing}": settings.activation_checkpointing != "none",
         "deferred weight gradients": _defers_wgrad(layout),
         "compile": train.compile is True,

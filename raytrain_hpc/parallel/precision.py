@@ -6,24 +6,25 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.planner.layout import Layout
 
 
 def get_param_dtype(dtype: str) -> torch.dtype:
-    """Return the dtype in which parameters are stored: bf16 runs store fp32."""
+    """Return the dtype in which parameters are stored: bf16 and float8 runs store fp32."""
     return torch.float64 if dtype == "fp64" else torch.float32
 
 
 def get_compute_itemsize(dtype: str) -> int:
-    """Return the bytes of one element in a matrix product."""
-    return 2 if dtype == "bf16" else get_param_dtype(dtype).itemsize
+    """Return the bytes of one element in a matrix product that is not in float8."""
+    return 2 if computes_in_bf16(dtype) else get_param_dtype(dtype).itemsize
 
 
 def get_residual_dtype(dtype: str, layout: Layout) -> torch.dtype:
     """Return the dtype of the residual stream between pipeline stages: autocast leaves it in fp32, FSDP2 does not."""
-    return torch.bfloat16 if dtype == "bf16" and layout.dp_shard > 1 else get_param_dtype(dtype)
+    return torch.bfloat16 if computes_in_bf16(dtype) and layout.dp_shard > 1 else get_param_dtype(dtype)
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context for a forward pass: bf16 compute with fp32 weights, or no change for the other dtypes."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bf16")
+    """Return the context for a forward pass: bf16 compute with fp32 weights, or no change for fp32 and fp64."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=computes_in_bf16(dtype))

@@ -66,7 +66,9 @@ class QuantizedTraffic:
     bytes: int = 0
 
 
-class _QuantizedComm:
+class QuantizedComm:
+    """A custom collective of FSDP2 that counts the bytes that it sends."""
+
     def __init__(self, traffic: QuantizedTraffic):
         self._traffic = traffic
 
@@ -75,7 +77,7 @@ class _QuantizedComm:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class QuantizedAllGather(_QuantizedComm):
+class QuantizedAllGather(QuantizedComm):
     """A custom all-gather of weights for FSDP2."""
 
     def __call__(
@@ -91,7 +93,7 @@ class QuantizedAllGather(_QuantizedComm):
         output_tensor.view(num_ranks, -1).copy_(values)
 
 
-class QuantizedReduceScatter(_QuantizedComm):
+class QuantizedReduceScatter(QuantizedComm):
     """A custom reduce-scatter of gradients for FSDP2: an all-to-all of quantized shards and a local sum in fp32."""
 
     def __call__(

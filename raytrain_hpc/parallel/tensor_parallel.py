@@ -152,17 +152,29 @@ class ReplicatedKVLinear(nn.Module):
         self.num_kv_heads = len(self._kv_head_indices) if self.is_grouped else len(kv_heads)
         self.q = nn.Linear(width, len(local_heads) * head_dim, bias=bias)
         self.kv = nn.Linear(width, 2 * attention.num_kv_heads * head_dim, bias=bias)
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear  # of keys and values
+
+    @property
+    def num_kv_rows(self) -> int:
+        """Number of rows of `kv` that are used."""
+        return 2 * len(self._kv_head_indices) * self._head_dim
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [b, t, (heads + 2 kv_heads) * head_dim] of x [b, t, hidden_size], in the order of `Attention.qkv`."""
-        return torch.cat((self.q(x), self.project_kv(x, self.kv.weight, self.kv.bias)), dim=-1)
+        return torch.cat((self.q(x), self.project_kv(x, self.kv.weight, self.kv.bias, self.product)), dim=-1)
 
-    def project_kv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def project_kv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+    ) -> Tensor:
         """Return the keys and values that local query heads use. `weight`, `bias`: rows of all keys and values."""
         kv_shape = (2, self._num_kv_heads, self._head_dim)
         weight = weight.view(*kv_shape, -1)[:, self._kv_head_indices].flatten(0, 2)
         bias = None if bias is None else bias.view(kv_shape)[:, self._kv_head_indices].flatten()
-        kv = F.linear(x, weight, bias)
+        kv = product(x, weight, bias)
         if self._kv_index is None:
             return kv
         return kv.view(*kv.shape[:-1], 2, len(self._kv_head_indices), self._head_dim)[..., self._kv_index, :].flatten(

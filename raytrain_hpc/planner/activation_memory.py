@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from raytrain_hpc.config.model_spec import ModelSpec
+from raytrain_hpc.config.training_config import computes_in_bf16
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -27,25 +28,41 @@ def compute_layer_bytes_per_token(
     4. Norms are taken to be fused in bf16, as they are on a GPU: they keep only their input, and the next product keeps
     the cast output. Compiled blocks keep less. Their norms are fused in all dtypes, and they recompute queries and keys
     before rotary embedding, the output of the activation, and the output of the last product.
+
+    Float8 is bf16, except that the inputs of its products are kept quantized, in one byte: the norms' outputs, again
+    for each up projection unless compiled; the attention output, which attention keeps too; and the last product's.
     """
     residual_itemsize = 8 if dtype == "fp64" else 4
-    matmul_itemsize = 2 if dtype == "bf16" else residual_itemsize
+    matmul_itemsize = 2 if computes_in_bf16(dtype) else residual_itemsize
+    is_float8 = dtype == "float8"
     h, a, kv = spec.hidden_size, spec.attention_size, spec.kv_size
     if recompute == "full":
         return residual_itemsize * h / tp
     feed_forward = _compute_feed_forward_bytes(
         spec, tp, residual_itemsize, matmul_itemsize, recompute == "selective", compiled
     )
+    if is_float8 and recompute == "none":
+        feed_forward -= (spec.shared_expert_size if spec.num_experts else spec.ffn_size) / tp
     if recompute == "selective":
         outputs = a + 2 * kv + a  # queries, keys, values; attention
         # The second term: outputs of row-parallel products before their sum.
         return (residual_itemsize * h + matmul_itemsize * outputs) / tp + matmul_itemsize * h + feed_forward
-    fused = dtype == "bf16" or compiled
-    norms = residual_itemsize * h * (4 if spec.norm == "rmsnorm" and not fused else 2) / tp + matmul_itemsize * h * 2
+    fused = computes_in_bf16(dtype) or compiled
+    norms = residual_itemsize * h * (4 if spec.norm == "rmsnorm" and not fused else 2) / tp
+    norms += _compute_float8_input_bytes(spec, tp, compiled) if is_float8 else matmul_itemsize * h * 2
     attention = a + 2 * kv + a + (a + kv if spec.position_embedding == "rotary" and not compiled else 0)
     attention += (a + kv) * ((spec.norm == "rmsnorm" and not fused) + (not compiled)) if spec.qk_norm else 0
     masks = 2 * h if spec.dropout else 0
     return norms + (matmul_itemsize * attention + masks) / tp + feed_forward
+
+
+def _compute_float8_input_bytes(spec: ModelSpec, tp: int, compiled: bool) -> float:
+    """Return the bytes of the inputs of all products but the last, per token. Those of experts stay in bf16."""
+    num_up, h = 1 if compiled else spec.num_ffn_matrices - 1, spec.hidden_size
+    inputs = h + spec.attention_size / tp
+    if not spec.num_experts:
+        return inputs + num_up * h
+    return inputs + 2 * h + (num_up * h if spec.shared_expert_size else 0)
 
 
 def _compute_feed_forward_bytes(

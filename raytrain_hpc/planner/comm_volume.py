@@ -37,6 +37,18 @@ def compute_pp_bytes(workload: Workload, tokens: float, tp: int) -> float:
     return tokens * workload.spec.hidden_size / tp * workload.compute_itemsize
 
 
+def compute_gathered_bytes(workload: Workload, dense_parameters: int, tp: int) -> float:
+    """Return the bytes of a rank's dense parameters as ZeRO all-gathers them: those of float8 products take one each.
+
+    The rank is taken to have the embedding, and the head if that has weights of its own, in bf16.
+    """
+    if workload.dtype != "float8":
+        return dense_parameters * workload.compute_itemsize
+    spec = workload.spec
+    num_tables = 1 if spec.tie_embeddings or workload.float8_head else 2
+    return min(2.0 * dense_parameters, dense_parameters + num_tables * spec.vocab_size * spec.hidden_size / tp)
+
+
 def compute_bytes_by_axis(workload: Workload, layout: Layout, batching: Batching) -> dict[str, float]:
     """Return the bytes that a rank sends per step to the next rank along each mesh axis, with ring collectives.
 
@@ -47,9 +59,9 @@ def compute_bytes_by_axis(workload: Workload, layout: Layout, batching: Batching
     rank_parameters = count_max_rank_parameters(workload.spec, layout, workload.seq_len)
     parameters, shards = rank_parameters.dense + rank_parameters.experts, layout.dp_shard
     scatters, gathers = (microbatches if layout.zero >= 2 else 1), (2 * microbatches if layout.zero == 3 else 1)
-    sharded_bytes = (
-        parameters * (shards - 1) / shards * (scatters * workload.state_itemsize + gathers * workload.compute_itemsize)
-    )
+    gathered_bytes = compute_gathered_bytes(workload, rank_parameters.dense, layout.tp)
+    gathered_bytes += rank_parameters.experts * workload.compute_itemsize
+    sharded_bytes = (scatters * parameters * workload.state_itemsize + gathers * gathered_bytes) * (shards - 1) / shards
     reduced_bytes = 2 * parameters / shards * workload.state_itemsize * (layout.dp_replicate - 1) / layout.dp_replicate
     per_layer_pass = 2 * compute_ulysses_bytes(workload, tokens, layout.tp, layout.ulysses) + 3 * (
         ring_size - 1

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.planner import comm_volume
 from raytrain_hpc.planner.activation_memory import Recompute, compute_layer_bytes_per_token
 from raytrain_hpc.planner.calibration import Calibration
@@ -24,6 +25,10 @@ _HALF_EFFICIENCY_WIDTH = 50.0
 # Per logit in bf16: cast to fp32 (6), softmax (8), gradient in place (8), cast back (6).
 _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
+# Bytes moved to quantize, per element: of an input (cast 3, transposed copy 2; the largest magnitude is found as it is
+# written), of an output's gradient (also read once, 2), of a weight (largest magnitude 4, cast 5, each in both passes,
+# transposed copy 2). For Llama 1B on an H100 that is 43 ms per step of 32,768 tokens; a prototype took 31 (RESULTS.md).
+_FLOAT8_INPUT_BYTES, _FLOAT8_GRADIENT_BYTES, _FLOAT8_WEIGHT_BYTES = 5, 7, 20
 _COMPILE_SPEEDUP = 1.18  # of matrix products in compiled blocks (RESULTS.md)
 _MAX_EFFICIENCY = 0.9  # upper limit of the fraction of the peak, for any calibration
 _HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps
@@ -76,7 +81,7 @@ class CostModel:
     def __init__(self, workload: Workload, machine: Machine, calibration: Calibration):
         self._workload, self._machine, self._calibration = workload, machine, calibration
         device = machine.device
-        self._peak_flops = (device.tflops if workload.dtype == "bf16" else device.exact_tflops) * 1e12
+        self._peak_flops = (device.tflops if computes_in_bf16(workload.dtype) else device.exact_tflops) * 1e12
         self._achieved_flops = self._peak_flops * min(
             _MAX_EFFICIENCY, calibration.efficiency * (_COMPILE_SPEEDUP if workload.compiled else 1.0)
         )
@@ -187,29 +192,36 @@ class CostModel:
             exposed_fraction * self._estimate_ep_s(tokens, tp, ep),
         )
 
-    def _iter_matmuls(self, tokens: float, tp: int) -> Iterator[tuple[float, float, float]]:
-        """Yield (rows, inputs, outputs) of a layer's matrix products on a rank, equal ones merged along rows."""
-        spec = self._workload.spec
+    def _iter_matmuls(self, tokens: float, tp: int) -> Iterator[tuple[float, float, float, bool]]:
+        """Yield (rows, inputs, outputs, is_float8) of a layer's products on a rank, equal ones merged along rows."""
+        spec, is_float8 = self._workload.spec, self._workload.dtype == "float8"
         h, ups = spec.hidden_size, spec.num_ffn_matrices - 1
-        yield tokens, h, (spec.attention_size + 2 * spec.kv_size) / tp
-        yield tokens, spec.attention_size / tp, h
-        widths = [(tokens, spec.shared_expert_size if spec.num_experts else spec.ffn_size)]
+        yield tokens, h, (spec.attention_size + 2 * spec.kv_size) / tp, is_float8
+        yield tokens, spec.attention_size / tp, h, is_float8
+        widths = [(tokens, spec.shared_expert_size if spec.num_experts else spec.ffn_size, is_float8)]
         if spec.num_experts:
-            widths.append((tokens * spec.experts_per_token, spec.ffn_size))
-        for rows, width in widths:
+            widths.append((tokens * spec.experts_per_token, spec.ffn_size, False))
+        for rows, width, is_narrow in widths:
             if width:
-                yield rows, h, ups * width / tp
-                yield rows, width / tp, h
+                yield rows, h, ups * width / tp, is_narrow
+                yield rows, width / tp, h, is_narrow
 
-    def _estimate_matmul_s(self, rows: float, inputs: float, outputs: float) -> float:
-        narrowest = min(rows, inputs, outputs)
-        return 2 * rows * inputs * outputs / (self._achieved_flops * narrowest / (narrowest + _HALF_EFFICIENCY_WIDTH))
+    def _estimate_matmul_s(self, rows: float, inputs: float, outputs: float, is_float8: bool) -> float:
+        """Estimate one of the three products of a linear layer, with a third of the quantization of all three."""
+        narrowest, device = min(rows, inputs, outputs), self._machine.device
+        efficiency = narrowest / (narrowest + _HALF_EFFICIENCY_WIDTH)
+        seconds = 2 * rows * inputs * outputs / (self._achieved_flops * efficiency)
+        if not is_float8 or not device.float8_speedup:
+            return seconds
+        quantized_bytes = rows * (inputs * _FLOAT8_INPUT_BYTES + outputs * _FLOAT8_GRADIENT_BYTES)
+        quantized_bytes += inputs * outputs * _FLOAT8_WEIGHT_BYTES
+        return seconds / device.float8_speedup + quantized_bytes / 3 / (device.memory_gbs * 1e9)
 
     def _estimate_head_s(self, layout: Layout, size: int) -> float:
         """Estimate the seconds of head and loss, forward and backward."""
         spec, tokens = self._workload.spec, size * self._workload.seq_len / layout.cp
         rows = spec.vocab_size / layout.tp
-        matmul = self._estimate_matmul_s(tokens, spec.hidden_size, rows)
+        matmul = self._estimate_matmul_s(tokens, spec.hidden_size, rows, self._workload.float8_head)
         logit_bytes = _COMPILED_LOGIT_BYTES if self._workload.compiled else _LOGIT_BYTES
         return 3 * matmul + logit_bytes * tokens * rows / (self._machine.device.memory_gbs * 1e9)
 
@@ -257,9 +269,10 @@ class CostModel:
 
     def _estimate_dp_s(self, choice: LayoutChoice, rank_parameters: RankParameters, pass_cost: _PassCost) -> float:
         """Estimate the communication of gradients and weights between data-parallel ranks that is not overlapped."""
-        layout = choice.layout
+        layout, dense, stride = choice.layout, rank_parameters.dense, choice.layout.cp * choice.layout.tp
+        gathered_bytes = comm_volume.compute_gathered_bytes(self._workload, dense, layout.tp)
         seconds = self._estimate_dp_collectives_s(
-            choice, rank_parameters.dense, layout.dp_shard, layout.num_state_replicas, layout.cp * layout.tp
+            choice, dense, gathered_bytes, layout.dp_shard, layout.num_state_replicas, stride
         )
         if rank_parameters.experts:
             sizes = (
@@ -267,9 +280,10 @@ class CostModel:
                 if layout.ep > 1
                 else {"dp_shard": layout.dp_shard, "copies": layout.num_state_replicas}
             )
-            stride = layout.tp * layout.ep
+            experts, stride = rank_parameters.experts, layout.tp * layout.ep
+            gathered_bytes = experts * self._workload.compute_itemsize
             seconds += self._estimate_dp_collectives_s(
-                choice, rank_parameters.experts, sizes["dp_shard"], sizes["copies"], stride
+                choice, experts, gathered_bytes, sizes["dp_shard"], sizes["copies"], stride
             )
         window = pass_cost.backward if layout.zero < 2 else choice.microbatches_per_rank * pass_cost.backward
         if layout.zero == 3:
@@ -277,13 +291,14 @@ class CostModel:
         return seconds - self._calibration.gradients_hidden * min(seconds, window)
 
     def _estimate_dp_collectives_s(
-        self, choice: LayoutChoice, parameters: int, shards: int, copies: int, stride: int
+        self, choice: LayoutChoice, parameters: int, gathered_bytes: float, shards: int, copies: int, stride: int
     ) -> float:
         """Estimate the collectives per step for `parameters` parameters of a rank, over its shards and its copies.
 
         Gradients have the itemsize of the state. ZeRO-1 reduce-scatters gradients and all-gathers weights once per
         step. ZeRO-2 reduce-scatters in every microbatch, and ZeRO-3 also all-gathers twice in each (Rajbhandari et al.
-        2020, arXiv 1910.02054). `stride`: distance in ranks between adjacent shards.
+        2020, arXiv 1910.02054). `gathered_bytes`: of all parameters together. `stride`: distance in ranks between
+        adjacent shards.
         """
         workload, machine, microbatches, zero = (
             self._workload,
@@ -299,7 +314,7 @@ class CostModel:
                 "gather", sharded_parameters * workload.state_itemsize, shards, ranks_per_node
             )
             gather = machine.estimate_collective_s(
-                "gather", sharded_parameters * workload.compute_itemsize, shards, ranks_per_node
+                "gather", gathered_bytes * (shards - 1) / shards, shards, ranks_per_node
             )
             seconds += scatter * (microbatches if zero >= 2 else 1) + gather * (2 * microbatches if zero == 3 else 1)
         if copies > 1:

@@ -20,6 +20,7 @@ class Device:
     `tflops`: dense bf16 peak; `exact_tflops`: fp32 peak without TF32. `memory_gib`: memory usable by a process, of
     which `reserved_gib` go to its context, kernels and communication buffers. `memory_gbs`: memory bandwidth in GB/s.
     `inside`, `across`: names of the links that its nodes usually have, within a node and across nodes.
+    `float8_speedup`: peak of float8 products relative to bf16; 0: train.dtype=float8 does not run on it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Device:
     inside: str
     across: str
     reserved_gib: float = 3.0
+    float8_speedup: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ DEVICES = {
     device.name: device
     for device in (
         Device("a100", 312.0, 19.5, 80.0, 2039.0, "nvlink3", "infiniband-hdr"),
-        Device("h100", 989.0, 67.0, 79.1, 3350.0, "nvlink4", "infiniband-ndr"),
-        Device("h200", 989.0, 67.0, 141.0, 4800.0, "nvlink4", "infiniband-ndr"),
-        Device("b200", 2250.0, 75.0, 180.0, 8000.0, "nvlink5", "infiniband-ndr"),
+        Device("h100", 989.0, 67.0, 79.1, 3350.0, "nvlink4", "infiniband-ndr", float8_speedup=2.0),
+        Device("h200", 989.0, 67.0, 141.0, 4800.0, "nvlink4", "infiniband-ndr", float8_speedup=2.0),
+        Device("b200", 2250.0, 75.0, 180.0, 8000.0, "nvlink5", "infiniband-ndr", float8_speedup=2.0),
         Device("mi300x", 1307.0, 163.4, 192.0, 5300.0, "infinity-fabric", "infiniband-ndr"),
         Device("pvc", 420.0, 52.0, 128.0, 3276.0, "xe-link", "slingshot"),
         Device("cpu", 0.2, 0.1, 8.0, 15.0, "memory", "ethernet", 0.0),  # one core

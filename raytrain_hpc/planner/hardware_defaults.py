@@ -1,11 +1,15 @@
-"""Settings that depend on the hardware: `train.dtype=auto` and `train.compile=auto`."""
+"""Settings that depend on the hardware: `train.dtype=auto` and `train.compile=auto`, and where float8 is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.errors import ConfigError
+
+_MIN_FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
 def resolve_dtype(config: Config, *, has_bf16: bool) -> Config:
@@ -26,3 +30,15 @@ def resolve_compile(config: Config, *, has_accelerator: bool) -> Config:
     resolved.train = replace(config.train, compile=has_accelerator)
     resolved.origins = config.origins | {"train.compile": AUTO}
     return resolved
+
+
+def has_float8(capability: tuple[int, int], *, is_rocm: bool) -> bool:
+    """Return whether a GPU multiplies e4m3 and e5m2 numbers in the formats of NVIDIA, by its compute capability."""
+    return capability >= _MIN_FLOAT8_CAPABILITY and not is_rocm
+
+
+def check_float8(config: Config, without_float8: Sequence[str]) -> None:
+    """Raise ConfigError if `train.dtype=float8` and there are devices that do not compute in it, given by name."""
+    if config.train.dtype == "float8" and without_float8:
+        remedy = f"{', '.join(without_float8)}: no float8 products (NVIDIA, from compute capability 8.9 on); use bf16"
+        raise ConfigError("train.dtype", "float8", config.origin("train.dtype"), remedy)

@@ -114,27 +114,33 @@ def _estimate_rank(
     layout, state_itemsize, moments = choice.layout, workload.state_itemsize, 0 if workload.optimizer == "sgd" else 2
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
     totals = [0.0] * 4
-    for parameters, shards in ((rank_parameters.dense, layout.dp_shard), (rank_parameters.experts, expert_shards)):
+    # Autocast copies stay until the backward pass has used them. Float8 products, all dense ones but the head's,
+    # quantize their weights in both passes and keep no copy.
+    keeps_copies = workload.compute_itemsize < state_itemsize and choice.recompute == "none"
+    keeps_dense_copies = keeps_copies and workload.dtype != "float8"
+    for parameters, shards, has_copies in (
+        (rank_parameters.dense, layout.dp_shard, keeps_dense_copies),
+        (rank_parameters.experts, expert_shards, keeps_copies),
+    ):
         zero_stage = layout.zero if shards > 1 else 0
         totals[0] += parameters * state_itemsize / (shards if zero_stage else 1)
         totals[1] += parameters * state_itemsize / (shards if zero_stage >= 2 else 1)
         totals[2] += (
             parameters * state_itemsize * moments / (shards if zero_stage else 1) if choice.offload == "none" else 0
         )
-        # Weights gathered by ZeRO-1 and 2 stay for the step; autocast copies until the backward pass has used them.
-        if zero_stage in (1, 2) or (
-            workload.compute_itemsize < state_itemsize and zero_stage == 0 and choice.recompute == "none"
-        ):
+        if zero_stage in (1, 2) or (has_copies and zero_stage == 0):  # weights gathered by ZeRO stay for the step
             totals[3] += parameters * workload.compute_itemsize
     if (
         workload.compute_itemsize < state_itemsize
-        and choice.recompute != "none"
+        and not keeps_dense_copies
         and has_head
+        and not workload.float8_head
         and not (layout.zero and layout.dp_shard > 1)
     ):
         totals[3] += _count_head_elements(workload, layout.tp) * workload.compute_itemsize
     if layout.zero == 3 and layout.dp_shard > 1:  # the unit in use, the prefetched one, and a gradient to reduce
-        totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + state_itemsize)
+        message_itemsize = 1 if workload.dtype == "float8" else 0  # gathered before it is converted to bf16
+        totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + message_itemsize + state_itemsize)
     weight_bytes, gradient_bytes, moment_bytes, copy_bytes = (int(total) for total in totals)
     return MemoryFootprint(
         weight_bytes, gradient_bytes, moment_bytes, copy_bytes, int(activation_bytes), int(working_bytes)

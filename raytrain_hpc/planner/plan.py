@@ -13,7 +13,7 @@ from raytrain_hpc.planner.explain import describe_estimate, describe_fit, is_tig
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_token
 from raytrain_hpc.planner.goodput import COPY_BYTES_PER_S, estimate_goodput
 from raytrain_hpc.planner.hardware import Machine
-from raytrain_hpc.planner.hardware_defaults import resolve_dtype
+from raytrain_hpc.planner.hardware_defaults import check_float8, resolve_dtype
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
 from raytrain_hpc.planner.placement import Site, describe_placement, place_ranks
 from raytrain_hpc.planner.remedies import suggest_remedies
@@ -35,6 +35,7 @@ def make_plan(
     """Return everything that the `plan` command reports, as JSON values. See api.plan for the arguments."""
     has_accelerator = machine.device.name != "cpu"
     config = resolve_dtype(config, has_bf16=has_accelerator)
+    check_float8(config, [machine.device.name] if has_accelerator and not machine.device.float8_speedup else [])
     vocab_size = 256 if config.model.vocab_size == "auto" else None
     spec = resolve_model_spec(config.model, vocab_size=vocab_size, seq_len=config.train.seq_len)
     space = build_search_space(config, has_accelerator=has_accelerator)

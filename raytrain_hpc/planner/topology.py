@@ -24,6 +24,7 @@ class Topology:
     device: str  # "cuda" or "cpu"
     accelerator: str = ""  # device preset of the GPUs, empty if they differ or are unknown
     has_bf16: bool = False  # whether the slots are accelerators that compute in bf16
+    without_float8: tuple[str, ...] = ()  # names of its accelerators that are known not to compute in float8
 
     @property
     def ray_resource(self) -> str:

@@ -24,16 +24,17 @@ class Workload:
     spec: ModelSpec
     seq_len: int
     global_batch_size: int
-    dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
+    dtype: Literal["fp32", "bf16", "float8", "fp64"] = "bf16"
     optimizer: str = "adamw"
     compiled: bool = False
     bucket_bytes: int = 25 << 20
     loss_chunks: int = 1
+    float8_head: bool = False
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes per element of the compute dtype."""
-        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.dtype]
+        """Bytes per element of the compute dtype, outside of float8 products."""
+        return {"bf16": 2, "float8": 2, "fp32": 4, "fp64": 8}[self.dtype]
 
     @property
     def state_itemsize(self) -> int:
@@ -69,4 +70,5 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
         train.compile is True,
         bucket_bytes=config.parallel.bucket_mib << 20,
         loss_chunks=train.loss_chunks,
+        float8_head=train.float8_head,
     )

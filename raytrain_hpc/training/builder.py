@@ -27,6 +27,7 @@ from raytrain_hpc.optim.lr_scheduler import LearningRate
 from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
 from raytrain_hpc.optim.optimizer_class import check_optimizer_class
 from raytrain_hpc.parallel.parallelize import ParallelModel
+from raytrain_hpc.planner.hardware_defaults import check_float8
 from raytrain_hpc.planner.layout import find_first_rank
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -40,6 +41,7 @@ from raytrain_hpc.training.checkpointer import Checkpointer
 from raytrain_hpc.training.data_builder import Loader, build_evaluator, build_loader, list_eval_metrics, open_data
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.expert_bias import ExpertBias
+from raytrain_hpc.training.float8_support import list_without_float8
 from raytrain_hpc.training.loss_reduction import LossReducer
 from raytrain_hpc.training.model_builder import (
     build_forward_backward,
@@ -215,7 +217,9 @@ def configure_torch(config: Config, device: torch.device) -> None:
     """Set threads, determinism and device of this process. Call before any process group or tensor is created.
 
     Modules are imported first, because a module imported inside a generation would keep its process groups alive.
+    Raises ConfigError if the device lacks float8: the driver does not know every device by its name.
     """
+    check_float8(config, list_without_float8(device))
     preload_modules(config)
     torch.set_num_threads(config.cluster.cpu_threads)
     is_deterministic = config.train.deterministic is not False

@@ -96,7 +96,7 @@ def test_keys_values_recipes_and_files_are_completed(tmp_path: Path, monkeypatch
     assert complete("llama3_8b", incomplete="llama") == [], "one config file at a time"
     assert complete(incomplete="train.dtype=b") == ["train.dtype=bf16"], "zsh and fish keep the word whole"
     assert complete("train.dtype", "=", incomplete="b") == ["bf16"], "bash splits it at ="
-    assert complete("train.dtype", incomplete="") == ["auto", "fp32", "bf16", "fp64"], "bash, right behind ="
+    assert complete("train.dtype", incomplete="") == ["auto", "fp32", "bf16", "float8", "fp64"], "bash, right behind ="
     assert complete("train.dtype", "=", "bf16", incomplete="train.deter") == ["train.deterministic="]
     assert complete("parallel.tp", "=", incomplete="") == ["auto"]
     assert [item.value for item in complete_name("lora")] == ["lora", "lora.rank", "lora.alpha", "lora.target_modules"]

@@ -108,6 +108,7 @@ FORMER_AND_FOREIGN = {
     "max_grad_norm": "train.max_grad_norm",
     "clip_grad": "train.max_grad_norm",
     "bf16": "train.dtype=bf16",
+    "fp8": "train.dtype=float8",
     "precision": "train.dtype",
     "mixed_precision": "train.dtype",
     "gradient_checkpointing": "parallel.activation_checkpointing=full",
