@@ -77,7 +77,7 @@ def test_quick_tests_exist_need_no_ray_and_cover_every_package() -> None:
     packages = {path.name for path in TESTS.iterdir() if any(path.rglob("test_*.py"))}
     # The tests of these take processes, or imports of seconds.
     assert packages - {name.split("/")[0] for name in QUICK_TESTS} == {
-        *("bench", "examples", "huggingface", "runtime", "worker")
+        *("bench", "combinations", "examples", "huggingface", "runtime", "worker")
     }
 
 

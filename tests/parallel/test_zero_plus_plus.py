@@ -97,6 +97,7 @@ def test_quantized_training_is_repeatable_and_close_to_exact(pool: WarmPool) -> 
         (["parallel.zero=0", "parallel.quantize=both"], "needs parallel.zero=1, 2 or 3"),
         (["parallel.zero=2", "parallel.reshard_over=2"], "needs parallel.zero=3"),
         (["parallel.zero=3", "parallel.reshard_over=3"], "must divide dp_shard=4"),
+        (["parallel.zero=3", "parallel.reshard_over=2", "parallel.tp=2"], "torch forms its groups only if"),
     ],
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
