@@ -18,8 +18,8 @@ METRIC_KEYS = {
     "time/step_s": "Time from the end of the previous step to the end of this one on rank 0, without checkpoints and "
     "evaluations.",
     "time/data_s": "Part of time/step_s: waiting for data.",
-    "time/forward_s": "Part of time/step_s: forward passes of rank 0, including their communication. On a GPU, this and "
-    "the following parts are those of the step before, which are known without waiting for the device.",
+    "time/forward_s": "Part of time/step_s: forward passes of rank 0, including their communication. On a GPU, this "
+    "and the following parts are those of the step before, which are known without waiting for the device.",
     "time/backward_s": "Part of time/step_s: backward passes of rank 0, overlapped with gradient reductions.",
     "time/communication_s": "Part of time/step_s after the last backward pass: remaining reductions, sums over ranks, "
     "gradient norm.",
