@@ -18,15 +18,16 @@ Kernel = Callable[[Sequence[list[Tensor]]], None]
 def run_on_whole_vectors(kernel: Kernel, operands: Sequence[list[Tensor]]) -> None:
     """Call an element-wise kernel such that it processes every element in a whole vector.
 
-    `operands`: lists of equally many contiguous tensors, which the kernel changes in place. The ends of tensors are
-    copied into a tensor of whole vectors, filled up with zeros, and back.
+    `operands`: lists of equally many tensors, which the kernel changes in place: those at one index have the same
+    order of elements in memory, without gaps. The ends of tensors are copied into a tensor of whole vectors, filled up
+    with zeros, and back.
     """
     lengths = [tensor.numel() for tensor in operands[0]]
     ends = [index for index, length in enumerate(lengths) if length % _VECTOR_ELEMENTS]
     if not ends:
         kernel(operands)
         return
-    flat = [[tensor.view(-1) for tensor in tensors] for tensors in operands]
+    flat = [[tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors] for tensors in operands]
     whole = [length - length % _VECTOR_ELEMENTS for length in lengths]
     padded = [_copy_ends([tensors[index][whole[index] :] for index in ends]) for tensors in flat]
     filled = [index for index, length in enumerate(whole) if length]

@@ -11,6 +11,7 @@ import torch
 from examples import custom_module
 from raytrain_hpc.errors import ConfigError, LayoutError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm
+from raytrain_hpc.optim.whole_vectors import run_on_whole_vectors
 from raytrain_hpc.parallel.pairwise_sum import PairwiseSum, list_open_nodes, sum_pairwise
 from raytrain_hpc.planner.layout import check_axes
 from raytrain_hpc.runtime.worker_spec import CustomModel
@@ -167,6 +168,16 @@ def test_pairwise_sum_does_not_depend_on_the_partition(count: int) -> None:
                 for node in rank_sum.open_nodes:
                     tree.add(rank_sum.open_nodes[node].clone(), node)
             assert tree.total is not None and torch.equal(tree.total, level[0])
+
+
+def test_parameters_in_another_memory_order_are_updated_alike() -> None:
+    """Sizes that are no whole vectors: the ends of the memory are other elements than those of the tensor."""
+    generator = torch.Generator().manual_seed(3)
+    operands = [torch.randn(5, 7, generator=generator) for _ in range(3)]
+    expected = [x + 2.0 for x in operands]
+    transposed = [[x.t().contiguous().t()] for x in operands]
+    run_on_whole_vectors(lambda lists: [x.add_(2.0) for tensors in lists for x in tensors], transposed)
+    assert all(torch.equal(x, wanted) for (x,), wanted in zip(transposed, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
