@@ -9,7 +9,8 @@ FSDP2 and DTensor are imported when a function needs them: they take 40 MiB in w
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,30 @@ def abort_nccl_groups() -> None:
             backend._group_end()
         else:
             groups[0]._end_coalescing(device)
+
+
+@contextmanager
+def reshard_over_inner_dimension(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Make calls of `fully_shard` within keep weights sharded over the last dimension of `mesh` after a forward pass.
+
+    `mesh`: two dimensions, of all ranks. None: nothing changes. Of `reshard_after_forward=n`, torch makes a mesh with
+    groups per module out of the module's own mesh: collectives of all ranks that not all ranks call, if that mesh is
+    only a part of them. `_get_post_forward_mesh_info`, `HSDPMeshInfo`: all versions.
+    """
+    if mesh is None:
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    implementation: Any = _fully_shard
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    get_mesh_info = implementation._get_post_forward_mesh_info
+    implementation._get_post_forward_mesh_info = lambda *_: info
+    try:
+        yield
+    finally:
+        implementation._get_post_forward_mesh_info = get_mesh_info
 
 
 def get_fsdp_collectives_file() -> str:

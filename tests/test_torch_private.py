@@ -212,6 +212,26 @@ def test_fsdp_reduces_gradients_that_were_added_after_the_backward_pass(pool: Wa
     assert pool.call(add_deferred_gradient, 2) == [[1.0 + 2.0 + 2 * 10.0] * 2] * 2
 
 
+def count_rows_after_forward(rank: int, rendezvous: Any) -> tuple[int, int]:
+    """Return the rows of a sharded weight that a rank has before and after a forward pass."""
+    from torch.distributed.fsdp import fully_shard
+
+    context = init_process_groups(rendezvous, rank, Layout(dp_shard=4, zero=3), CPU)
+    assert context.mesh is not None
+    layer = nn.Linear(2, 8, bias=False)
+    model = nn.Sequential(layer)
+    with torch_private.reshard_over_inner_dimension(DeviceMesh("cpu", context.mesh.mesh.view(2, 2))):
+        for module in (layer, model):
+            fully_shard(module, mesh=context.mesh)
+    before = layer.weight.to_local().shape[0]
+    model(torch.ones(1, 2))
+    return before, layer.weight.to_local().shape[0]
+
+
+def test_weights_stay_sharded_over_fewer_ranks_after_the_forward_pass(pool: WarmPool) -> None:
+    assert pool.call(count_rows_after_forward, 4) == [(2, 4)] * 4
+
+
 def list_shards(rank: int, rendezvous: Any) -> list[tuple[bool, str, int]]:
     """Return the shards of the outer one of two FSDP2 modules: whether it is the owner, their names and sizes."""
     from torch.distributed.fsdp import fully_shard

@@ -106,7 +106,8 @@ def _apply_fsdp(
     reduction_orders: ReductionOrders | None,
     source_gradients: SourceGradients | None,
 ) -> GradientSync:
-    from raytrain_hpc.parallel.fsdp import FSDPSync  # 40 MiB of FSDP2, which other layouts do not need
+    # 40 MiB of FSDP2, which other layouts do not need
+    from raytrain_hpc.parallel.fsdp import FSDPSync, build_reshard_mesh
 
     mesh_axes = ("copies", "dp_shard") if layout.num_state_replicas > 1 else ("dp_shard",)
     experts = {} if expert_mesh is None else get_expert_parameters(stages.values())
@@ -120,6 +121,7 @@ def _apply_fsdp(
         dtype,
         experts,
         expert_mesh=shard_mesh,
+        reshard_mesh=build_reshard_mesh(mesh, settings.reshard_over),
         reduction_orders=reduction_orders,
         source_gradients=source_gradients,
     )

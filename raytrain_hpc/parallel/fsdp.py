@@ -36,6 +36,7 @@ from raytrain_hpc.torch_private import (
     FSDPGrads,
     add_fsdp_grads,
     end_fsdp_backward,
+    reshard_over_inner_dimension,
     run_fsdp_post_backward,
     take_fsdp_grads,
 )
@@ -57,12 +58,14 @@ class FSDPSync:
         experts: Mapping[str, nn.Parameter],
         *,
         expert_mesh: DeviceMesh | None,
+        reshard_mesh: DeviceMesh | None,
         reduction_orders: ReductionOrders | None,
         source_gradients: SourceGradients | None,
     ):
         """`modules`, `blocks`: by pipeline stage. `mesh`: axis dp_shard, and axis copies if state is replicated.
 
         `experts`: parameters that are not sharded over `mesh` but over `expert_mesh`, or not at all if that is None.
+        `reshard_mesh`: from `build_reshard_mesh`.
         `reduction_orders`: of gradient additions, None: unspecified. `source_gradients`: has the gradients of experts.
         """
         self._zero_stage, self._cursor = settings.zero, MicrobatchCursor()
@@ -77,24 +80,35 @@ class FSDPSync:
         policy = MixedPrecisionPolicy()
         if computes_in_bf16(dtype):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard_fn = partial(_fully_shard, policy=policy, ignored=ignored, settings=settings)
+        shard_fn = partial(
+            fully_shard, reshard_after_forward=settings.zero == 3, mp_policy=policy, ignored_params=ignored
+        )
         for module in modules.values():
             for submodule in module.modules():
                 if isinstance(submodule, Experts) and expert_mesh is not None:
                     shard_fn(submodule, mesh=expert_mesh)
-        self._modules = {
-            stage: _shard_module(module, blocks[stage], mesh, shard_fn) for stage, module in modules.items()
-        }
+        with reshard_over_inner_dimension(reshard_mesh):
+            self._modules = {
+                stage: _shard_module(module, blocks[stage], mesh, shard_fn) for stage, module in modules.items()
+            }
         self.quantized_traffic = QuantizedTraffic()
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
         if dtype == "float8" and settings.quantize not in ("weights", "both"):
             for fsdp_module in _iter_fsdp_modules(modules.values()):
                 apply_float8_all_gather(fsdp_module, mesh.size(-1), self.quantized_traffic)
-        if reduction_orders is None:
-            return
-        make = partial(DeterministicReduceScatter, self._cursor, once_per_step=settings.zero == 1)
-        expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(modules.values())
-        for fsdp_module in _iter_fsdp_modules(modules.values()):
+        if reduction_orders is not None:
+            self._fix_reduction_order(reduction_orders, source_gradients, replica_group, expert_replica_group)
+
+    def _fix_reduction_order(
+        self,
+        reduction_orders: ReductionOrders,
+        source_gradients: SourceGradients | None,
+        replica_group: dist.ProcessGroup | None,
+        expert_replica_group: dist.ProcessGroup | None,
+    ) -> None:
+        make = partial(DeterministicReduceScatter, self._cursor, once_per_step=self._zero_stage == 1)
+        expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(self._modules.values())
+        for fsdp_module in _iter_fsdp_modules(self._modules.values()):
             expert_names = expert_modules.get(id(fsdp_module))
             if expert_order is not None and source_gradients is not None and expert_names is not None:
                 take = partial(source_gradients.take, expert_names)
@@ -162,7 +176,7 @@ def _get_replica_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     return mesh["copies"].get_group() if mesh is not None and mesh.ndim == 2 else None
 
 
-def _name_sharded_experts(modules: Iterable[nn.Module]) -> dict[int, list[str]]:
+def _name_sharded_experts(modules: Iterable[Any]) -> dict[int, list[str]]:
     """Return the names of the trainable weights of experts, by the id of their module."""
     return {
         id(submodule): [
@@ -174,19 +188,15 @@ def _name_sharded_experts(modules: Iterable[nn.Module]) -> dict[int, list[str]]:
     }
 
 
-def _fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    ignored: set[nn.Parameter],
-    settings: ParallelConfig,
-) -> None:
-    reshard: bool | int = settings.zero == 3
-    if settings.zero == 3 and settings.reshard_over and mesh.size(-1) % settings.reshard_over == 0:
-        # Hierarchical partitioning (ZeRO++): the backward pass gathers within groups of `reshard_over` ranks.
-        reshard = settings.reshard_over
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
+def build_reshard_mesh(mesh: DeviceMesh, reshard_over: int) -> DeviceMesh | None:
+    """Build the mesh over which weights stay sharded between forward and backward pass (ZeRO++ hpZ). Collective.
+
+    `mesh`: of all ranks, its last dimension dp_shard. The last dimension of the result has `reshard_over` neighbours in
+    dp_shard, among which the backward pass gathers. None: they stay sharded over dp_shard.
+    """
+    if reshard_over in (0, mesh.size(-1)):
+        return None
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, reshard_over), mesh_dim_names=("outer", "inner"))
 
 
 def _apply_quantization(modules: Sequence[nn.Module], quantize: str, traffic: QuantizedTraffic) -> None:

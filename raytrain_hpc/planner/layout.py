@@ -187,12 +187,6 @@ def check_axes(config: Config) -> None:
         if getattr(p, key) not in (0, "none") and p.zero < min_zero:
             stages = "parallel.zero=3" if min_zero == 3 else "parallel.zero=1, 2 or 3"
             raise LayoutError(f"parallel.{key}", getattr(p, key), config.origin(f"parallel.{key}"), f"needs {stages}")
-    if p.reshard_over and p.tp * p.pp > 1:
-        remedy = (
-            "torch forms its groups only if all ranks form the same ones, which tensor- and pipeline-parallel ranks do "
-            "not; set it to 0, or parallel.tp and parallel.pp to 1"
-        )
-        raise LayoutError("parallel.reshard_over", p.reshard_over, config.origin("parallel.reshard_over"), remedy)
     if config.train.deterministic == "elastic":
         _check_elastic(config)
     if p.tile_mib and p.zero != 3:

@@ -134,7 +134,7 @@ def _draw_execution(generator: random.Random, model: str, num_microbatches: int)
         schedule = generator.choice(SCHEDULES)
         features.append(schedule)
         words.append(f"parallel.pp_schedule={schedule}")
-    _add_data_parallelism(generator, dp, features, words, can_reshard=tp * pp == 1)
+    _add_data_parallelism(generator, dp, features, words)
     if "experts" in model and (sizes := [size for size in (2, 4) if dp * cp % size == 0]):
         size = generator.choice([1, *sizes])
         features += ["expert parallel"] * (size > 1)
@@ -151,9 +151,7 @@ def _draw_model_parallel_sizes(generator: random.Random) -> tuple[int, int, int]
             return tp, cp, pp
 
 
-def _add_data_parallelism(
-    generator: random.Random, dp: int, features: list[str], words: list[str], *, can_reshard: bool
-) -> None:
+def _add_data_parallelism(generator: random.Random, dp: int, features: list[str], words: list[str]) -> None:
     zero = generator.randrange(4)
     words.append(f"parallel.zero={zero}")
     if dp == 1:
@@ -165,7 +163,7 @@ def _add_data_parallelism(
     if dp == 4 and generator.random() < 0.5:
         features.append("HSDP")
         words += ["parallel.dp_replicate=2", "parallel.dp_shard=2"]
-    elif zero == 3 and dp == 4 and generator.random() < 0.5 and can_reshard:
+    elif zero == 3 and dp == 4 and generator.random() < 0.5:
         features.append("hierarchical partitioning")
         words.append("parallel.reshard_over=2")
     if zero == 3 and generator.random() < 0.3:

@@ -40,10 +40,6 @@ REFUSED = {
     ("`parallel.quantize`", "this comparison"): "rounding changes the losses on purpose; it has tests of its own",
     ("`parallel.offload`", "`optimizer.name=sgd`"): "there is no state to offload",
     ("`parallel.tile_mib`", "ZeRO below 3"): "nothing gathers weights layer by layer",
-    (
-        "`parallel.reshard_over`",
-        "tp, pp",
-    ): "torch forms its groups only if all ranks form the same ones; a limit of now",
     ("cp, pp, ep", "models other than the built-in decoder"): (
         "positions, the order of layers and experts of other code are not known"
     ),
@@ -60,7 +56,6 @@ EXCLUSIVE = (
     {"replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3"},
     {"replicas", "HSDP"},
     {"HSDP", "hierarchical partitioning"},
-    *({"hierarchical partitioning", other} for other in ("tensor parallel", "pipeline", *SCHEDULES)),
     *(
         {zero, feature}
         for zero in ("replicas", "ZeRO-1", "ZeRO-2")
