@@ -50,6 +50,10 @@ sdpa_cudnn = _aten._scaled_dot_product_cudnn_attention
 # `torch.nn.functional.scaled_mm` takes the same operands, but not in 2.11. All versions.
 scaled_mm = torch._scaled_mm
 scaled_mm_op = _aten._scaled_mm.default
+# Products of groups of rows with one matrix each in one kernel; `offs`: where each group ends. The public
+# `torch.nn.functional.grouped_mm` is the same, but not in 2.11. All versions.
+grouped_mm = torch._grouped_mm
+grouped_mm_op = _aten._grouped_mm.default
 # A view that autograd does not take for one, as `F.linear` returns. FSDP2 warns about others. All versions.
 unsafe_view = _aten._unsafe_view.default
 

@@ -47,6 +47,15 @@ def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
     assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
 
 
+def test_the_grouped_product_multiplies_each_group_by_its_matrix() -> None:
+    """`grouped_mm_op` is the operation that selective activation checkpointing sees."""
+    torch.manual_seed(1)
+    rows, matrices, ends = torch.randn(9, 8), torch.randn(3, 8, 4), torch.tensor([2, 2, 9], dtype=torch.int32)
+    expected = torch.cat([rows[:2] @ matrices[0], rows[2:] @ matrices[2]])
+    for grouped_mm in (torch_private.grouped_mm, torch_private.grouped_mm_op):
+        torch.testing.assert_close(grouped_mm(rows, matrices, offs=ends), expected)
+
+
 def test_an_unsafe_view_is_no_view_for_autograd() -> None:
     matrix = torch.arange(12.0).view(4, 3).clone()
     viewed = torch_private.unsafe_view(matrix, [2, 2, 3])

@@ -8,7 +8,7 @@ processes every position. Load is balanced by a loss per sequence or by a bias t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_hpc.config.model_spec import ModelSpec
-from raytrain_hpc.model.autocast import cast_for_autocast
-
-ExpertDispatcher = Callable[["Experts", Tensor, Tensor], Tensor]
-GroupSizes = Sequence[int] | Tensor  # rows per group; a tensor int64 [num_groups] in code that torch.compile traces
+from raytrain_hpc.model.grouped_linear import grouped_linear
 
 
 class Experts(nn.Module):
@@ -37,73 +34,45 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(size))
         self.down = nn.Parameter(torch.empty(num_experts, spec.hidden_size, ffn_size))
         self.gelu = partial(F.gelu, approximate=spec.gelu_approximation)
-        self.grouped_linear: Callable[[Tensor, Tensor, GroupSizes], Tensor] = grouped_linear
+        self.grouped_linear: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = grouped_linear
+        self.use_kernel = False  # of `grouped_linear`
         # Apply the activation to each group of rows by itself. The last elements of a tensor can get other bits than
         # the others, from another instruction: with it, bits depend on the rows of a group only.
         self.activates_groups = False
 
-    def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
-        """Return outputs [n, hidden_size] of rows [n, hidden_size], sorted by expert. sizes: rows per expert."""
-        up = self.grouped_linear(rows, self.up, sizes)
+    def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        """Return outputs [n, hidden_size] of rows [n, hidden_size], sorted by expert.
+
+        sizes: int64 [num_experts], rows per expert.
+        """
+        up = self.grouped_linear(rows, self.up, sizes, self.use_kernel)
         if self.gate is None:
-            return self.grouped_linear(self._activate(self.gelu, up, sizes), self.down, sizes)
-        gate = self._activate(F.silu, self.grouped_linear(rows, self.gate, sizes), sizes)
-        return self.grouped_linear(gate * up, self.down, sizes)
+            hidden = self._activate(self.gelu, up, sizes)
+        else:
+            gate = self.grouped_linear(rows, self.gate, sizes, self.use_kernel)
+            hidden = self._activate(F.silu, gate, sizes) * up
+        return self.grouped_linear(hidden, self.down, sizes, self.use_kernel)
 
-    def _activate(self, function: Callable[[Tensor], Tensor], x: Tensor, sizes: GroupSizes) -> Tensor:
-        if not self.activates_groups or isinstance(sizes, Tensor):
+    def _activate(self, function: Callable[[Tensor], Tensor], x: Tensor, sizes: Tensor) -> Tensor:
+        if not self.activates_groups or torch.compiler.is_compiling():
             return function(x)
-        return torch.cat([function(group) for group in torch.split(x, list(sizes))])
+        return torch.cat([function(group) for group in torch.split(x, sizes.tolist())])
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """Multiply groups of rows [n, i] by one matrix each of weight [num_matrices, o, i]: [n, o].
+class LocalDispatcher:
+    """The dispatcher of experts that are all on this rank. A dispatcher sends rows to the ranks of their experts."""
 
-    sizes: rows per group; may be 0. With more groups than matrices, start again at the first matrix after the last.
-    """
-    if isinstance(sizes, Tensor):
-        product: Tensor = _TracedGroupedLinear.apply(cast_for_autocast(rows), cast_for_autocast(weight), sizes)  # type: ignore[no-untyped-call]
-        return product
-    matrices = weight.unbind() * (len(sizes) // len(weight))
-    groups = zip(torch.split(rows, list(sizes)), matrices, strict=True)
-    return torch.cat([F.linear(_align(group), _align(matrix)) for group, matrix in groups])
+    def start(self, rows: Tensor, counts: Tensor) -> Any:
+        """Start to send rows [n, hidden_size], sorted by expert. Return what `finish` needs.
 
+        counts: int64 [num_experts], rows per expert.
+        """
+        return rows, counts
 
-def _align(x: Tensor) -> Tensor:
-    """Return x in memory that starts at a multiple of 16 bytes.
-
-    Elsewhere, products of up to three rows get other bits (MKL), which then depend on the sizes of other groups.
-    """
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def compute_grouped_weight_grad(grad_out: Tensor, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the gradient [num_groups, o, i] of the weight of `grouped_linear`."""
-    groups = zip(torch.split(grad_out, list(sizes)), torch.split(rows, list(sizes)), strict=True)
-    return torch.stack([group_grad.t() @ group_rows for group_grad, group_rows in groups])
-
-
-class _TracedGroupedLinear(torch.autograd.Function):
-    """`grouped_linear` for torch.compile, whose graph does not depend on the sizes of the groups."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, sizes)
-        return torch.ops.raytrain_hpc.grouped_linear(rows, weight, sizes)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weight, sizes = ctx.saved_tensors
-        grad_rows, grad_weight = torch.ops.raytrain_hpc.grouped_linear_backward(gradients[0], rows, weight, sizes)
-        return grad_rows, grad_weight, None
-
-
-def run_local_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the outputs [n, hidden_size] of experts that are all on this rank.
-
-    rows: [n, hidden_size], sorted by expert; counts: int64 [num_experts], rows per expert.
-    """
-    return experts(rows, counts if torch.compiler.is_compiling() else counts.tolist())  # type: ignore[no-any-return]
+    def finish(self, experts: Experts, pending: Any) -> Tensor:
+        """Return the outputs [n, hidden_size] of the rows of `start`."""
+        output: Tensor = experts(*pending)
+        return output
 
 
 class Router(nn.Module):
@@ -185,7 +154,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, spec.num_experts, spec.ffn_size)
         self.shared = shared
         self.num_experts = spec.num_experts
-        self.dispatcher: ExpertDispatcher = run_local_experts
+        self.dispatcher = LocalDispatcher()
         # Sums outputs over ranks if the channels of each expert are sharded.
         self.reduce_output: Callable[[Tensor], Tensor] = _identity
 
@@ -195,13 +164,38 @@ class MixtureOfExperts(nn.Module):
         width, k = x.shape[-1], experts.shape[-1]
         sorted_experts, order = experts.flatten().sort(stable=True)
         counts = torch.searchsorted(sorted_experts, torch.arange(self.num_experts + 1, device=x.device)).diff()
-        # Repeat each position k times, then sort by expert. Gradients are then summed in the same order on any device.
-        rows = x.reshape(-1, 1, width).expand(-1, k, -1).reshape(-1, width)[order]
-        outputs = self.dispatcher(self.experts, rows, counts)
         inverse_order = torch.empty_like(order)
         inverse_order[order] = torch.arange(len(order), device=order.device)
-        combined = (outputs[inverse_order].view(*x.shape[:-1], k, width) * weights.unsqueeze(-1).to(outputs.dtype)).sum(
-            dim=-2
-        )
-        routed = self.reduce_output(combined.to(x.dtype))
-        return routed if self.shared is None else routed + self.shared(x)
+        pending = self.dispatcher.start(_repeat_and_permute(x.reshape(-1, width), order, inverse_order, k), counts)
+        shared = None if self.shared is None else self.shared(x)  # while rows are sent
+        outputs = permute(self.dispatcher.finish(self.experts, pending), inverse_order, order)
+        weighted = outputs.view(*x.shape[:-1], k, width) * weights.unsqueeze(-1).to(outputs.dtype)
+        routed = self.reduce_output(weighted.sum(dim=-2).to(x.dtype))
+        return routed if shared is None else routed + shared
+
+
+def permute(rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
+    """Return rows[order]. The backward pass indexes with `inverse_order`; that of torch sorts and adds."""
+    return _repeat_and_permute(rows, order, inverse_order, 1)
+
+
+def _repeat_and_permute(rows: Tensor, order: Tensor, inverse_order: Tensor, times: int) -> Tensor:
+    """Repeat each row `times` times in place, then permute. Gradients are added in the same order on any device."""
+    permuted: Tensor = _RepeatAndPermute.apply(rows, order, inverse_order, times)  # type: ignore[no-untyped-call]
+    return permuted
+
+
+class _RepeatAndPermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse_order: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(inverse_order)
+        ctx.times = times
+        return rows[order if times == 1 else order // times]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse_order,) = ctx.saved_tensors
+        grad_rows = gradients[0][inverse_order]
+        if ctx.times > 1:
+            grad_rows = grad_rows.view(-1, ctx.times, grad_rows.shape[-1]).sum(dim=1)
+        return grad_rows, None, None, None

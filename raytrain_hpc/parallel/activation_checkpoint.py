@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from raytrain_hpc.torch_private import (
+    grouped_mm_op,
     ignore_profiler_ops_in_recomputation,
     scaled_mm_op,
     sdpa_cpu,
@@ -61,6 +62,7 @@ def _get_expensive_ops() -> set[Any]:
         aten.addmm.default,
         aten.bmm.default,
         scaled_mm_op,
+        grouped_mm_op,
         sdpa_flash.default,
         sdpa_cpu.default,
         sdpa_efficient.default,

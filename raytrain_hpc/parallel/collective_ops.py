@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from raytrain_hpc.model.moe import compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.model.grouped_linear import compute_grouped_weight_grad, grouped_linear
 from raytrain_hpc.parallel.context_parallel import Ring, ring_attend, ring_attend_backward
 from raytrain_hpc.parallel.mesh_axis import Axis
 
@@ -109,7 +109,7 @@ def _(
 
 @torch.library.custom_op("raytrain_hpc::grouped_linear", mutates_args=())
 def _grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    return grouped_linear(rows, weight, sizes.tolist())
+    return grouped_linear(rows, weight, sizes)
 
 
 @_grouped_linear.register_fake
@@ -119,8 +119,7 @@ def _(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
 
 @torch.library.custom_op("raytrain_hpc::grouped_linear_backward", mutates_args=())
 def _grouped_linear_backward(grad_out: Tensor, rows: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    num_rows = sizes.tolist()
-    return grouped_linear(grad_out, weight.mT, num_rows), compute_grouped_weight_grad(grad_out, rows, num_rows)
+    return grouped_linear(grad_out, weight.mT, sizes), compute_grouped_weight_grad(grad_out, rows, sizes)
 
 
 @_grouped_linear_backward.register_fake

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.model.moe import MixtureOfExperts, run_local_experts
+from raytrain_hpc.model.moe import LocalDispatcher, MixtureOfExperts
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
@@ -38,8 +38,9 @@ def make_traceable(module: nn.Module) -> bool:
     """
     is_one_graph = True
     for submodule in module.modules():
-        if isinstance(submodule, MixtureOfExperts) and submodule.dispatcher is not run_local_experts:
-            submodule.dispatcher = _exclude(submodule.dispatcher)
+        if isinstance(submodule, MixtureOfExperts) and not isinstance(submodule.dispatcher, LocalDispatcher):
+            dispatcher = submodule.dispatcher
+            dispatcher.start, dispatcher.finish = _exclude(dispatcher.start), _exclude(dispatcher.finish)  # type: ignore[method-assign]
             is_one_graph = False
         is_one_graph = is_one_graph and not isinstance(submodule, TiledLinear)
     return is_one_graph

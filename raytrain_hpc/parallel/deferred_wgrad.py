@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_hpc.model.moe import Experts, GroupSizes, compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.model.grouped_linear import compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.float8_linear import (
     Float8Tensor,
     compute_input_grad,
@@ -65,12 +66,11 @@ class WeightGradStore:
         linear = self.float8_linear if is_float8(layer) else self.linear
         return linear(x, layer.weight, layer.bias)
 
-    def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-        """Compute `model.moe.grouped_linear` and defer the gradient of the weight."""
-        sizes = sizes.tolist() if isinstance(sizes, Tensor) else sizes
+    def grouped_linear(self, rows: Tensor, weight: Tensor, sizes: Tensor, use_kernel: bool) -> Tensor:
+        """Compute `model.grouped_linear` and defer the gradient of the weight."""
         if not (torch.is_grad_enabled() and weight.requires_grad):
-            return grouped_linear(rows, weight, sizes)
-        product: Tensor = _DeferredGroupedLinear.apply(rows, weight, list(sizes), self)  # type: ignore[no-untyped-call]
+            return grouped_linear(rows, weight, sizes, use_kernel)
+        product: Tensor = _DeferredGroupedLinear.apply(rows, weight, sizes, use_kernel, self)  # type: ignore[no-untyped-call]
         return product
 
     def attach(self, module: nn.Module) -> None:
@@ -127,23 +127,26 @@ class _DeferredFloat8Linear(torch.autograd.Function):
 
 class _DeferredGroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], store: WeightGradStore) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor, use_kernel: bool, store: WeightGradStore
+    ) -> Tensor:
         compute_dtype = (
             torch.get_autocast_dtype(rows.device.type) if torch.is_autocast_enabled(rows.device.type) else rows.dtype
         )
-        ctx.dtypes, ctx.store, ctx.weight, ctx.sizes = (rows.dtype, compute_dtype), store, weight, sizes
+        ctx.dtypes, ctx.store, ctx.weight, ctx.use_kernel = (rows.dtype, compute_dtype), store, weight, use_kernel
         rows = rows.to(compute_dtype)
-        ctx.save_for_backward(rows)
-        return grouped_linear(rows, weight.to(compute_dtype), sizes)
+        ctx.save_for_backward(rows, sizes)
+        return grouped_linear(rows, weight.to(compute_dtype), sizes, use_kernel)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows, sizes = ctx.saved_tensors
         input_dtype, compute_dtype = ctx.dtypes
         grad_out = gradients[0]
-        ctx.store.put(partial(_add_grouped_weight_grad, ctx.weight, grad_out, rows, ctx.sizes))
+        ctx.store.put(partial(_add_grouped_weight_grad, ctx.weight, grad_out, rows, sizes, ctx.use_kernel))
         transposed = ctx.weight.to(compute_dtype).transpose(1, 2)
-        return grouped_linear(grad_out, transposed, ctx.sizes).to(input_dtype), None, None, None
+        grad_rows = grouped_linear(grad_out, transposed, sizes, ctx.use_kernel)
+        return grad_rows.to(input_dtype), None, None, None, None
 
 
 @torch.no_grad()
@@ -157,8 +160,8 @@ def _add_float8_weight_grad(weight: Tensor, grad_out: Float8Tensor, x: Float8Ten
 
 
 @torch.no_grad()
-def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: list[int]) -> None:
-    _accumulate(weight, compute_grouped_weight_grad(grad_out, rows, sizes))
+def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: Tensor, use_kernel: bool) -> None:
+    _accumulate(weight, compute_grouped_weight_grad(grad_out, rows, sizes, use_kernel))
 
 
 def _accumulate(weight: Tensor, grad: Tensor) -> None:

@@ -7,76 +7,127 @@ limit, no dropped positions. An expert may get no rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.moe import Experts, MixtureOfExperts
+from raytrain_hpc.model.grouped_linear import ALIGNMENT_BYTES
+from raytrain_hpc.model.moe import Experts, LocalDispatcher, MixtureOfExperts, permute
 from raytrain_hpc.parallel.mesh_axis import Axis
+from raytrain_hpc.planner.hardware_defaults import has_grouped_mm
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import ShardSpec, SliceMapping
 
 
-class ExpertParallelDispatcher:
-    """Dispatcher to experts on several ranks. Replaces `run_local_experts`."""
+class ExpertParallelDispatcher(LocalDispatcher):
+    """Dispatcher to experts on several ranks. Rows travel while other code runs between `start` and `finish`."""
 
     def __init__(self, axis: Axis, num_experts: int, *, by_source: bool):
         """Create a dispatcher. `by_source`: multiply the positions of each rank separately, see `source_gradients`."""
         self._axis, self._by_source = axis, by_source
         self._expert_ranges = [axis.get_local_range(num_experts, rank) for rank in range(axis.size)]
 
-    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs [n, hidden_size] of all experts.
-
-        rows: [n, hidden_size], sorted by expert; counts: int64 [num_experts], rows per expert.
-        """
-        local_experts = self._expert_ranges[self._axis.rank]
+    def start(self, rows: Tensor, counts: Tensor) -> _Pending:
+        """Exchange the counts of all ranks, for which the host waits once, and start to exchange rows."""
+        local = self._expert_ranges[self._axis.rank]
         counts_by_rank = self._axis.all_gather_stacked(counts)
-        recv_counts_by_rank = counts_by_rank[:, local_experts.start : local_experts.stop].tolist()
-        send_counts = counts.tolist()
-        send_sizes = [
-            sum(send_counts[experts_of_rank.start : experts_of_rank.stop]) for experts_of_rank in self._expert_ranges
-        ]
-        recv_sizes = [sum(rank_counts) for rank_counts in recv_counts_by_rank]
-        received = _all_to_all(rows, self._axis, send_sizes, recv_sizes)
+        host_counts_by_rank = counts_by_rank.cpu()
+        own_counts = host_counts_by_rank[self._axis.rank].tolist()
+        send_sizes = [sum(own_counts[experts.start : experts.stop]) for experts in self._expert_ranges]
+        host_counts = host_counts_by_rank[:, local.start : local.stop]
+        exchange = _Exchange(self._axis, send_sizes, host_counts.sum(dim=1).tolist())
+        received: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
+        return _Pending(received, exchange, counts_by_rank[:, local.start : local.stop], host_counts)
+
+    def finish(self, experts: Experts, pending: _Pending) -> Tensor:
+        """Return the outputs [n, hidden_size] of all experts for the rows of `start`."""
+        exchange = pending.exchange
+        received: Tensor = _Finish.apply(pending.received, exchange)  # type: ignore[no-untyped-call]
+        sizes = pending.counts if experts.use_kernel else pending.host_counts
         if self._by_source:
-            outputs = experts(received, [size for rank_counts in recv_counts_by_rank for size in rank_counts])
-            return _all_to_all(outputs, self._axis, recv_sizes, send_sizes)
-        by_expert = _reorder(received, recv_counts_by_rank)
-        sizes = [
-            sum(rank_counts[expert] for rank_counts in recv_counts_by_rank) for expert in range(len(local_experts))
-        ]
-        outputs = experts(by_expert, sizes)
-        by_rank = _reorder(
-            outputs,
-            [[rank_counts[expert] for rank_counts in recv_counts_by_rank] for expert in range(len(local_experts))],
-        )
-        return _all_to_all(by_rank, self._axis, recv_sizes, send_sizes)
+            outputs = experts(received, sizes.flatten())
+        else:
+            order, inverse_order = _sort_by_expert(pending.counts, len(received))
+            outputs = experts(permute(received, order, inverse_order), sizes.sum(dim=0))
+            outputs = permute(outputs, inverse_order, order)
+        back = _Exchange(self._axis, exchange.recv_sizes, exchange.send_sizes)
+        returned: Tensor = _Finish.apply(_Start.apply(outputs, back), back)  # type: ignore[no-untyped-call]
+        return returned
 
 
-def _reorder(rows: Tensor, sizes: list[list[int]]) -> Tensor:
-    """Reorder groups of rows from (outer, inner) to (inner, outer) order; sizes[outer][inner]: rows per group."""
-    groups = torch.split(rows, [size for inner in sizes for size in inner])
-    inner = len(sizes[0]) if sizes else 0
-    return torch.cat([groups[o * inner + i] for i in range(inner) for o in range(len(sizes))]) if groups else rows
+def _sort_by_expert(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the order that sorts rows by expert and then by rank, and its inverse.
+
+    counts: int64 [num_ranks, num_experts], of rows that are sorted by rank and then by expert.
+    """
+    num_ranks, num_experts = counts.shape
+    experts = torch.arange(num_experts, device=counts.device).repeat(num_ranks)
+    order = experts.repeat_interleave(counts.flatten(), output_size=num_rows).sort(stable=True).indices
+    inverse_order = torch.empty_like(order)
+    inverse_order[order] = torch.arange(num_rows, device=counts.device)
+    return order, inverse_order
 
 
-def _all_to_all(rows: Tensor, axis: Axis, send_counts: list[int], recv_counts: list[int]) -> Tensor:
-    exchanged: Tensor = _AllToAll.apply(rows, axis, send_counts, recv_counts)  # type: ignore[no-untyped-call]
-    return exchanged
+class _Exchange:
+    """An all-to-all of rows, and that of their gradients in the other direction. One runs at a time."""
+
+    def __init__(self, axis: Axis, send_sizes: list[int], recv_sizes: list[int]):
+        self._axis, self.send_sizes, self.recv_sizes = axis, send_sizes, recv_sizes
+        self._running: tuple[Tensor, dist.Work | None] | None = None
+
+    def start(self, rows: Tensor, *, backward: bool = False) -> Tensor:
+        """Start to send rows, or gradients back. Return the tensor that the exchange fills."""
+        sizes = (self.send_sizes, self.recv_sizes) if backward else (self.recv_sizes, self.send_sizes)
+        self._running = self._axis.start_all_to_all(rows, *sizes)
+        return self._running[0]
+
+    def finish(self) -> Tensor:
+        """Wait until the tensor is filled and return it. On a GPU, only its stream waits."""
+        if self._running is None:
+            raise RuntimeError("no exchange has started")
+        (received, work), self._running = self._running, None
+        if work is not None:
+            work.wait()
+        return received
 
 
-class _AllToAll(torch.autograd.Function):
+class _Start(torch.autograd.Function):
+    """Start an exchange. The backward pass waits for the exchange of gradients, which that of `_Finish` starts."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, send_counts: list[int], recv_counts: list[int]) -> Tensor:
-        ctx.axis, ctx.send_counts, ctx.recv_counts = axis, send_counts, recv_counts
-        return axis.all_to_all(rows, recv_counts, send_counts)
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.all_to_all(gradients[0], ctx.send_counts, ctx.recv_counts), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.finish(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start(gradients[0], backward=True)
+        return gradients[0], None  # in place of those under way, which can have another number of rows
+
+
+class _Pending(NamedTuple):
+    """Rows that are on their way to their experts."""
+
+    received: Tensor  # [n, hidden_size], filled when the exchange ends; sorted by rank and then by expert
+    exchange: _Exchange
+    counts: Tensor  # int64 [num_ranks, num_local_experts]: rows from each rank for each expert
+    host_counts: Tensor  # the same in host memory
 
 
 def get_expert_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
@@ -126,3 +177,15 @@ def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], *, is_elas
             mapping = SliceMapping(region, Box.from_shape(parameter.shape))
             shard_specs[canonical_name] = ShardSpec(canonical_name, (spec.num_experts, *size), (mapping,))
     return shard_specs
+
+
+def apply_grouped_kernel(decoder: Decoder, dtype: str, device: torch.device) -> None:
+    """Multiply the rows of all experts in one kernel, in place, where the device has one. `dtype`: train.dtype."""
+    if device.type != "cuda" or not computes_in_bf16(dtype):
+        return
+    if not has_grouped_mm(torch.cuda.get_device_capability(device), is_rocm=torch.version.hip is not None):
+        return
+    for experts in decoder.modules():
+        if isinstance(experts, Experts):
+            sizes = experts.up.shape[1:]
+            experts.use_kernel = all(size * torch.bfloat16.itemsize % ALIGNMENT_BYTES == 0 for size in sizes)

@@ -76,11 +76,20 @@ class Axis:
         """Send `send_sizes` items of x [n, ...] to each rank, and return those received. Not differentiable."""
         if torch.compiler.is_compiling():
             return torch.ops.raytrain_hpc.all_to_all(x, self.name, recv_sizes, send_sizes)  # type: ignore[no-any-return]
+        received, work = self.start_all_to_all(x, recv_sizes, send_sizes)
+        if work is not None:
+            work.wait()
+        return received
+
+    def start_all_to_all(
+        self, x: Tensor, recv_sizes: Sequence[int], send_sizes: Sequence[int]
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Start an `all_to_all`. Return the tensor that it fills, and what to wait for."""
         x = x.contiguous()
         received = x.new_empty((sum(recv_sizes), *x.shape[1:]))
         self.traffic.elements += (sum(send_sizes) - send_sizes[self.rank]) * x[:1].numel()
-        dist.all_to_all_single(received, x, list(recv_sizes), list(send_sizes), group=self.group)
-        return received
+        sizes = (list(recv_sizes), list(send_sizes))
+        return received, dist.all_to_all_single(received, x, *sizes, group=self.group, async_op=True)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked: [size, ...]. Not differentiable."""

@@ -39,7 +39,7 @@ from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_r
 from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.document_attention import apply_document_attention
-from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
+from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel, apply_grouped_kernel
 from raytrain_hpc.parallel.float8_linear import apply_float8
 from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.loss_chunks import apply_loss_chunks
@@ -147,7 +147,7 @@ def parallelize(
     if config.train.compile is True:
         prepare_compile(axes, weight_grad_store)
     for stage, module in stages.items():
-        shard_specs = _shard_stage(module, plan, config, layout, axes, shard_specs, partial_grads)
+        shard_specs = _shard_stage(module, plan, config, layout, axes, device, shard_specs, partial_grads)
         _freeze_parameters(module, config.optimizer.groups, shard_specs)
         blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
@@ -176,6 +176,7 @@ def _shard_stage(
     config: Config,
     layout: Layout,
     axes: Mapping[str, Axis],
+    device: torch.device,
     shard_specs: dict[str, ShardSpec],
     partial_grads: list[str],
 ) -> dict[str, ShardSpec]:
@@ -184,7 +185,10 @@ def _shard_stage(
         return shard_specs | apply_module_plan(module, plan, axes, partial_grads)
     seq_len = config.train.seq_len
     shard_specs |= name_head_weight(module)
-    shard_specs |= apply_expert_parallel(module, axes, is_elastic=config.train.deterministic == "elastic")
+    is_elastic = config.train.deterministic == "elastic"
+    shard_specs |= apply_expert_parallel(module, axes, is_elastic=is_elastic)
+    if not is_elastic:  # the kernel does not promise that the bits of a group are independent of the others
+        apply_grouped_kernel(module, config.train.dtype, device)
     shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))
     apply_context_parallel(module, axes, seq_len)
     if config.data.packing == "documents":

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.model.moe import Experts, GroupSizes, compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.model.grouped_linear import compute_grouped_weight_grad, grouped_linear
+from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 
 
@@ -38,9 +39,10 @@ class SourceGradients:
         by_name = [self._gradients.pop(name, missing) for name in names]
         return [[gradients[source] for gradients in by_name] for source in range(self._num_sources)]
 
-    def _grouped_linear(self, prefix: str, experts: Experts, rows: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-        """Compute `model.moe.grouped_linear`. sizes: rows per source and expert, sources first."""
-        sizes = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
+    def _grouped_linear(
+        self, prefix: str, experts: Experts, rows: Tensor, weight: Tensor, sizes: Tensor, use_kernel: bool
+    ) -> Tensor:
+        """Compute `model.grouped_linear`, without the kernel. sizes: rows per source and expert, sources first."""
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return grouped_linear(rows, weight, sizes)
         # FSDP2 replaces the attributes of a module: the tensor tells which weight it is.
@@ -50,10 +52,9 @@ class SourceGradients:
         return product
 
     @torch.no_grad()
-    def _add_gradients(self, name: str, dtype: torch.dtype, grad_out: Tensor, rows: Tensor, sizes: list[int]) -> None:
-        num_experts = len(sizes) // self._num_sources
-        by_source = [sizes[first : first + num_experts] for first in range(0, len(sizes), num_experts)]
-        rows_per_source = [sum(of_source) for of_source in by_source]
+    def _add_gradients(self, name: str, dtype: torch.dtype, grad_out: Tensor, rows: Tensor, sizes: Tensor) -> None:
+        by_source = sizes.view(self._num_sources, -1)
+        rows_per_source = by_source.sum(dim=1).tolist()
         parts = zip(torch.split(grad_out, rows_per_source), torch.split(rows, rows_per_source), by_source, strict=True)
         gradients = [compute_grouped_weight_grad(*part).to(dtype) for part in parts]
         if (earlier := self._gradients.get(name)) is not None:
@@ -64,7 +65,7 @@ class SourceGradients:
 class _SourceGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], add: Any, store: WeightGradStore | None
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor, add: Any, store: WeightGradStore | None
     ) -> Tensor:
         device = rows.device.type
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype

@@ -40,7 +40,7 @@ ALLOWED_IMPORTS = {
     "planner": "errors config",
     "elastic": "errors config planner",
     "state": "errors torch_private",
-    "model": "errors config state",
+    "model": "errors torch_private config state",
     "parallel": "errors torch_private config planner state model",
     "snapshot": "errors state",
     "distributed": "errors callbacks torch_private config planner elastic state parallel snapshot",

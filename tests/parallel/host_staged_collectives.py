@@ -34,7 +34,9 @@ def stage_collectives() -> Iterator[None]:
         works = zip(batch_isend_irecv(host_ops), hosts, ops, strict=True)
         return [StagedWork(work, host, op.tensor if op.op is dist.irecv else None) for work, host, op in works]
 
-    def staged_all_to_all(received: Tensor, sent: Tensor, incoming: Any, outgoing: Any, group: Any) -> None:
+    def staged_all_to_all(
+        received: Tensor, sent: Tensor, incoming: Any, outgoing: Any, group: Any, async_op: bool
+    ) -> None:
         host = received.cpu()
         all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group)
         received.copy_(host)
