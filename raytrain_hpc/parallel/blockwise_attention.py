@@ -21,7 +21,7 @@ from raytrain_hpc.torch_private import (
     sdpa_flash_backward,
 )
 
-_MASKED_SCORE = -1e30
+MASKED_SCORE = -1e30
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,12 @@ class BlockMask:
         visible = self.visible.tril() if self.causal else self.visible
         # The GPU kernel needs rows that start at multiples of 16 bytes.
         bias = q.new_zeros((*visible.shape[:-1], -(-visible.shape[-1] // 16) * 16))[..., : visible.shape[-1]]
-        return bias.masked_fill_(~visible, _MASKED_SCORE).expand(-1, q.shape[1], -1, -1)
+        return bias.masked_fill_(~visible, MASKED_SCORE).expand(-1, q.shape[1], -1, -1)
+
+
+def get_lse_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of the log-sum-exp of attention with queries q."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -124,7 +129,7 @@ def _compute_scores(q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:
     """Return the scaled attention scores [b, heads, t, s]; masked ones are a large negative number."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device) if mask.visible is None else mask.visible
-    return scores.masked_fill(~(visible.tril() if mask.causal else visible), _MASKED_SCORE)
+    return scores.masked_fill(~(visible.tril() if mask.causal else visible), MASKED_SCORE)
 
 
 def _attend_densely(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:

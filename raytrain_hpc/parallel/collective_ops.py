@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.model.grouped_linear import compute_grouped_weight_grad, grouped_linear
-from raytrain_hpc.parallel.context_parallel import Ring, ring_attend, ring_attend_backward
+from raytrain_hpc.parallel.blockwise_attention import get_lse_dtype
 from raytrain_hpc.parallel.mesh_axis import Axis
+from raytrain_hpc.parallel.ring_attention import Ring, ring_attend, ring_attend_backward
+from raytrain_hpc.parallel.segment_attention import (
+    SegmentMask,
+    attend_segments,
+    attend_segments_backward,
+    find_segments,
+)
 
 _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()  # gloo closes a group with its last reference
 
@@ -79,8 +86,7 @@ def _ring_attend(
 
 @_ring_attend.register_fake
 def _(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=get_lse_dtype(q))
 
 
 @torch.library.custom_op("raytrain_hpc::ring_attend_backward", mutates_args=())
@@ -104,6 +110,31 @@ def _ring_attend_backward(
 def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | str | int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.custom_op("raytrain_hpc::document_attend", mutates_args=())
+def _document_attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = attend_segments(q, k, v, SegmentMask(find_segments(documents, documents), causal=True))
+    return out.contiguous(), lse
+
+
+@_document_attend.register_fake
+def _(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=get_lse_dtype(q))
+
+
+@torch.library.custom_op("raytrain_hpc::document_attend_backward", mutates_args=())
+def _document_attend_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = SegmentMask(find_segments(documents, documents), causal=True)
+    dq, dk, dv = attend_segments_backward(grad_out, q, k, v, out, lse, mask)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_document_attend_backward.register_fake
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

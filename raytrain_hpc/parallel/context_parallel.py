@@ -1,9 +1,8 @@
 """Context parallelism: sequences are sharded over ranks; attention covers the full sequence.
 
-Ring attention passes keys and values around a ring of ranks (Liu et al. 2023, arXiv 2310.01889). Each ring rank holds
-an early and a late chunk of the sequence, which balances causal work (zigzag order). Ulysses redistributes from
-positions to heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509). Combined, the members of the ring are Ulysses
-groups (Fang and Zhao 2024, arXiv 2405.07719).
+Ring attention passes keys and values around a ring of ranks (`ring_attention`). Ulysses redistributes from positions to
+heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509). Combined, the members of the ring are Ulysses groups (Fang
+and Zhao 2024, arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -14,23 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.model.decoder import Attention, CausalAttention, Decoder, make_document_mask
+from raytrain_hpc.model.decoder import Attention, CausalAttention, Decoder
 from raytrain_hpc.model.moe import Router
-from raytrain_hpc.parallel.blocking_collectives import wait_all
-from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward, merge_blocks
 from raytrain_hpc.parallel.mesh_axis import Axis
-
-
-def get_chunk_ranges(seq_len: int, ring_size: int, ring_rank: int) -> list[range]:
-    """Return the early and the late chunk of a sequence that a ring rank holds."""
-    num_chunks = 2 * ring_size
-    return [
-        range(i * seq_len // num_chunks, (i + 1) * seq_len // num_chunks)
-        for i in (ring_rank, num_chunks - 1 - ring_rank)
-    ]
+from raytrain_hpc.parallel.ring_attention import Ring, RingAttention, get_chunk_ranges
 
 
 def get_rank_positions(seq_len: int, ring_size: int, ulysses_size: int, ring_rank: int, ulysses_rank: int) -> list[int]:
@@ -39,148 +27,6 @@ def get_rank_positions(seq_len: int, ring_size: int, ulysses_size: int, ring_ran
     return positions[
         ulysses_rank * len(positions) // ulysses_size : (ulysses_rank + 1) * len(positions) // ulysses_size
     ]
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The ring of this rank, and the lengths of the early and the late chunk of every ring rank."""
-
-    axis: Axis
-    chunk_lengths: tuple[tuple[int, int], ...]
-    seq_len: int
-
-    @classmethod
-    def create(cls, axis: Axis, seq_len: int) -> Ring:
-        """Create the ring over an axis for sequences of `seq_len` positions."""
-        chunk_ranges = (get_chunk_ranges(seq_len, axis.size, ring_rank) for ring_rank in range(axis.size))
-        return cls(axis, tuple((len(early), len(late)) for early, late in chunk_ranges), seq_len)
-
-    def rotate(self, tensors: list[Tensor], owner: int) -> tuple[list[Tensor], int]:
-        """Send `tensors` to the next ring rank and receive those of the previous one.
-
-        `owner`: the ring rank whose chunks `tensors` are. Returns the received tensors and their owner.
-        """
-        axis, source = self.axis, (owner - 1) % self.axis.size
-        length = sum(self.chunk_lengths[source])
-        received = [x.new_empty((*x.shape[:2], length, x.shape[3])) for x in tensors]
-        next_rank, previous_rank = (
-            dist.get_global_rank(axis.group, (axis.rank + offset) % axis.size) for offset in (1, -1)
-        )
-        works = []
-        for send_buffer, recv_buffer in zip(tensors, received, strict=True):
-            axis.traffic.elements += send_buffer.numel()
-            works += dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, send_buffer.contiguous(), next_rank, axis.group),
-                    dist.P2POp(dist.irecv, recv_buffer, previous_rank, axis.group),
-                ]
-            )
-        wait_all(works)
-        return received, source
-
-    def get_block_mask(self, owner: int, documents: Tensor | None) -> tuple[slice, slice, BlockMask]:
-        """Return the slices of local queries and of the owner's keys that attend to each other, and their mask.
-
-        Chunks of a ring rank are in global order, so its own keys give a causal square. For an owner of lower rank,
-        only the early chunk precedes the local queries, and it precedes all of them. For an owner of higher rank, both
-        chunks precede the late local queries and follow the early ones.
-        """
-        rank = self.axis.rank
-        queries = slice(self.chunk_lengths[rank][0], None) if owner > rank else slice(None)
-        keys = slice(0, self.chunk_lengths[owner][0]) if owner < rank else slice(None)
-        if documents is None:
-            return queries, keys, BlockMask(owner == rank)
-        query_documents, key_documents = (
-            self._select_documents(documents, rank)[:, queries],
-            self._select_documents(documents, owner)[:, keys],
-        )
-        return queries, keys, BlockMask(owner == rank, make_document_mask(query_documents, key_documents))
-
-    def _select_documents(self, documents: Tensor, rank: int) -> Tensor:
-        return torch.cat(
-            [
-                documents[:, chunk.start : chunk.stop]
-                for chunk in get_chunk_ranges(self.seq_len, len(self.chunk_lengths), rank)
-            ],
-            1,
-        )
-
-
-def ring_attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
-    """Return the output [b, heads, t, d] and the log-sum-exp [b, heads, t] of attention over the full sequence.
-
-    q: [b, heads, t, d]; k, v: [b, kv_heads, t, d], t the local positions; documents: int64 [b, seq_len].
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.raytrain_hpc.ring_attend(q, k, v, documents, ring.axis.name, ring.seq_len)  # type: ignore[no-any-return]
-    rank, kv = ring.axis.rank, [k, v]
-    out, lse = attend(q, k, v, ring.get_block_mask(rank, documents)[2])
-    # Accumulate in fp32 or wider, in copies: selective checkpointing keeps the tensors that the attention op returned.
-    total, lse = out.to(torch.promote_types(out.dtype, torch.float32), copy=True), lse.clone()
-    owner = rank
-    for _ in range(ring.axis.size - 1):
-        kv, owner = ring.rotate(kv, owner)
-        queries, keys, mask = ring.get_block_mask(owner, documents)
-        block_out, block_lse = attend(q[:, :, queries], kv[0][:, :, keys], kv[1][:, :, keys], mask)
-        merged = merge_blocks(total[:, :, queries], lse[:, :, queries], block_out, block_lse)
-        total[:, :, queries], lse[:, :, queries] = merged
-    return total.to(q.dtype), lse
-
-
-def ring_attend_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    ring: Ring,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. Keys, values and their gradients travel once around the ring."""
-    if torch.compiler.is_compiling():
-        return torch.ops.raytrain_hpc.ring_attend_backward(  # type: ignore[no-any-return]
-            grad_out, q, k, v, out, lse, documents, ring.axis.name, ring.seq_len
-        )
-    dq = torch.zeros_like(q)
-    tensors, owner = [k, v, torch.zeros_like(k), torch.zeros_like(v)], ring.axis.rank
-    for hop in range(ring.axis.size):
-        queries, keys, mask = ring.get_block_mask(owner, documents)
-        block_grads = attend_backward(
-            grad_out[:, :, queries],
-            q[:, :, queries],
-            tensors[0][:, :, keys],
-            tensors[1][:, :, keys],
-            out[:, :, queries],
-            lse[:, :, queries],
-            mask,
-        )
-        dq[:, :, queries] += block_grads[0]
-        tensors[2][:, :, keys] += block_grads[1]
-        tensors[3][:, :, keys] += block_grads[2]
-        if hop == ring.axis.size - 1:
-            tensors, owner = ring.rotate(tensors[2:], owner)
-        else:
-            tensors, owner = ring.rotate(tensors, owner)
-    return dq, tensors[0], tensors[1]
-
-
-class RingAttention(torch.autograd.Function):
-    """Differentiable `ring_attend`."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, documents: Tensor | None) -> Tensor:
-        """Return the attention output [b, heads, t, d]."""
-        out, lse = ring_attend(q, k, v, documents, ring)
-        ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse, documents)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return the gradients of q, k and v."""
-        q, k, v, out, lse, documents = ctx.saved_tensors
-        return *ring_attend_backward(gradients[0], q, k, v, out, lse, documents, ctx.ring), None, None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from torch import Tensor
 
 from raytrain_hpc.distributed.process_groups import init_process_groups
 from raytrain_hpc.model.decoder import causal_attention
-from raytrain_hpc.parallel import blockwise_attention
+from raytrain_hpc.parallel import blockwise_attention, ring_attention
 from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward, merge_blocks
 from raytrain_hpc.parallel.context_parallel import ContextParallelAttention, get_rank_positions
+from raytrain_hpc.parallel.ring_attention import Ring, Rotation
 from raytrain_hpc.planner.layout import Layout
 from tests.parallel.host_staged_collectives import stage_collectives
-from tests.warm_pool import WarmPool
+from tests.warm_pool import WarmPool, make_small_config
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -142,3 +145,35 @@ def test_context_parallel_attention_equals_dense_attention(
         positions = get_rank_positions(LENGTH, ring, ulysses, rank // ulysses, rank % ulysses)
         errors = [relative_error(part, full[:, :, positions]) for part, full in zip(parts, expected, strict=True)]
         assert max(errors) < BOUNDS[dtype], errors
+
+
+def record_order(trainer: Any) -> list[str]:
+    """Train one microbatch of a model with one layer; return in which order transfers and blocks of attention ran."""
+    order: list[str] = []
+
+    def record(owner: Any, name: str) -> Any:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(name.removeprefix("_").removesuffix("_rotation"))
+            return real(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    patches = [(Ring, "start_rotation"), (Rotation, "wait")]
+    patches += [(ring_attention, name) for name in ("_attend", "_attend_backward")]
+    with ExitStack() as stack:
+        for owner, name in patches:
+            stack.enter_context(record(owner, name))
+        trainer.train_step(0)
+    return order
+
+
+def test_tensors_travel_while_blocks_are_attended_to(pool: WarmPool) -> None:
+    words = ["cluster.workers=3", "parallel.cp=3", "model.num_layers=1", "train.micro_batch_size=12"]
+    forward = ["start", "attend", "wait", "start", "attend", "wait", "attend"]
+    backward = ["start", "attend_backward", "start"]  # keys and values; their gradients
+    backward += ["wait", "start", "attend_backward", "wait", "start"]
+    backward += ["wait", "attend_backward", "wait", "start", "wait"]
+    for order in pool.inspect_trainers(record_order, make_small_config(None, *words)):
+        assert order == forward + backward

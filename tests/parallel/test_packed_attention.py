@@ -12,7 +12,8 @@ from torch import Tensor
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.param_init import init_weights
-from raytrain_hpc.parallel.document_attention import DocumentAttention, find_segments
+from raytrain_hpc.parallel.document_attention import DocumentAttention, SegmentFinder
+from raytrain_hpc.parallel.segment_attention import find_segments
 from tests.parallel.layout_run import LLAMA
 from tests.warm_pool import WarmPool, make_small_config
 
@@ -88,25 +89,55 @@ def test_attention_stays_within_documents(
             assert (result[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_segments_give_the_values_and_gradients_of_a_dense_mask(kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "tolerance"),
+    [(4, torch.float64, 1e-12), (2, torch.float64, 1e-12), (2, torch.bfloat16, 1e-2)],
+)
+def test_segments_give_the_values_and_gradients_of_a_dense_mask(
+    kv_heads: int, dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(1)
     documents = make_packed()[2]
-    assert find_segments(documents)[:3] == [(0, 0, 1), (0, 1, 9), (0, 9, 10)] and len(find_segments(documents)) == 7
-    q, k, v = (
-        torch.randn(2, TOTAL, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    segments = find_segments(documents, documents)
+    parts = [slice(0, 1), slice(1, 9), slice(9, 10)]
+    assert segments[:3] == [(0, part, part) for part in parts] and len(segments) == 7
+    inputs = [
+        torch.randn(2, TOTAL, heads, 8, generator=generator).mul(3).to(dtype).transpose(1, 2)
         for heads in (4, kv_heads, kv_heads)
-    )
+    ]
+    q, k, v = (x.double().requires_grad_() for x in inputs)
     scores = q @ k.repeat_interleave(4 // kv_heads, 1).mT / 8**0.5
     visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
     expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v.repeat_interleave(4 // kv_heads, 1)
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad((expected * weights).sum(), (q, k, v))
-    attended = DocumentAttention()(q, k, v, documents)
-    actual = torch.autograd.grad((attended * weights).sum(), (q, k, v))
-    torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
-    for grad, reference in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(grad, reference, rtol=1e-12, atol=1e-12)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    attended = DocumentAttention(SegmentFinder())(*leaves, documents)
+    actual = torch.autograd.grad((attended * weights).sum(), leaves)
+    for result, reference in zip((attended, *actual), (expected, *wanted), strict=True):
+        assert result.dtype == dtype and (result - reference).norm() <= tolerance * reference.norm()
+
+
+def test_compiled_attention_is_one_graph_for_all_documents() -> None:
+    import torch._dynamo
+
+    import raytrain_hpc.parallel.collective_ops  # noqa: F401  (registers operators)
+
+    generator = torch.Generator().manual_seed(2)
+    attention = DocumentAttention(SegmentFinder())
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for starts in ([1, 9, 10, 16], [5], [20]):
+        documents = torch.zeros(2, TOTAL, dtype=torch.int64)
+        for start in starts:
+            documents[1, start:] += 1
+        inputs = [torch.randn(2, 4, TOTAL, 8, generator=generator).requires_grad_() for _ in range(3)]
+        outputs = attention(*inputs, documents), compiled(*inputs, documents)
+        weights = torch.randn(outputs[0].shape, generator=generator)
+        grads = [torch.autograd.grad((output * weights).sum(), inputs) for output in outputs]
+        for expected, actual in zip((outputs[0], *grads[0]), (outputs[1], *grads[1]), strict=True):
+            assert torch.equal(actual, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_training_on_documents_makes_no_mask(pool: WarmPool, monkeypatch: pytest.MonkeyPatch) -> None:
