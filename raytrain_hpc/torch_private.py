@@ -80,6 +80,11 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether calling a module runs more than its forward. `_forward_hooks` and its like: all versions."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def dump_flight_recorder() -> str:
     """Return the flight recorder's entries as JSON, for all backends. `_dump_fr_trace_json`: all versions."""
     import torch._C._distributed_c10d as c10d

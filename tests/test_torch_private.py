@@ -47,6 +47,16 @@ def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
     assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_a_module_are_seen(register: str) -> None:
+    layer = nn.Linear(2, 2)
+    assert not torch_private.has_forward_hooks(layer)
+    handle = getattr(layer, register)(lambda *_: None)
+    assert torch_private.has_forward_hooks(layer)
+    handle.remove()
+    assert not torch_private.has_forward_hooks(layer)
+
+
 def test_the_grouped_product_multiplies_each_group_by_its_matrix() -> None:
     """`grouped_mm_op` is the operation that selective activation checkpointing sees."""
     torch.manual_seed(1)

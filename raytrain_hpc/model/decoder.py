@@ -263,7 +263,7 @@ class GELU(nn.Module):
 class SwiGLU(nn.Module):
     """The feed-forward network of Llama (Shazeer 2020, arXiv 2002.05202).
 
-    On CPU, fusing the gate and up projections measured no faster.
+    On CPU, one product for the gate and up projections measured no faster.
     """
 
     def __init__(self, spec: ModelSpec, ffn_size: int):
@@ -274,9 +274,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the feed-forward network, [b, t, hidden_size]."""
-        x = cast_for_autocast(x)
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.project(cast_for_autocast(x))
+        out: Tensor = self.down(F.silu(gate) * up)
         return out
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gate and the up projection of x, [b, t, ffn_size] each."""
+        return self.gate(x), self.up(x)
 
 
 class Norm(nn.Module):
