@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.extended_cases import is_extended
 from tests.warm_pool import PRELOADED_MODULES, WarmPool
 from tests.warm_ray_workers import WarmRayWorkers, use_python
 
+COLLECTED = pytest.StashKey[list[tuple[str, str]]]()  # file and name of each test, before any is deselected
 OBJECT_STORE_BYTES = 256 << 20  # small enough for a test to fill
 if TYPE_CHECKING:
     from raytrain_hpc.storage.object_path import ObjectPath
@@ -108,6 +110,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives workers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--extended", action="store_true", help="also run the cases of tests/extended_cases.py")
     parser.addoption("--pool-device", choices=("cpu", "cuda"), default="cpu", help="device of the ranks in `pool`")
 
 
@@ -173,7 +176,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if name in QUICK_TESTS else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = [(_get_file(item.nodeid), item.name) for item in items]
+    is_named = any("::" in argument for argument in config.args)
+    if not config.option.extended and not is_named:
+        extended = [item for item in items if is_extended(_get_file(item.nodeid), item.name)]
+        config.hook.pytest_deselected(items=extended)
+        items[:] = [item for item in items if item not in set(extended)]
     items.sort(key=lambda item: not _is_serial(item.nodeid))  # the longest first
     for item in items:
         if _get_file(item.nodeid) in QUICK_TESTS:

@@ -14,7 +14,11 @@ ALONE = ["cluster.workers=0", "cluster.device=cpu", "train.steps=4", "checkpoint
 
 
 def test_every_checkpoint_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data.path=stdlib", "model.vocab_size=256", "logging.sample_tokens=5", "logging.prompts=['def f', 'x = ']"]
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))
+    rt.prepare([text], tmp_path / "bytes", tokenizer="byte")
+    words = [f"data.path={tmp_path / 'bytes'}", "model.vocab_size=256", "logging.sample_tokens=5"]
+    words += ["logging.prompts=['def f', 'x = ']"]
     rt.train(make_small_config(tmp_path / "run", *ALONE, *words))
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     prompts = [(sample["step"], sample["prompt"]) for sample in samples]

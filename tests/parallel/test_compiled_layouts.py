@@ -24,29 +24,35 @@ BASE = [
 MODELS = {
     "gpt2": [*GPT2, "model.tie_embeddings=true", "model.dropout=0.1"],
     "llama": [*LLAMA, "model.num_kv_heads=2"],
-    "moe": [*LLAMA, "model.num_kv_heads=1", "model.num_experts=5", "model.shared_expert_size=23"],
+    "moe": [
+        *LLAMA,
+        "model.num_kv_heads=1",
+        "model.num_experts=5",
+        "model.shared_expert_size=23",
+        "model.load_balancing=bias",
+    ],
 }
-MODELS["moe, bias"] = [*MODELS["moe"], "model.load_balancing=bias"]
+
 TWO, FOUR = ["cluster.workers=2"], ["cluster.workers=4"]
 FULL, SELECTIVE = (f"parallel.activation_checkpointing={policy}" for policy in ("full", "selective"))
 DEEP = "model.num_layers=4"
-ONE_GRAPH = [
-    ("gpt2", [*TWO, "parallel.cp=2", FULL]),
-    ("gpt2", [*TWO, "parallel.pp=2", DEEP]),
-    ("llama", [*TWO, "parallel.zero=3", SELECTIVE]),
-    ("llama", ["cluster.workers=3", "parallel.tp=3", SELECTIVE]),  # replicated keys and values
-    ("llama", [*FOUR, "parallel.tp=2", "parallel.zero=1", FULL]),
-    ("llama", [*TWO, "parallel.cp=2", "data.packing=documents"]),
-    ("llama", [*TWO, "parallel.cp=2", "parallel.ulysses=2", "train.dtype=bf16"]),
-    ("llama", [*TWO, "lora.rank=3", "parallel.tp=2"]),
-    ("moe, bias", [*TWO, "parallel.tp=2", FULL]),
-    ("moe, bias", [*TWO, "parallel.cp=2"]),
-]
-SEVERAL_GRAPHS = [
-    ("llama", [*TWO, "parallel.pp=2", "parallel.pp_schedule=zbv", FULL, DEEP]),
-    ("llama", [*TWO, "parallel.zero=3", "parallel.tile_mib=0.004"]),
-    ("moe, bias", [*TWO, "parallel.ep=2", FULL]),
-]
+ONE_GRAPH = {
+    "gpt2: ring, recompute": [*TWO, "parallel.cp=2", FULL],
+    "gpt2: pp": [*TWO, "parallel.pp=2", DEEP],
+    "llama: zero3, selective": [*TWO, "parallel.zero=3", SELECTIVE],
+    "llama: tp-3": ["cluster.workers=3", "parallel.tp=3", SELECTIVE],  # replicated keys and values
+    "llama: tp x zero1, recompute": [*FOUR, "parallel.tp=2", "parallel.zero=1", FULL],
+    "llama: ring, documents": [*TWO, "parallel.cp=2", "data.packing=documents"],
+    "llama: Ulysses, bf16": [*TWO, "parallel.cp=2", "parallel.ulysses=2", "train.dtype=bf16"],
+    "llama: LoRA, tp": [*TWO, "lora.rank=3", "parallel.tp=2"],
+    "moe: tp, recompute": [*TWO, "parallel.tp=2", FULL],
+    "moe: ring": [*TWO, "parallel.cp=2"],
+}
+SEVERAL_GRAPHS = {
+    "llama: zbv, recompute": [*TWO, "parallel.pp=2", "parallel.pp_schedule=zbv", FULL, DEEP],
+    "llama: tiles": [*TWO, "parallel.zero=3", "parallel.tile_mib=0.004"],
+    "moe: ep, recompute": [*TWO, "parallel.ep=2", FULL],
+}
 
 
 def check_losses(pool: WarmPool, runs: list[CompiledRun], *words: str) -> None:
@@ -57,9 +63,9 @@ def check_losses(pool: WarmPool, runs: list[CompiledRun], *words: str) -> None:
         assert 0 < run.num_graphs[FIRST_STEPS - 1] == run.num_graphs[-1], run.num_graphs
 
 
-@pytest.mark.parametrize(("model", "layout"), ONE_GRAPH)
-def test_a_block_is_one_graph(pool: WarmPool, model: str, layout: list[str]) -> None:
-    words = [*BASE, *MODELS[model], *layout]
+@pytest.mark.parametrize("name", ONE_GRAPH)
+def test_a_block_is_one_graph(pool: WarmPool, name: str) -> None:
+    words = [*BASE, *MODELS[name.split(":")[0]], *ONE_GRAPH[name]]
     runs = run_compiled(pool, make_small_config(None, *words, "train.compile=true"), steps=STEPS)
     check_losses(pool, runs, *words)
     assert all(run.split_reasons == [] for run in runs)
@@ -87,9 +93,9 @@ def test_groups_formed_anew_need_no_compilation(pool: WarmPool) -> None:
         assert again[rank].num_graphs == grown[rank].num_graphs == [first[rank].num_graphs[-1]] * 2
 
 
-@pytest.mark.parametrize(("model", "layout"), SEVERAL_GRAPHS)
-def test_blocks_with_python_code_inside_are_split(pool: WarmPool, model: str, layout: list[str]) -> None:
-    words = [*BASE, *MODELS[model], *layout]
+@pytest.mark.parametrize("name", SEVERAL_GRAPHS)
+def test_blocks_with_python_code_inside_are_split(pool: WarmPool, name: str) -> None:
+    words = [*BASE, *MODELS[name.split(":")[0]], *SEVERAL_GRAPHS[name]]
     runs = run_compiled(pool, make_small_config(None, *words, "train.compile=true"), steps=STEPS)
     check_losses(pool, runs, *words)
     assert all(run.split_reasons for run in runs)
