@@ -39,6 +39,13 @@ def test_table_aligns_columns_and_json_keeps_unrounded_values():
     assert "torch" in plain["machine"]
 
 
+def test_tiny_differences_are_shown_as_such():
+    table = Table("x", ("off by",))
+    for value in (0.0, 4.2e-7, 0.001):
+        table.add_row(value)
+    assert [line.strip("| ") for line in table.to_markdown().splitlines()[4:7]] == ["0.000", "4.2e-07", "0.001"]
+
+
 def test_table_rejects_a_row_of_the_wrong_length():
     with pytest.raises(ValueError):
         Table("x", ("a", "b")).add_row(1)

@@ -25,7 +25,7 @@ from raytrain_hpc.bench.workloads import build_baseline_job
 from raytrain_hpc.cli.bench import bench
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.errors import MissingDependencyError, ModelError, RunFailedError
-from raytrain_hpc.observability.kernel_summary import summarize_events
+from raytrain_hpc.observability.kernel_summary import ProfiledEvent, summarize_events
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 # Large weights, so that logits depend on every part of the model.
@@ -219,22 +219,32 @@ def test_device_measures_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.Monke
     assert plain["first loss"] == pytest.approx(platform["first loss"], rel=1e-6)
 
 
-def test_both_conventions_of_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One H100 at 62,995 tokens/s of Llama 3.2 1B: 52.4 % and 57.5 %, computed here from the sizes of the model."""
-    config = load_config(None, [*device.LLAMA, *device.BF16])
-    table = Table("x", device.COLUMNS)
+def test_rows_of_a_gpu_have_both_conventions_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One H100 at 60,741 tokens/s of Llama 3.2 1B, as measured: FLOPs are counted here from the sizes of the model."""
+    kernels = summarize_events(
+        "cuda",
+        [
+            ProfiledEvent("nvjet_sm90_tst_256x128", 0, 70, 70),
+            ProfiledEvent("void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>(Flash_fwd_params)", 70, 100, 30),
+        ],
+    )
+    measured = device.Measurement(60_741.0, 50.14, [11.8], kernels, telemetry.Telemetry(650.0, 1800.0, 60.0), 0.1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    kernels = summarize_events("cuda", [])
-    measured = device.Measurement(62_995.0, 74.4, [11.8], kernels, telemetry.Telemetry())
-    device._add_row(table, device.GPU_CASES[0], config, "x", torch.device("cuda"), measured, None, [None, None, None])
-    (row,) = table.rows
+    monkeypatch.setattr(device, "measure_platform", lambda *_: measured)
+    monkeypatch.setattr(device, "measure_peer", lambda *_: replace(measured, telemetry=telemetry.Telemetry()))
+    table = Table("x", device.COLUMNS)
+    device.measure_case(device.GPU_CASES[0], 20, torch.device("cuda", 0), ["plain"], table)
+    platform, plain = table.rows
     layers, width, kv, ffn, vocab, seq_len = 16, 2048, 512, 8192, 128256, 4096
     weights = layers * (2 * width * width + 2 * width * kv + 3 * width * ffn) + width * vocab
     for name, factor in (("MFU %", 6), ("MFU %, full square", 12)):
         flops = 6 * weights + factor * layers * width * seq_len
-        assert row[name] == pytest.approx(100 * 62_995 * flops / 989e12, rel=1e-3)
-    assert row["MFU %"] == pytest.approx(52.4, abs=0.1) and row["MFU %, full square"] == pytest.approx(57.5, abs=0.1)
-    assert (row["W"], row["SM MHz"], row["attention"]) == ("unknown", "unknown", "none")
+        assert platform[name] == plain[name] == pytest.approx(100 * 60_741 * flops / 989e12, rel=1e-3)
+    assert platform["MFU %"] == pytest.approx(50.5, abs=0.1)
+    assert (platform["W"], platform["SM MHz"], plain["W"], plain["SM MHz"]) == (650.0, 1800.0, "unknown", "unknown")
+    assert platform["GEMM %"] == pytest.approx(70.0) and platform["attention"] == "pytorch_flash::flash_fwd_kernel"
+    assert platform["met"] is True and platform["planned GiB"] == pytest.approx(50.14, rel=0.05)
+    assert platform["expected tok/s"] == pytest.approx(60_741, rel=0.06) and plain["planned GiB"] is None
 
 
 def test_power_and_clock_are_means_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,26 @@ def test_idle_time_is_what_no_event_covers() -> None:
     assert (summary.window_s, summary.idle_s) == (pytest.approx(20e-6), pytest.approx(7e-6))
     assert summary.busy_s == pytest.approx(19e-6) and summary.idle_share == pytest.approx(0.35)
     assert [(row.name, row.calls) for row in summary.operations] == [("gemm", 6)]
+
+
+def test_of_a_gpu_only_kernels_count() -> None:
+    """Neither operators, which launch them, nor named regions on the GPU's timeline. With stand-ins for events."""
+
+    def make_event(name: str, device: str, start: float, end: float, *, is_region: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        device_type = SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, device_type=device_type, time_range=span, is_user_annotation=is_region)
+
+    events = [
+        make_event("aten::mm", "CPU", 0, 50),
+        make_event("step", "CUDA", 10, 90, is_region=True),
+        make_event("nvjet_tst_128x256", "CUDA", 10, 30),
+        make_event("Memcpy DtoH (Device -> Pinned)", "CUDA", 80, 90),
+    ]
+    summary = summarize_profile(SimpleNamespace(events=lambda: events))
+    assert summary.device == "cuda" and summary.list_names(GEMM) == ["nvjet_tst_128x256"]
+    assert [(row.calls, round(row.seconds * 1e6)) for row in summary.operations] == [(1, 20), (1, 10)]
+    assert summary.idle_share == pytest.approx(50 / 80) and summary.compute_share(GEMM) == pytest.approx(2 / 3)
 
 
 def test_an_empty_profile_has_no_shares() -> None:

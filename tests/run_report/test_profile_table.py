@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import raytrain_hpc as rt
+from raytrain_hpc.driver.run_directory import read_run_directory
 from raytrain_hpc.run_report.run_reader import read_run
+from raytrain_hpc.storage.object_path import ObjectPath
 from tests.run_report.run_directories import write_run_directory
 from tests.run_report.test_report import parse_page
 from tests.warm_pool import WarmPool, make_small_config
@@ -58,3 +60,17 @@ def test_an_incomplete_summary_is_left_out(tmp_path: Path) -> None:
     assert read_run(run).profiles == []
     _, text = parse_page(rt.report([run]))
     assert " Profile " not in text
+
+
+def test_summaries_are_read_from_an_object_store_without_the_traces(folder: ObjectPath, tmp_path: Path) -> None:
+    run = write_run_directory(tmp_path / "run")
+    kernels = {"device": "cuda", "window_s": 2.0, "idle_s": 0.5, "operations": []}
+    summary = json.dumps({"rank": 3, "first_step": 11, "last_step": 15, **kernels}).encode()
+    (folder / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    (folder / "profile/rank-00003.kernels.json").write_bytes(summary)
+    (folder / "profile/rank-00003.trace.json").write_bytes(b"large")
+    directory = read_run_directory(str(folder))
+    (profile,) = read_run(directory).profiles
+    assert (profile.rank, profile.first_step, profile.last_step) == (3, 11, 15)
+    assert profile.kernels.idle_share == 0.25
+    assert [path.name for path in directory.profile.iterdir()] == ["rank-00003.kernels.json"]
