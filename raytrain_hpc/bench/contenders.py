@@ -1,4 +1,4 @@
-"""The two sides of a comparison: each runs in its own processes, in a directory that is removed afterwards."""
+"""The sides of a comparison: each runs in its own processes, in a directory that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from raytrain_hpc.bench import torch_baseline
 from raytrain_hpc.bench.interleave import TrainingProcess, launch_training
-from raytrain_hpc.bench.torch_baseline import BaselineJob
+from raytrain_hpc.bench.torch_baseline import PLAIN, BaselineJob
 from raytrain_hpc.bench.workloads import build_baseline_job
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.errors import RunFailedError
 
 TIMEOUT_S = 1800
+# Relative difference of first losses: rounding errors of a mean over the tokens of a step.
+LOSS_TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def launch_platform(overrides: Sequence[str], name: str = "the platform") -> Ite
             directory / "output",
             lambda: [line["time/unix"] for line in read_jsonl(run_dir / "metrics.jsonl")],
             lambda: own_pid or _read_worker_pids(run_dir / "workers.json"),
+            lambda: [line["train/loss"] for line in read_jsonl(run_dir / "metrics.jsonl")],
         ) as process:
             own_pid += [process.process.pid] * ("cluster.workers=0" in overrides)
             yield process
@@ -84,18 +89,19 @@ def launch_platform(overrides: Sequence[str], name: str = "the platform") -> Ite
 
 
 @contextmanager
-def launch_torch_baseline(config: Config, processes: int) -> Iterator[TrainingProcess]:
-    """Start the PyTorch baseline as a training process: one Python process, or several under torchrun."""
+def launch_torch_baseline(config: Config, processes: int, peer: str = PLAIN) -> Iterator[TrainingProcess]:
+    """Start a PyTorch baseline as a training process: one Python process, or several under torchrun."""
     with scratch_dir() as directory:
-        job = build_baseline_job(config, processes, directory)
+        job = build_baseline_job(config, processes, directory, peer)
         steps = directory / "steps.jsonl"
         with launch_training(
-            "the PyTorch baseline",
+            f"the PyTorch baseline ({peer})",
             build_baseline_command(job, processes, directory, steps),
             {"OMP_NUM_THREADS": str(job.threads)},
             directory / "output",
             lambda: [line["unix"] for line in read_jsonl(steps)],
             lambda: [int(path.read_text() or 0) for path in sorted(directory.glob("*.pid"))],
+            lambda: _average_over_ranks([steps, *directory.glob("steps.*.jsonl")]),
         ) as process:
             yield process
 
@@ -116,6 +122,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _read_worker_pids(workers: Path) -> list[int]:
     return [worker["pid"] for worker in json.loads(workers.read_text())["workers"]] if workers.exists() else []
+
+
+def _average_over_ranks(files: Sequence[Path]) -> list[float]:
+    """Return the mean loss over ranks of the steps that all ranks have recorded."""
+    columns = ([line["loss"] for line in read_jsonl(path)] for path in files)
+    return [fmean(losses) for losses in zip(*columns, strict=False)]
+
+
+def check_first_losses(peer: str, losses: Sequence[float], platform_losses: Sequence[float], dtype: str) -> None:
+    """Raise RunFailedError unless the losses of the first step, from the same weights and tokens, agree to rounding."""
+    tolerance = LOSS_TOLERANCE["bf16" if computes_in_bf16(dtype) else "fp32"]
+    if abs(losses[0] - platform_losses[0]) > tolerance * platform_losses[0]:
+        raise RunFailedError(
+            f"--against {peer}: its first loss is {losses[0]!r}, the platform's {platform_losses[0]!r}: not the same "
+            "model; its version may build another one than this comparison expects"
+        )
 
 
 def log_progress(text: str) -> None:

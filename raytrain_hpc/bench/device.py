@@ -1,34 +1,40 @@
-"""`bench device`: speed and memory on one accelerator, compared with the plan and with PyTorch baselines."""
+"""`bench device`: speed, kernels and memory on one device, compared with the plan and with peers."""
 
 from __future__ import annotations
 
-import importlib.util
-import time
-from dataclasses import dataclass, replace
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from raytrain_hpc.bench.contenders import build_baseline_command, log_progress, read_jsonl, run_process, scratch_dir
-from raytrain_hpc.bench.local_trainer import open_trainer, release_memory, require_gpu
+from raytrain_hpc.bench.contenders import log_progress
+from raytrain_hpc.bench.device_measurement import (
+    WARMUP_STEPS,
+    Measurement,
+    compute_mfu_percent,
+    measure_peer,
+    measure_platform,
+)
+from raytrain_hpc.bench.local_trainer import release_memory
+from raytrain_hpc.bench.peer_check import check_peers
 from raytrain_hpc.bench.results_table import Table, Value
-from raytrain_hpc.bench.workloads import COMMON_OVERRIDES, build_baseline_job
+from raytrain_hpc.bench.telemetry import NOT_A_GPU, UNKNOWN
+from raytrain_hpc.bench.torch_baseline import PLAIN
+from raytrain_hpc.bench.workloads import COMMON_OVERRIDES
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.observability.metrics import compute_mfu
-from raytrain_hpc.observability.peak_flops import get_peak_tflops
+from raytrain_hpc.observability.kernel_summary import ATTENTION, GEMM
 from raytrain_hpc.planner.calibration import Calibration
-from raytrain_hpc.planner.flops import compute_flops_per_token
+from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, FULL_CONVENTION
 from raytrain_hpc.planner.hardware import find_device_preset, make_machine
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 from raytrain_hpc.planner.search import Estimate, estimate_layout
 
 MEMORY_GOAL = 5.0  # percent between planned and measured memory
-WARMUP_STEPS = 5
 STEPS_PER_ROUND = 15
 
-BASE_OVERRIDES = (*COMMON_OVERRIDES, "data.path=synthetic", "cluster.workers=0", "cluster.device=cuda")
+BASE_OVERRIDES = (*COMMON_OVERRIDES, "data.path=synthetic", "cluster.workers=0")
 LLAMA = ("model.preset=llama3_1b", "train.seq_len=4096", "train.global_batch_size=8", "train.micro_batch_size=4")
 GPT2 = ("model.preset=gpt2_124m", "train.seq_len=1024", "train.global_batch_size=32", "train.micro_batch_size=16")
 FP32, BF16 = ("train.dtype=fp32",), ("train.dtype=bf16",)
@@ -40,15 +46,17 @@ NO_RECOMPUTE, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its settings. `with_baselines`: also measure a plain PyTorch loop and transformers."""
+    """A model and its settings. `with_peers`: also measure a plain PyTorch loop, and the peers asked for."""
 
     name: str
     overrides: tuple[str, ...]
-    with_baselines: bool = False
+    with_peers: bool = False
 
 
-CASES = (
-    Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE), with_baselines=True),
+# Without a GPU, the defaults: they show that everything runs, and the operators.
+CPU_CASES = (Case("quickstart", (*FP32, "model.vocab_size=256", "train.compile=false"), with_peers=True),)
+GPU_CASES = (
+    Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE), with_peers=True),
     Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, "train.micro_batch_size=8")),
     Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *SELECTIVE_RECOMPUTE)),
     Case("llama3_1b, compiled", (*LLAMA, *BF16_COMPILED, *FULL_RECOMPUTE)),
@@ -62,91 +70,60 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Medians over the steps after the warm-up. `data_percent`: share of a step spent waiting for data."""
-
-    tokens_per_sec: float
-    peak_gib: float
-    data_percent: float | None = None
+COLUMNS = (
+    *("model", "by", "microbatch", "activation checkpointing", "dtype", "tok/s", "MFU %", "MFU %, full square"),
+    *("expected tok/s", "waiting for data %", "GEMM %", "attention", "W", "SM MHz", "peak GiB", "planned GiB"),
+    *("off by %", "met", "first loss"),
+)
 
 
-def run(rounds: int) -> Table:
-    """Measure every case once, with a number of steps proportional to `rounds`.
+def run(rounds: int, against: Sequence[str] = ()) -> Table:
+    """Measure every case once, with a number of steps proportional to `rounds`: on a GPU, or on the CPU without one.
+
+    `against`: the libraries whose models are measured too, where a plain PyTorch loop is.
 
     Raises:
-        ClusterError: This machine has no usable GPU.
+        MissingDependencyError: A library of `against` cannot be imported.
     """
-    device = require_gpu("device")
-    device_name = torch.cuda.get_device_name(device)
-    table = Table(
-        "bench device: one process on one accelerator",
-        (
-            "model",
-            "by",
-            "microbatch",
-            "activation checkpointing",
-            "dtype",
-            "tok/s",
-            "MFU %",
-            "expected tok/s",
-            "waiting for data %",
-        )
-        + ("peak GiB", "planned GiB", "off by %", "met"),
-        notes=[device_name],
-    )
-    for case in CASES:
-        _measure(case, WARMUP_STEPS + STEPS_PER_ROUND * rounds, device, table)
+    check_peers(against)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU: figures that need a GPU are missing"
+    table = Table("bench device: one process on one device", COLUMNS, notes=[name])
+    for case in GPU_CASES if device.type == "cuda" else CPU_CASES:
+        measure_case(case, WARMUP_STEPS + STEPS_PER_ROUND * rounds, device, (PLAIN, *against), table)
     table.notes += [
-        "tok/s: median step after five; MFU counts 6N + 6Lhs, causal counted once, of the dense bf16 peak",
-        "peak: memory allocated by torch's allocator; planned: the same by `plan`, without fragmentation",
+        f"tok/s: median step after {WARMUP_STEPS}; MFU: of the dense bf16 peak, {CAUSAL_CONVENTION}; full square: "
+        f"{FULL_CONVENTION}, as PaLM and nanoGPT count",
+        "GEMM %: share of matrix products in the time of all kernels of one more step; attention: its longest kernel; "
+        "W and SM MHz: means over the steps, by nvidia-ml-py",
+        "peak: memory allocated by torch's allocator, on a CPU resident memory; planned: by `plan`, without "
+        "fragmentation",
         "plain: a PyTorch loop that compiles model and loss together, with fused AdamW and autocast; transformers: its "
-        "Llama in the same loop; goals: 50 % MFU in the first row, planned memory within 5 %",
+        "model in the same loop; torchtitan: its Llama 3, loss, compiled blocks and FSDP2; all from the same weights",
+        "goals: 50 % MFU in the first row, planned memory within 5 %",
     ]
     return table
 
 
-def _measure(case: Case, steps: int, device: torch.device, table: Table) -> None:
-    device_name = torch.cuda.get_device_name(device)
-    overrides = [*BASE_OVERRIDES, *case.overrides, f"train.steps={steps}"]
+def measure_case(case: Case, steps: int, device: torch.device, peers: Sequence[str], table: Table) -> None:
+    """Add the row of the platform and, if the case has peers, one per peer. One of the steps is profiled."""
+    overrides = [*BASE_OVERRIDES, f"cluster.device={device.type}", *case.overrides, f"train.steps={steps + 1}"]
     config = load_config(None, overrides)
-    model_spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    plan = predict(config, model_spec, device_name)
+    spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
     platform = measure_platform(config, device)
     release_memory()
-    planned_gib = plan.footprint.allocated / 2**30
-    error_percent = 100 * (planned_gib / platform.peak_gib - 1)
-    rate = config.train.global_batch_size * config.train.seq_len / plan.step_s
-    remaining: list[Value] = [
-        rate,
-        platform.data_percent,
-        platform.peak_gib,
-        planned_gib,
-        error_percent,
-        abs(error_percent) <= MEMORY_GOAL,
-    ]
-    _add_row(
-        table,
-        case,
-        config,
-        "the platform",
-        platform,
-        _compute_mfu(config, model_spec, device_name, platform),
-        remaining,
-    )
-    for peer, kind in (("plain", "decoder"), ("transformers", "transformers")) if case.with_baselines else ():
-        if kind == "transformers" and importlib.util.find_spec("transformers") is None:
-            continue
-        baseline = measure_baseline(config, kind)
-        _add_row(
-            table,
-            case,
-            config,
-            peer,
-            baseline,
-            _compute_mfu(config, model_spec, device_name, baseline),
-            [None, None, baseline.peak_gib],
-        )
+    planned: list[Value] = [NOT_A_GPU, NOT_A_GPU, None]
+    expected: Value = NOT_A_GPU
+    if device.type == "cuda":
+        plan = predict(config, spec, torch.cuda.get_device_name(device))
+        expected = config.train.global_batch_size * config.train.seq_len / plan.step_s
+        planned_gib = plan.footprint.allocated / 2**30
+        error_percent = 100 * (planned_gib / platform.peak_gib - 1)
+        planned = [planned_gib, error_percent, abs(error_percent) <= MEMORY_GOAL]
+    _add_row(table, case, config, "the platform", device, platform, expected, planned)
+    for peer in peers if case.with_peers else ():
+        measured = measure_peer(config, peer, platform)
+        _add_row(table, case, config, peer, device, measured, None, [None, None, None])
 
 
 def _add_row(
@@ -154,24 +131,43 @@ def _add_row(
     case: Case,
     config: Config,
     system: str,
-    measurement: Measurement,
-    mfu_percent: float | None,
-    remaining: list[Value],
+    device: torch.device,
+    measured: Measurement,
+    expected: Value,
+    planned: Sequence[Value],
 ) -> None:
-    log_progress(f"{case.name} by {system}: {measurement.tokens_per_sec:.0f} tok/s, {measurement.peak_gib:.2f} GiB")
-    settings: list[Value] = [
+    log_progress(f"{case.name} by {system}: {measured.tokens_per_sec:.0f} tok/s, {measured.peak_gib:.2f} GiB")
+    is_gpu = device.type == "cuda"
+    spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
+    mfu: list[Value] = [NOT_A_GPU, NOT_A_GPU]
+    telemetry: list[Value] = [NOT_A_GPU, NOT_A_GPU]
+    if is_gpu:
+        name, rate = torch.cuda.get_device_name(device), measured.tokens_per_sec
+        mfu = [compute_mfu_percent(config, spec, name, rate, causal=causal) for causal in (True, False)]
+        values = measured.telemetry.power_w, measured.telemetry.sm_clock_mhz
+        telemetry = [UNKNOWN if value is None else value for value in values]
+    table.add_row(
+        case.name,
+        system,
         config.train.micro_batch_size,
         config.parallel.activation_checkpointing,
         config.train.dtype,
-    ]
-    row = [case.name, system, *settings, measurement.tokens_per_sec, mfu_percent, *remaining]
-    table.add_row(*row, *[None] * (len(table.columns) - len(row)))
+        measured.tokens_per_sec,
+        *mfu,
+        expected,
+        measured.data_percent,
+        100 * measured.kernels.compute_share(GEMM),
+        shorten_kernel_name(next(iter(measured.kernels.list_names(ATTENTION)), "none")),
+        *telemetry,
+        measured.peak_gib,
+        *planned,
+        measured.losses[0],
+    )
 
 
-def _compute_mfu(config: Config, model_spec: ModelSpec, device: str, measurement: Measurement) -> float | None:
-    peak = get_peak_tflops(device, config.train.dtype)
-    mfu = compute_mfu(measurement.tokens_per_sec, compute_flops_per_token(model_spec, config.train.seq_len), 1, peak)
-    return None if mfu is None else 100 * mfu
+def shorten_kernel_name(name: str) -> str:
+    """Return the name of a kernel without its return type, template arguments and parameters."""
+    return name.removeprefix("void ").partition("<")[0].partition("(")[0][:80]
 
 
 def predict(config: Config, model_spec: ModelSpec, device: str) -> Estimate:
@@ -179,32 +175,3 @@ def predict(config: Config, model_spec: ModelSpec, device: str) -> Estimate:
     machine = make_machine(find_device_preset(device) or "h100", 1, 1)
     layout = resolve_layout(config, 1)
     return estimate_layout(config, model_spec, machine, Calibration(), layout, resolve_batching(config, layout))
-
-
-def measure_platform(config: Config, device: torch.device) -> Measurement:
-    """Train with the platform's trainer in this process."""
-    seconds, waits = [], []
-    with open_trainer(config, device) as trainer:
-        for step in range(config.train.steps):
-            if step == 1:  # exclude memory used by compilation and autotuning
-                torch.cuda.reset_peak_memory_stats(device)
-            start = time.perf_counter()
-            result = trainer.train_step(step)
-            torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-            waits.append(result.data_s / seconds[-1])
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
-    rate = config.train.global_batch_size * config.train.seq_len / median(seconds[WARMUP_STEPS:])
-    return Measurement(rate, peak, 100 * median(waits[WARMUP_STEPS:]))
-
-
-def measure_baseline(config: Config, model_kind: str) -> Measurement:
-    """Train with the PyTorch baseline on the same tokens."""
-    with scratch_dir() as directory:
-        job = replace(build_baseline_job(config, 1, directory), model=model_kind)
-        steps = directory / "steps.jsonl"
-        run_process(build_baseline_command(job, 1, directory, steps), {"OMP_NUM_THREADS": str(job.threads)})
-        records = read_jsonl(steps)
-    end_times = [line["unix"] for line in records[WARMUP_STEPS - 1 :]]
-    seconds = median(later - earlier for earlier, later in zip(end_times, end_times[1:], strict=False))
-    return Measurement(config.train.global_batch_size * config.train.seq_len / seconds, records[-1]["peak_gib"])

@@ -1,7 +1,7 @@
-"""Interleave two training runs: both are started, and they alternate in turns of a few steps.
+"""Interleave training runs: all are started, and they alternate in turns of a few steps.
 
 The speed of a shared machine varies by about 10 % within a minute, so that runs one after the other are not comparable.
-Consecutive turns of a few seconds are. While one run has its turn, the other one is stopped by SIGSTOP.
+Consecutive turns of a few seconds are. While one run has its turn, the others are stopped by SIGSTOP.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from statistics import median
 from raytrain_hpc.errors import RunFailedError
 
 START_TIMEOUT_S = 300.0
-# The driver declares a worker failed after 10 s of silence, and the other side may have two turns in a row.
+# The driver declares a worker failed after 10 s of silence, and other runs may have two turns in a row.
 SHORTEST_TURN_S, LONGEST_TURN_S, STEPS_PER_TURN = 2.0, 4.5, 4.5
 
 
 @dataclass
 class TrainingProcess:
-    """A training run in processes of its own. Callables read the times of its steps and the pids of its ranks."""
+    """A training run in processes of its own. Callables read the times and losses of its steps, and its ranks' pids.
+
+    Without a callable for them, the losses are not comparable with those of another run.
+    """
 
     name: str
     process: subprocess.Popen[str]
     output: Path
     read_commit_times: Callable[[], list[float]]
     read_worker_pids: Callable[[], list[int]]
+    read_losses: Callable[[], list[float]] | None = None
     turns: list[tuple[float, float]] = field(default_factory=list)
 
     def wait_for_steps(self, count: int) -> None:
@@ -94,6 +98,7 @@ def launch_training(
     output: Path,
     read_commit_times: Callable[[], list[float]],
     read_worker_pids: Callable[[], list[int]],
+    read_losses: Callable[[], list[float]] | None = None,
 ) -> Iterator[TrainingProcess]:
     """Start a training run in a new session; kill its processes when the context exits."""
     with output.open("w") as file:
@@ -105,7 +110,7 @@ def launch_training(
             text=True,
             start_new_session=True,
         )
-    training = TrainingProcess(name, process, output, read_commit_times, read_worker_pids)
+    training = TrainingProcess(name, process, output, read_commit_times, read_worker_pids, read_losses)
     try:
         yield training
     finally:
@@ -125,24 +130,42 @@ def alternate(first: TrainingProcess, second: TrainingProcess, pairs: int, warmu
     Raises:
         RunFailedError: A run ended early, or steps are too long for the turns.
     """
-    for run in (first, second):
-        run.wait_for_steps(warmup)
-    for run in (first, second):
-        run.send_signal(signal.SIGSTOP)
-    for run in (first, second):
-        run.run_turn(LONGEST_TURN_S)  # not a result: until now both runs competed for the machine
-    step_s = max(run.median_step_times()[0] or LONGEST_TURN_S for run in (first, second))
+    return alternate_with_each([first], second, pairs, warmup)[0]
+
+
+def alternate_with_each(
+    others: Sequence[TrainingProcess], run: TrainingProcess, pairs: int, warmup: int
+) -> list[list[tuple[float, float]]]:
+    """Alternate a run with each of several others in turn. Return, per other run, its step time and that of the run.
+
+    In each of `pairs` rounds, every other run has one pair of consecutive turns with the run. Who begins changes from
+    pair to pair.
+
+    Raises:
+        RunFailedError: A run ended early, or steps are too long for the turns.
+    """
+    runs = [*others, run]
+    for process in runs:
+        process.wait_for_steps(warmup)
+    for process in runs:
+        process.send_signal(signal.SIGSTOP)
+    for process in (process for other in others for process in (other, run)):
+        process.run_turn(LONGEST_TURN_S)  # not a result: until now all runs competed for the machine
+    step_s = max(process.median_step_times()[0] or LONGEST_TURN_S for process in runs)
     seconds = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, STEPS_PER_TURN * step_s))
     for number in range(pairs):
-        for run in (first, second) if number % 2 == 0 else (second, first):
-            run.run_turn(seconds)
-    turns = zip(first.median_step_times()[1:], second.median_step_times()[1:], strict=True)
-    pairs_of_times = [
-        (first_s, second_s) for first_s, second_s in turns if first_s is not None and second_s is not None
-    ]
-    if len(pairs_of_times) < (pairs + 1) // 2:
-        raise RunFailedError(f"turns of {seconds:.0f} s are too short for a step of {step_s:.1f} s")
-    return pairs_of_times
+        for index, other in enumerate(others):
+            for process in (other, run) if (number + index) % 2 == 0 else (run, other):
+                process.run_turn(seconds)
+    run_times = run.median_step_times()[len(others) :]
+    times = []
+    for index, other in enumerate(others):
+        turns = zip(other.median_step_times()[1:], run_times[index :: len(others)], strict=True)
+        complete = [(other_s, run_s) for other_s, run_s in turns if other_s is not None and run_s is not None]
+        if len(complete) < (pairs + 1) // 2:
+            raise RunFailedError(f"turns of {seconds:.0f} s are too short for a step of {step_s:.1f} s")
+        times.append(complete)
+    return times
 
 
-__all__ = ["TrainingProcess", "alternate", "launch_training"]
+__all__ = ["TrainingProcess", "alternate", "alternate_with_each", "launch_training"]

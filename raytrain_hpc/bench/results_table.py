@@ -60,6 +60,8 @@ def _format_cell(value: Value) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return " ".join(_format_cell(item) for item in value)
+    if isinstance(value, float) and 0 < abs(value) < 0.0005:
+        return f"{value:.1e}"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
     return str(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raytrain_hpc.bench.torch_baseline import BaselineJob
+from raytrain_hpc.bench.torch_baseline import PLAIN, BaselineJob
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import Config
@@ -43,7 +43,7 @@ SMALL = COMMON_OVERRIDES
 BASELINE_DATA_STEPS = 50  # steps of tokens written for the baseline, which cycles through them
 
 
-def build_baseline_job(config: Config, workers: int, directory: Path) -> BaselineJob:
+def build_baseline_job(config: Config, workers: int, directory: Path, peer: str = PLAIN) -> BaselineJob:
     """Build a job with the same weights and the same tokens in the same order. Writes the tokens to `directory`."""
     train, optimizer = config.train, config.optimizer
     vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
@@ -62,6 +62,7 @@ def build_baseline_job(config: Config, workers: int, directory: Path) -> Baselin
     return BaselineJob(
         shape=resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=train.seq_len),
         tokens=str(directory / "tokens.npy"),
+        seq_len=train.seq_len,
         seed=config.run.seed,
         steps=train.steps,
         global_batch_size=train.global_batch_size,
@@ -75,6 +76,7 @@ def build_baseline_job(config: Config, workers: int, directory: Path) -> Baselin
         dtype=train.dtype,
         compile=train.compile is True,
         device="cuda" if config.cluster.device == "cuda" else "cpu",
+        peer=peer,
     )
 
 

@@ -20,23 +20,32 @@ from raytrain_hpc.cli.options import print_errors_on_one_line
     "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Number of measurement rounds."
 )
 @click.option("--url", help="checkpoint: also save and load below this URL of an S3 store.")
-@click.option("--against", multiple=True, metavar="NAME=DIR", help="step: also compare with a clone (nanogpt=DIR).")
+@click.option(
+    "--against",
+    multiple=True,
+    metavar="PEERS",
+    help="step, device: also compare with transformers, torchtitan; step: with a clone, nanogpt=DIR. Several: A,B.",
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the table as JSON to this file."
+)
 @print_errors_on_one_line
-def bench(what: str, as_json: bool, rounds: int, url: str | None, against: tuple[str, ...]) -> None:
+def bench(what: str, as_json: bool, rounds: int, url: str | None, against: tuple[str, ...], out: Path | None) -> None:
     """Run a benchmark; most alternate between raytrain-hpc and a baseline, such as plain PyTorch or Ray Train."""
     if url is not None and what != "checkpoint":
         raise click.UsageError("--url: only `bench checkpoint` saves to a store")
     options: dict[str, Any] = {} if url is None else {"url": url}
     if against:
-        options["against"] = _parse_clones(what, against)
+        from raytrain_hpc.bench.peer_check import parse_peers  # imports torch
+
+        try:
+            options["against"] = parse_peers(what, against)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    if out is not None and not out.absolute().parent.is_dir():
+        raise click.UsageError(f"--out {out}: {out.absolute().parent} is no directory")
     table = import_module(f"raytrain_hpc.bench.{what}").run(rounds=rounds, **options)
-    click.echo(json.dumps(table.to_json(), indent=2) if as_json else table.to_markdown())
-
-
-def _parse_clones(what: str, words: tuple[str, ...]) -> dict[str, Path]:
-    """Return clones by the name of the trainer. Raises UsageError for a word that cannot be used."""
-    pairs = [word.partition("=") for word in words]
-    clones = {name: Path(directory) for name, _, directory in pairs if directory}
-    if what != "step" or set(clones) != {"nanogpt"} or len(clones) != len(words):
-        raise click.UsageError(f"--against {' '.join(words)}: `bench step --against nanogpt=DIR`, with a clone in DIR")
-    return clones
+    text = json.dumps(table.to_json(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n")
+    click.echo(text if as_json else table.to_markdown())

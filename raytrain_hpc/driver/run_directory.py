@@ -16,6 +16,7 @@ from typing import Any
 from raytrain_hpc.config.loader import config_to_yaml
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import RunDirectoryError
+from raytrain_hpc.observability.profiler import PROFILE_DIR
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.storage.location import Location, is_url, parse_location
 from raytrain_hpc.storage.object_path import ObjectPath
@@ -35,6 +36,7 @@ class RunDirectory:
     metrics.jsonl    metrics of each committed step (observability/metrics.py)
     incidents.jsonl  failures and what they cost (driver/incident_log.py)
     samples.jsonl    text sampled from checkpoints: step, prompt, answer
+    profile/         traces and summaries of profiled steps (observability/profiler.py)
     result.json      the result (driver/result.py)
     """
 
@@ -53,6 +55,7 @@ class RunDirectory:
         self.tokenizer = path / "tokenizer.json"
         self.tensorboard = path / "tb"
         self.timeline = path / "timeline"
+        self.profile = path / PROFILE_DIR
         self.samples = path / "samples.jsonl"
         self.result = path / "result.json"
 

@@ -18,6 +18,7 @@ from raytrain_hpc.run_report.html_table import render_table
 from raytrain_hpc.run_report.incident_table import render_incidents
 from raytrain_hpc.run_report.memory_bars import render_memory
 from raytrain_hpc.run_report.placement_map import render_placement
+from raytrain_hpc.run_report.profile_table import render_profiles
 from raytrain_hpc.run_report.run_reader import RunRecord
 from raytrain_hpc.run_report.summary import summarize_facts, summarize_results
 
@@ -122,6 +123,7 @@ def _render_details(run: RunRecord, index: int, figures: _Figures) -> list[str]:
         ("Memory per rank", render_memory(run)),
         ("Placement", render_placement(run)),
         ("Pipeline", _render_pipeline(run)),
+        ("Profile", render_profiles(run)),
         ("Settings", _render_settings(run)),
     ]
     return [f"<section><h2>{title}</h2>{content}</section>" for title, content in parts if content]

@@ -12,9 +12,21 @@ import yaml
 
 from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
 from raytrain_hpc.errors import RunDirectoryError
+from raytrain_hpc.observability.kernel_summary import KernelSummary
+from raytrain_hpc.observability.profiler import KERNELS_SUFFIX
 from raytrain_hpc.storage.location import Location
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Operations of the profiled steps of one rank."""
+
+    rank: int
+    first_step: int
+    last_step: int
+    kernels: KernelSummary
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class RunRecord:
     versions: dict[str, str]  # of the software that rank 0 ran, by package
     samples: list[Json]  # text written by the model, oldest first
     timeline: tuple[str, str] | None  # file name and SVG of the newest recorded step
+    profiles: list[StepProfile]  # by rank, of the ranks that torch's profiler has covered
 
     def get_points(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric at all steps with a finite value."""
@@ -69,6 +82,7 @@ def read_run(run: str | Location | RunDirectory) -> RunRecord:
         metrics=[steps[step] for step in sorted(steps)],
         incidents=[json.loads(line) for line in directory.read_incidents() if line],
         timeline=_read_timeline(directory.timeline),
+        profiles=_read_profiles(directory.profile),
     )
 
 
@@ -95,3 +109,16 @@ def _read_samples(path: Path) -> list[Json]:
 def _read_timeline(directory: Path) -> tuple[str, str] | None:
     svg_files = sorted(directory.glob("step-*.svg")) if directory.is_dir() else []
     return (svg_files[-1].stem, svg_files[-1].read_text()) if svg_files else None
+
+
+def _read_profiles(directory: Path) -> list[StepProfile]:
+    """Return the profiles in a directory, except files that a kill left incomplete."""
+    profiles = []
+    for path in sorted(directory.glob(f"*{KERNELS_SUFFIX}")):
+        content = _read_json(path)
+        try:
+            steps = int(content["rank"]), int(content["first_step"]), int(content["last_step"])
+            profiles.append(StepProfile(*steps, KernelSummary.from_json(content)))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return profiles

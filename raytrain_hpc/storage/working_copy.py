@@ -23,7 +23,7 @@ _PART_NAME = "metrics-{:04d}.jsonl"
 _PART_BYTES = 4 * 2**20
 _INTERVAL_S = 5.0
 _BYTES_PER_SECOND = 2**20  # of one file that grows: the larger it is, the rarer it is uploaded
-_DOWNLOADED_DIRECTORIES = ("timeline",)
+_DOWNLOADED_DIRECTORIES = {"timeline": "", "profile": ".kernels.json"}  # with the end of the names; traces are large
 _SKIPPED_DIRECTORIES = {"wandb"}  # synchronized by its own library
 
 
@@ -92,9 +92,10 @@ class WorkingCopy:
                 else:
                     self._versions[info.path.name] = version
                     self._write(info.path.name, content)
-            for directory in _DOWNLOADED_DIRECTORIES:
+            for directory, suffix in _DOWNLOADED_DIRECTORIES.items():
                 for info in (self._remote / directory).list_recursively():
-                    self._write(f"{directory}/{info.path.name}", info.path.read_bytes())
+                    if info.path.name.endswith(suffix):
+                        self._write(f"{directory}/{info.path.name}", info.path.read_bytes())
             self._num_parts, self._parts_bytes = len(parts), sum(map(len, parts))
             if parts:
                 path = self.path / GROWING_FILE

@@ -60,8 +60,8 @@ ALLOWED_IMPORTS = {
     "training driver run_report",
     "huggingface": "errors storage config state data checkpoint driver",
     "dcp": "errors torch_private config state data huggingface",
-    "bench": "errors storage callbacks ray_private config planner elastic state model snapshot data runtime checkpoint "
-    "observability parallel training worker driver api",
+    "bench": "errors background_thread storage callbacks ray_private config planner elastic state model snapshot data "
+    "runtime checkpoint observability parallel training worker driver api huggingface",
     "sweeps": "errors storage ray_private config observability checkpoint driver run_report api",
     "cli": "errors storage config planner elastic state data checkpoint observability driver huggingface dcp "
     "run_report api bench sweeps",

@@ -43,7 +43,7 @@ MEASURED = {
 
 
 def plan_estimate(overrides: tuple[str, ...]) -> Estimate:
-    config = load_config(None, [*BASE_OVERRIDES, *overrides])
+    config = load_config(None, [*BASE_OVERRIDES, "cluster.device=cuda", *overrides])
     spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
     return predict(config, spec, "NVIDIA H100 80GB HBM3")
 
