@@ -32,7 +32,7 @@ def compute_layer_bytes_per_token(
     Float8 is bf16, except that the inputs of its products are kept quantized, in one byte: the norms' outputs, again
     for each up projection unless compiled; the attention output, which attention keeps too; and the last product's.
     """
-    residual_itemsize = 8 if dtype == "fp64" else 4
+    residual_itemsize = _get_residual_itemsize(dtype)
     matmul_itemsize = 2 if computes_in_bf16(dtype) else residual_itemsize
     is_float8 = dtype == "float8"
     h, a, kv = spec.hidden_size, spec.attention_size, spec.kv_size
@@ -54,6 +54,23 @@ def compute_layer_bytes_per_token(
     attention += (a + kv) * ((spec.norm == "rmsnorm" and not fused) + (not compiled)) if spec.qk_norm else 0
     masks = 2 * h if spec.dropout else 0
     return norms + (matmul_itemsize * attention + masks) / tp + feed_forward
+
+
+def compute_offloaded_bytes_per_token(
+    spec: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+) -> float:
+    """Return the part of `compute_layer_bytes_per_token` that `parallel.activation_offload` moves to the host.
+
+    That is all of it, but for products that selective recomputation keeps outside of autograd: those of blocks that are
+    not compiled stay on the device.
+    """
+    if recompute == "selective" and not compiled:
+        return _get_residual_itemsize(dtype) * spec.hidden_size / tp
+    return compute_layer_bytes_per_token(spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled)
+
+
+def _get_residual_itemsize(dtype: str) -> int:
+    return 8 if dtype == "fp64" else 4
 
 
 def _compute_float8_input_bytes(spec: ModelSpec, tp: int, compiled: bool) -> float:

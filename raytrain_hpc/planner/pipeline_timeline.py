@@ -107,6 +107,20 @@ def count_max_in_flight(order: PipelineOrder) -> dict[int, int]:
     return max_in_flight
 
 
+def count_max_deferred(order: PipelineOrder) -> dict[int, int]:
+    """Return, for each stage, the most microbatches that are at once between their split backward passes.
+
+    In between, a rank holds what the weight gradients need. Stages whose backward passes are not split are missing.
+    """
+    deferred: dict[int, int] = {}
+    max_deferred: dict[int, int] = {}
+    for action in order:
+        if action.kind in ("I", "W"):
+            deferred[action.stage] = deferred.get(action.stage, 0) + (1 if action.kind == "I" else -1)
+            max_deferred[action.stage] = max(max_deferred.get(action.stage, 0), deferred[action.stage])
+    return max_deferred
+
+
 def render_svg(spans: Iterable[Span], num_ranks: int) -> str:
     """Render the timeline as SVG with one row per rank: forward blue, backward red, weights green."""
     spans = list(spans)
