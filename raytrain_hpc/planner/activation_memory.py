@@ -69,6 +69,20 @@ def compute_offloaded_bytes_per_token(
     return compute_layer_bytes_per_token(spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled)
 
 
+def compute_deferred_bytes_per_token(spec: ModelSpec, *, tp: int, dtype: str) -> float:
+    """Return the bytes that a layer holds per token between the two parts of a split backward pass.
+
+    They are the inputs and the gradients of the outputs of its linear layers.
+    """
+    itemsize = 2 if computes_in_bf16(dtype) else _get_residual_itemsize(dtype)
+    h, k, num_up = spec.hidden_size, spec.experts_per_token, spec.num_ffn_matrices - 1
+    attention = h + (2 * spec.attention_size + 2 * spec.kv_size) / tp + h
+    if not spec.num_experts:
+        return itemsize * (attention + 2 * h + (num_up + 1) * spec.ffn_size / tp)
+    shared = 2 * h + (num_up + 1) * spec.shared_expert_size / tp if spec.shared_expert_size else 0
+    return itemsize * (attention + shared + k * (2 * h + (num_up + 1) * spec.ffn_size / tp))
+
+
 def _get_residual_itemsize(dtype: str) -> int:
     return 8 if dtype == "fp64" else 4
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
 
 from raytrain_hpc.config.model_spec import VOCAB_SIZE_MULTIPLE
-from raytrain_hpc.planner.activation_memory import (
-    Recompute,
-    compute_layer_bytes_per_token,
-    compute_offloaded_bytes_per_token,
-)
 from raytrain_hpc.planner.hardware import Device
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.model_state_memory import RankParameters
-from raytrain_hpc.planner.pipeline_schedule import PipelineSchedule
-from raytrain_hpc.planner.pipeline_timeline import count_max_deferred, count_max_in_flight
+from raytrain_hpc.planner.rank_activations import ActivationModel, RankActivations
 from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
@@ -57,7 +49,7 @@ class MemoryModel:
     def __init__(self, workload: Workload):
         self._workload = workload
         self._stages = StageCache(workload)
-        self._get_layer_bytes = cache(self._compute_layer_bytes)
+        self._activations = ActivationModel(workload, self._stages)
 
     def get_max_stage_layers(self, layout: Layout) -> int:
         """Return the number of layers of the largest pipeline stage."""
@@ -74,7 +66,7 @@ class MemoryModel:
         for rank, rank_parameters in enumerate(self._stages.get_parameters(layout)):
             own_stages = pipeline.get_stages_of_rank(rank)
             has_head = pipeline.num_stages - 1 in own_stages
-            activations = self._estimate_activations(choice, rank, own_stages)
+            activations = self._activations.estimate(choice, rank, own_stages)
             head_bytes = _compute_head_bytes(workload, tokens, layout.tp) if has_head else 0.0
             full = _estimate_rank(workload, choice, rank_parameters, activations, head_bytes, has_head=has_head)
             if choice.microbatches_per_rank > 1:
@@ -90,101 +82,12 @@ class MemoryModel:
         largest = max(footprints, key=lambda footprint: footprint.allocated)
         return replace(largest, host=max(footprint.host for footprint in footprints))
 
-    def _estimate_activations(self, choice: LayoutChoice, rank: int, own_stages: Sequence[int]) -> _Activations:
-        """Estimate the activations of a pipeline rank and its stages."""
-        workload, layout = self._workload, choice.layout
-        pipeline, tokens = layout.pipeline, choice.batching.size * workload.seq_len / layout.cp
-        offloads, hidden_size = choice.activation_offload != "none", workload.spec.hidden_size
-        kept = self._get_layer_bytes(layout.tp, "none", offloads).scale(tokens)
-        recomputed = self._get_layer_bytes(layout.tp, choice.recompute, offloads).scale(tokens)
-        boundary_bytes = 2 * tokens * hidden_size / layout.tp * workload.state_itemsize if layout.pp > 1 else 0.0
-        in_flight, deferred = _count_microbatches(pipeline, choice.microbatches_per_rank)
-        held_bytes = host_bytes = 0.0
-        num_recomputed = num_kept = 0
-        layer_counts = self._stages.get_layer_counts(pipeline.num_stages)
-        for stage in own_stages:
-            layers = layer_counts[stage]
-            count = choice.count_recomputed_layers(layers)
-            stage_bytes = recomputed.scale(count) + kept.scale(layers - count)
-            held_bytes += in_flight[rank][stage] * (stage_bytes.device + boundary_bytes)
-            # Between split backward passes: what the weight gradients need, recomputed or copied back.
-            held_bytes += deferred[rank].get(stage, 0) * (layers * kept.total - stage_bytes.device)
-            host_bytes += in_flight[rank][stage] * stage_bytes.host
-            num_recomputed, num_kept = num_recomputed + count, num_kept + layers - count
-        # Backward pass of a layer: gradients of its two widest tensors, and a few others.
-        backward_bytes = tokens * (2 * workload.spec.active_ffn_size + 4 * hidden_size) / layout.tp
-        backward_bytes *= workload.compute_itemsize
-        layer = recomputed if num_recomputed else kept
-        recomputed_bytes = kept.total - recomputed.total if num_recomputed else 0.0
-        # Offloaded activations are on the device for the layer in use and the next one.
-        newest = kept if num_kept else recomputed
-        last_working = backward_bytes + recomputed_bytes + layer.host
-        # The layers that keep all activations come first in the backward pass: they make room for the recomputed ones.
-        first_working = backward_bytes + (0.0 if num_kept else recomputed_bytes)
-        first_working += newest.host * min(2, num_recomputed + num_kept)
-        return _Activations(
-            held=held_bytes,
-            working=first_working,
-            newest=newest.host,
-            last=layer.device + boundary_bytes,
-            last_working=last_working,
-            host=host_bytes,
-            recomputed_share=num_recomputed / (num_recomputed + num_kept),
-        )
-
-    def _compute_layer_bytes(self, tp: int, recompute: Recompute, offloads: bool) -> _LayerBytes:
-        workload = self._workload
-        compute_total, compute_host = (
-            partial(
-                compute, workload.spec, tp=tp, dtype=workload.dtype, recompute=recompute, compiled=workload.compiled
-            )
-            for compute in (compute_layer_bytes_per_token, compute_offloaded_bytes_per_token)
-        )
-        host_bytes = compute_host() if offloads else 0.0
-        return _LayerBytes(compute_total() - host_bytes, host_bytes)
-
-
-@dataclass(frozen=True)
-class _LayerBytes:
-    """Bytes that a layer keeps from the forward pass for the backward pass, by place."""
-
-    device: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        return self.device + self.host
-
-    def __add__(self, other: _LayerBytes) -> _LayerBytes:
-        return _LayerBytes(self.device + other.device, self.host + other.host)
-
-    def scale(self, factor: float) -> _LayerBytes:
-        return _LayerBytes(factor * self.device, factor * self.host)
-
-
-@dataclass(frozen=True)
-class _Activations:
-    """Bytes of activations of a rank.
-
-    `held`: on the device, of all microbatches in flight. `working`: in the first backward pass of a layer. `newest`: of
-    the newest layer, which is not offloaded while the head computes. `last`, `last_working`: the same in the last
-    backward pass of a layer, when those of all other layers are free. `recomputed_share`: of the rank's layers.
-    """
-
-    held: float
-    working: float
-    newest: float
-    last: float
-    last_working: float
-    host: float
-    recomputed_share: float
-
 
 def _estimate_rank(
     workload: Workload,
     choice: LayoutChoice,
     rank_parameters: RankParameters,
-    activations: _Activations,
+    activations: RankActivations,
     head_bytes: float,
     *,
     has_head: bool,
@@ -252,20 +155,3 @@ def _compute_head_bytes(workload: Workload, tokens: float, tp: int) -> float:
 def _count_head_elements(workload: Workload, tp: int) -> float:
     """Return the number of weights of the head on a rank."""
     return workload.spec.vocab_size * workload.spec.hidden_size / tp
-
-
-_StageCounts = tuple[dict[int, int], ...]  # for each rank, a number of microbatches for each of its stages
-
-
-@lru_cache(maxsize=4096)
-def _count_microbatches(pipeline: PipelineSchedule, microbatches: int) -> tuple[_StageCounts, _StageCounts]:
-    """Return the most microbatches in flight, and the most between split backward passes."""
-    if pipeline.name in ("gpipe", "1f1b"):
-        max_counts = (
-            microbatches if pipeline.name == "gpipe" else min(microbatches, pipeline.num_ranks - rank)
-            for rank in range(pipeline.num_ranks)
-        )
-        in_flight = tuple({rank: count} for rank, count in enumerate(max_counts))
-        return in_flight, ({},) * pipeline.num_ranks
-    orders = pipeline.build_orders(pipeline.get_representative_microbatches(microbatches))
-    return tuple(map(count_max_in_flight, orders)), tuple(map(count_max_deferred, orders))

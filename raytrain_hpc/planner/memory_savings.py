@@ -78,17 +78,18 @@ class SavingOptions:
                 counts = [*range(1, max_stage_layers), 0]
             else:
                 counts = self.recompute_layers
-            first, end = 0, len(counts)  # bisect: `counts` are in the order of the memory that they save
-            while first < end:
-                middle = (first + end) // 2
+            if not fits(self._apply_layers(candidate, counts[-1])):
+                continue
+            first, last = 0, len(counts) - 1  # bisect: `counts` are in the order of the memory that they save
+            while first < last:
+                middle = (first + last) // 2
                 if fits(self._apply_layers(candidate, counts[middle])):
-                    end = middle
+                    last = middle
                 else:
                     first = middle + 1
-            if first < len(counts):
-                yield self._apply_layers(candidate, counts[first])
-                if policy == "none":
-                    return
+            yield self._apply_layers(candidate, counts[last])
+            if policy == "none":
+                return
 
     @staticmethod
     def _apply_layers(choice: LayoutChoice, count: int) -> LayoutChoice:
