@@ -47,6 +47,14 @@ def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
     assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
 
 
+def test_the_version_of_a_tensor_grows_with_every_change_in_place() -> None:
+    tensor = torch.zeros(4)
+    version = torch_private.get_version(tensor)
+    alias = tensor.detach()
+    tensor[:2].add_(1)
+    assert torch_private.get_version(alias) == torch_private.get_version(tensor) == version + 1
+
+
 def test_an_unsafe_view_is_no_view_for_autograd() -> None:
     matrix = torch.arange(12.0).view(4, 3).clone()
     viewed = torch_private.unsafe_view(matrix, [2, 2, 3])

@@ -55,7 +55,8 @@ class SavingOptions:
         """Return the choice with the cheapest measures with which it fits, or with the strongest if none suffices.
 
         Offloading is only considered where recomputation does not suffice; of optimizer state last. Of each policy, as
-        few layers are recomputed as fit, and of these candidates the one with the shortest step is returned.
+        few layers are recomputed as fit (with offloaded activations also as many as allowed), and of these candidates
+        the one with the shortest step is returned.
         `max_stage_layers`: layers of the largest pipeline stage. `fits` must hold for more recomputed layers if it
         holds for fewer.
         """
@@ -88,7 +89,9 @@ class SavingOptions:
                 else:
                     first = middle + 1
             yield self._apply_layers(candidate, counts[last])
-            if policy == "none":
+            if choice.activation_offload != "none":  # recomputed layers move less
+                yield self._apply_layers(candidate, counts[-1])
+            elif policy == "none":
                 return
 
     @staticmethod

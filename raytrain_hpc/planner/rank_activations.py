@@ -151,9 +151,8 @@ class ActivationModel:
 def _list_peak_loads(pipeline: PipelineSchedule, microbatches: int) -> list[list[dict[int, StageLoad]]]:
     """Return the peak loads of each pipeline rank."""
     if pipeline.name in ("gpipe", "1f1b"):
-        limits = [
-            microbatches if pipeline.name == "gpipe" else pipeline.num_ranks - r for r in range(pipeline.num_ranks)
-        ]
+        count = pipeline.num_ranks
+        limits = [microbatches if pipeline.name == "gpipe" else count - rank for rank in range(count)]
         return [[{rank: StageLoad(min(microbatches, limit), 0)}] for rank, limit in enumerate(limits)]
     orders = pipeline.build_orders(pipeline.get_representative_microbatches(microbatches))
     return [list_peak_loads(order) for order in orders]
