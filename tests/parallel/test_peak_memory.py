@@ -32,7 +32,6 @@ LAYOUTS = {
     "alone, selective": ["cluster.workers=1", *SELECTIVE],
     "alone, full": ["cluster.workers=1", *FULL],
     "alone, full in one layer": ["cluster.workers=1", *FULL, "parallel.recompute_layers=1"],
-    "alone, full in three layers": ["cluster.workers=1", *FULL, "parallel.recompute_layers=3"],
     "alone, selective in two layers": ["cluster.workers=1", *SELECTIVE, "parallel.recompute_layers=2"],
     "alone, offload": ["cluster.workers=1", *OFFLOAD],
     "alone, selective and offload": ["cluster.workers=1", *SELECTIVE, *OFFLOAD],
@@ -117,6 +116,15 @@ def measure_peak(rank: int, rendezvous: Any, spec: Any) -> int:
     with tracker, patch.object(activation_offload, "allocate_host_bytes", allocate_untracked):
         trainer.train_step(1)
     return tracker.peak
+
+
+def test_partial_recomputation_needs_memory_between_none_and_full(pool: WarmPool) -> None:
+    words = [*SIZES, *BATCH, *FAMILIES["llama"], "cluster.workers=1"]
+    counts = ([], *([*FULL, f"parallel.recompute_layers={count}"] for count in (1, 3, 0)))
+    peaks = [
+        pool.inspect_trainers(measure_peak, make_small_config(None, *words, *more), build=False)[0] for more in counts
+    ]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4, "none, 1, 3 and all of 4 layers"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
