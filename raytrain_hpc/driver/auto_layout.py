@@ -24,6 +24,7 @@ from raytrain_hpc.planner.remedies import suggest_remedies
 from raytrain_hpc.planner.search import Estimate, choose_savings, estimate_layout, rank_layouts
 from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.topology import Topology
+from raytrain_hpc.planner.workload import LayoutChoice
 
 _ACTIVATION_SETTINGS = {"activation_checkpointing", "recompute_layers", "activation_offload"}
 _FALLBACK_DEVICE = "h100"  # assumed for a device whose name is unknown
@@ -95,6 +96,7 @@ def resolve_auto_layout(
     best = rank_layouts(config, spec, machine, load_calibration(machine.device.name), free_settings)[0]
     print_line(f"planned {', '.join(sorted(free_settings))}: {describe_fit(best, machine)}")
     print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
+    print_line(f"        {_describe_activation_settings(best.choice)}")
     for remedy in () if best.fits else suggest_remedies(config, spec, machine, free_settings, is_machine_fixed=True):
         print_line(f"        may run out of memory; remedy: {remedy}")
     config = apply_choice(config, best.choice)
@@ -133,11 +135,16 @@ def refit_activation_memory(
         activation_offload=choice.activation_offload,
     )
     if fitted.parallel != config.parallel:
-        print_line(
-            f"planned for {layout.describe()}: parallel.activation_checkpointing={choice.recompute} "
-            f"recompute_layers={choice.recompute_layers} activation_offload={choice.activation_offload}"
-        )
+        print_line(f"planned for {layout.describe()}: {_describe_activation_settings(choice)}")
     return fitted
+
+
+def _describe_activation_settings(choice: LayoutChoice) -> str:
+    """Format what keeps activations small, as the settings that would give it."""
+    recompute = f"parallel.activation_checkpointing={choice.recompute}"
+    layers = f" parallel.recompute_layers={choice.recompute_layers}" if choice.recompute_layers else ""
+    offload = f" parallel.activation_offload={choice.activation_offload}" if choice.activation_offload != "none" else ""
+    return recompute + layers + offload
 
 
 def estimate_run(prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine) -> Estimate | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -112,6 +114,44 @@ def test_gradients_are_the_same_bits(policy: str, is_compiled: bool) -> None:
     # square). Weights, which have another size, and the scale stay. The newest block does not move.
     num_kept = len(recorder.sizes) // 3 if is_compiled else 3 if policy == "none" else 1  # the compiler decides
     assert recorder.sizes == [activation] * num_kept * 3 and num_kept >= 1
+
+
+class LateEngine(activation_offload._CopyEngine):
+    """Copies as late as the streams of a GPU may: when the stream of the passes waits. Until then they are garbage."""
+
+    def _copy(self, sources: Sequence[Tensor], copies: Sequence[Tensor], direction: int) -> Any:
+        for copy in copies:
+            copy.fill_(255)
+        return [*zip(sources, copies, strict=True)]
+
+    def wait(self, event: Any) -> None:
+        for source, copy in event or ():
+            copy.numpy()[:] = source.numpy()  # unlike `copy_`, no change in place that autograd would see
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_tensors_are_used_after_a_wait_for_their_copies(policy: str) -> None:
+    """Also if two microbatches are in flight, whose backward passes are in another order."""
+    expected, expected_grads = run_blocks(make_blocks(4))
+    blocks = make_blocks(4)
+    apply_activation_checkpointing(blocks, policy, keyed_randomness=True)
+    with patch.object(activation_offload, "_CopyEngine", LateEngine):
+        ActivationOffload(CPU).apply(blocks)
+    output, grads = run_blocks(blocks)
+    assert torch.equal(output, expected)
+    assert all(torch.equal(grad, other) for grad, other in zip(grads, expected_grads, strict=True))
+    torch.manual_seed(4)
+    inputs, scale = [torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(3)], torch.ones(WIDTH)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        found = []
+        for stage in (make_blocks(4), blocks):
+            outputs = [reduce(lambda h, block: block(h, scale), stage, x * 1.0) for x in inputs]
+            for number in order:
+                outputs[number].square().sum().backward()
+            found.append([x.grad for x in inputs])
+            for x in inputs:
+                x.grad = None
+        assert all(torch.equal(grad, other) for grad, other in zip(*found, strict=True))
 
 
 def test_the_device_holds_two_blocks() -> None:
