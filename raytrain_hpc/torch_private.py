@@ -72,6 +72,15 @@ def ignore_profiler_ops_in_recomputation() -> None:
     )
 
 
+def get_version(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each change of a tensor in place, also through its views and `detach`.
+
+    Autograd refuses saved tensors that have changed, but not those that saved-tensor hooks return. `_version`: all
+    versions.
+    """
+    return int(tensor._version)
+
+
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     """Return whether a buffer that is registered on `module` itself is part of its state dict.
 

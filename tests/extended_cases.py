@@ -14,7 +14,6 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"through_a_checkpoint_to_another_layout\[one-(zero1|zero3|ddp)",
         r"through_a_checkpoint_to_another_layout\[zero3-3-(zero|ddp)",
     ),
-    "combinations/test_combinations": (r"one_process\[2-5",),
     "data/samples/test_samples_on_a_cluster": (r"through_faults\[(words0-sizes0|PlainStream-words0)\]",),
     "data/samples/test_streams": (
         r"bits_of_one_process\[(iterable|stateful loader)-2\]",

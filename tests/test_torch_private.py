@@ -66,6 +66,14 @@ def test_the_grouped_product_multiplies_each_group_by_its_matrix() -> None:
         torch.testing.assert_close(grouped_mm(rows, matrices, offs=ends), expected)
 
 
+def test_the_version_of_a_tensor_grows_with_every_change_in_place() -> None:
+    tensor = torch.zeros(4)
+    version = torch_private.get_version(tensor)
+    alias = tensor.detach()
+    tensor[:2].add_(1)
+    assert torch_private.get_version(alias) == torch_private.get_version(tensor) == version + 1
+
+
 def test_an_unsafe_view_is_no_view_for_autograd() -> None:
     matrix = torch.arange(12.0).view(4, 3).clone()
     viewed = torch_private.unsafe_view(matrix, [2, 2, 3])

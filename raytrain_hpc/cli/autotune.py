@@ -54,7 +54,7 @@ class AutotuneResult:
             choice = trial.estimate.choice
             name = (
                 f"{choice.layout.describe()}; {choice.batching.size} x {choice.microbatches_per_rank}, "
-                f"{choice.recompute}"
+                f"{choice.describe_recompute()}"
             )
             if trial.step_s is None:
                 yield f"{name:<44} {trial.estimate.step_s:>10.4f}  failed: {trial.error}"
@@ -74,6 +74,7 @@ class AutotuneResult:
                 "layout": asdict(trial.estimate.choice.layout),
                 "micro_batch_size": trial.estimate.choice.batching.size,
                 "activation_checkpointing": trial.estimate.choice.recompute,
+                "recompute_layers": trial.estimate.choice.recompute_layers,
                 "expected_s": trial.estimate.step_s,
                 "measured_s": trial.step_s,
                 "expected_gib": trial.estimate.memory_gib,

@@ -25,7 +25,8 @@ from raytrain_hpc.config.training_config import (
 # Settings that the planner can choose: they also accept `auto`, or a list of candidate values.
 PLANNABLE_KEYS = (
     *(f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero")),
-    *(f"parallel.{name}" for name in ("pp_schedule", "activation_checkpointing", "offload")),
+    *(f"parallel.{name}" for name in ("pp_schedule", "activation_checkpointing", "recompute_layers")),
+    *(f"parallel.{name}" for name in ("activation_offload", "offload")),
     "train.micro_batch_size",
 )
 
@@ -152,8 +153,19 @@ class ParallelConfig(Section):
     )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
         "none",
-        "none: keep all activations; selective: keep matrix products and attention; full: "
-        "keep the input of each block.",
+        "none: keep all activations; selective: keep matrix products and attention; full: keep the input of each "
+        "block; auto: what costs least and fits into the device, in as many layers as that needs.",
+    )
+    recompute_layers: int = key(
+        0,
+        "Layers of each pipeline stage, the first ones, that activation_checkpointing applies to; 0: all; auto: as few "
+        "as fit into the device, also if this is not set and activation_checkpointing=auto.",
+        minimum=0,
+    )
+    activation_offload: Literal["none", "cpu"] = key(
+        "none",
+        "Place of the activations that blocks keep for the backward pass. none: the device; cpu: host memory, copied "
+        "during the passes of other blocks.",
     )
     offload: Literal["none", "cpu", "disk"] = key(
         "none",

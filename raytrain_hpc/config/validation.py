@@ -193,6 +193,10 @@ def _check_parallel(config: Config) -> None:
     p = config.parallel
     if max([p.zero, *(config.auto_choices.get("parallel.zero") or ())]) > 3:
         raise _make_error(config, "parallel.zero", "must be one of the stages 0, 1, 2 and 3")
+    keeps_all = p.activation_checkpointing == "none" and "parallel.activation_checkpointing" not in config.auto_choices
+    if p.recompute_layers and keeps_all:
+        remedy = "parallel.activation_checkpointing=none recomputes no layer; set it to selective, full or auto"
+        raise _make_error(config, "parallel.recompute_layers", remedy)
     if p.offload != "none" and config.optimizer.name == "sgd":
         raise _make_error(config, "parallel.offload", "optimizer.name=sgd keeps no state to offload; use none")
     if "\0" in p.offload_dir or (p.offload == "disk" and not p.offload_dir):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.config.validation import validate_config
 from raytrain_hpc.driver.backend import ExecutionBackend
 from raytrain_hpc.driver.run_setup import PreparedRun, check_optimizer
@@ -20,10 +21,12 @@ from raytrain_hpc.planner.hardware_defaults import check_float8, resolve_compile
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.measured_links import load_calibration, load_links
 from raytrain_hpc.planner.remedies import suggest_remedies
-from raytrain_hpc.planner.search import Estimate, estimate_layout, rank_layouts
+from raytrain_hpc.planner.search import Estimate, choose_savings, estimate_layout, rank_layouts
 from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.topology import Topology
+from raytrain_hpc.planner.workload import LayoutChoice
 
+_ACTIVATION_SETTINGS = {"activation_checkpointing", "recompute_layers", "activation_offload"}
 _FALLBACK_DEVICE = "h100"  # assumed for a device whose name is unknown
 
 
@@ -63,9 +66,10 @@ def list_free_settings(prepared: PreparedRun, cluster: Topology) -> dict[str, Se
         has_accelerator=cluster.device == "cuda",
         data_parallel_only=prepared.custom is not None,
     )
-    # The batch was split when the run first started.
-    is_split = prepared.stored_batching is not None
-    return {name: values for name, values in space.items() if not (is_split and name == "micro_batch_size")}
+    fixed = {"micro_batch_size"} if prepared.stored_batching is not None else set()  # the batch is split already
+    if cluster.device == "cpu":  # of unknown memory: activations are kept
+        fixed |= _ACTIVATION_SETTINGS
+    return {name: values for name, values in space.items() if name not in fixed}
 
 
 def resolve_auto_layout(
@@ -92,12 +96,55 @@ def resolve_auto_layout(
     best = rank_layouts(config, spec, machine, load_calibration(machine.device.name), free_settings)[0]
     print_line(f"planned {', '.join(sorted(free_settings))}: {describe_fit(best, machine)}")
     print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
+    print_line(f"        {_describe_activation_settings(best.choice)}")
     for remedy in () if best.fits else suggest_remedies(config, spec, machine, free_settings, is_machine_fixed=True):
         print_line(f"        may run out of memory; remedy: {remedy}")
     config = apply_choice(config, best.choice)
     validate_config(config)  # what was chosen may not fit settings that were checked without it
     check_optimizer(config, prepared.custom)
     return replace(prepared, config=config)
+
+
+def refit_activation_memory(
+    prepared: PreparedRun,
+    batching: Batching,
+    cluster: Topology,
+    print_line: Callable[[str], None],
+    config: Config,
+    layout: Layout,
+) -> Config:
+    """Return the config of a generation, with recomputation and offload of activations that fit its layout.
+
+    `prepared`: the run with the settings that the user gave; what they fix is kept. `config`: settings that were
+    resolved for another layout. Compiled blocks round differently if they are recomputed, so with
+    train.deterministic=elastic they stay as they are.
+    """
+    is_bound = config.train.deterministic == "elastic" and config.train.compile is True
+    free_settings = list_free_settings(prepared, cluster)
+    space = {name: values for name, values in free_settings.items() if name in _ACTIVATION_SETTINGS}
+    if not space or is_bound or prepared.custom is not None:
+        return config
+    machine = build_machine(layout.world_size, cluster)
+    calibration = load_calibration(machine.device.name)
+    choice = choose_savings(config, prepared.model_spec, machine, calibration, layout, batching, space)
+    fitted = copy(config)
+    fitted.parallel = replace(
+        config.parallel,
+        activation_checkpointing=choice.recompute,
+        recompute_layers=choice.recompute_layers,
+        activation_offload=choice.activation_offload,
+    )
+    if fitted.parallel != config.parallel:
+        print_line(f"planned for {layout.describe()}: {_describe_activation_settings(choice)}")
+    return fitted
+
+
+def _describe_activation_settings(choice: LayoutChoice) -> str:
+    """Format what keeps activations small, as the settings that would give it."""
+    recompute = f"parallel.activation_checkpointing={choice.recompute}"
+    layers = f" parallel.recompute_layers={choice.recompute_layers}" if choice.recompute_layers else ""
+    offload = f" parallel.activation_offload={choice.activation_offload}" if choice.activation_offload != "none" else ""
+    return recompute + layers + offload
 
 
 def estimate_run(prepared: PreparedRun, layout: Layout, batching: Batching, machine: Machine) -> Estimate | None:

@@ -14,7 +14,7 @@ from raytrain_hpc.callbacks.callback import Callback, DriverCallback, DriverCont
 from raytrain_hpc.callbacks.plugins import prepare_callbacks
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, resolve_for_backend
+from raytrain_hpc.driver.auto_layout import build_machine, estimate_run, refit_activation_memory, resolve_for_backend
 from raytrain_hpc.driver.backend import ExecutionBackend, WorkerGroup
 from raytrain_hpc.driver.backend_factory import open_backend
 from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
@@ -67,6 +67,7 @@ class _RunContext:
     saved: SavedState
     batching: Batching
     deadline: DeadlineMonitor
+    refit: Callable[[Config, Layout], Config]  # see `refit_activation_memory`
 
 
 class Supervisor:
@@ -154,8 +155,7 @@ class Supervisor:
             sampler.on_published(step)
             deadline.record_save(seconds)
 
-        control = DriverControl(self._stop_event.set, self.resize)
-        has_dashboard = backend.uses_existing_cluster
+        control, has_dashboard = DriverControl(self._stop_event.set, self.resize), backend.uses_existing_cluster
         callbacks = start_driver_callbacks(self._config, self._driver_callbacks, control, self._alarm, has_dashboard)
         recorder = RunRecorder(
             self._config,
@@ -172,7 +172,8 @@ class Supervisor:
         incidents = IncidentLog(prepared.directory, partial(callbacks.call, "on_incident"))
         finder = CheckpointFinder(self._config, prepared.store, prepared.local_catalog, self._print_once)
         saved = SavedState(self._config, prepared.store, prepared.local_catalog, finder, recorder, lease)
-        run = _RunContext(given, prepared, lease, recorder, incidents, saved, batching, deadline)
+        refit = partial(refit_activation_memory, given, batching, backend.cluster, self._print_once)
+        run = _RunContext(given, prepared, lease, recorder, incidents, saved, batching, deadline, refit)
         listener = ResizeListener(Mailbox(prepared.directory.location), self.resize, lambda: self._target.value)
         outcome = "failed"
         try:
@@ -333,7 +334,7 @@ class Supervisor:
         prepared, recorder, last_metrics = run.prepared, run.recorder, run.recorder.totals.last_metrics
         is_unpublished = step > 0 and (newest is None or newest.local is not None)
         return WorkerSpec(
-            config=make_paths_absolute(membership.config or self._config),
+            config=make_paths_absolute(run.refit(membership.config or self._config, membership.layout)),
             layout=membership.layout,
             batching=batching,
             model_spec=prepared.model_spec,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,12 @@ from raytrain_hpc.torch_private import (
 )
 
 
-def apply_activation_checkpointing(blocks: list[nn.Module], policy: str, *, keyed_randomness: bool) -> None:
-    """Apply activation checkpointing to each block, in place.
+def apply_activation_checkpointing(
+    blocks: Sequence[nn.Module], policy: str, *, keyed_randomness: bool, num_blocks: int = 0
+) -> None:
+    """Apply activation checkpointing to the first `num_blocks` blocks of a stage, 0: to all, in place.
 
+    The first ones, since their backward passes come last: they are recomputed when the memory of the others is free.
     `policy`: "none": keep all activations; "full": keep only the input of a block; "selective": also keep the outputs
     of matrix products and attention. `keyed_randomness`: dropout draws its bits from keys that are inputs of the block,
     so no generator state is saved.
@@ -38,7 +41,7 @@ def apply_activation_checkpointing(blocks: list[nn.Module], policy: str, *, keye
     if policy == "selective":
         ignore_profiler_ops_in_recomputation()
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(_get_expensive_ops()))
-    for block in blocks:
+    for block in blocks[: num_blocks or None]:
         # Replace the forward instead of wrapping the module, which would change the names of its parameters.
         block.forward = _wrap_forward(block.forward, options)  # type: ignore[method-assign]
 

@@ -11,7 +11,8 @@ this order, 1 to 6 for Decoders only:
 6. float8 products
 7. frozen parameters (optimizer.groups)
 8. activation checkpointing and compile: outside of checkpointing, unless a block is split into several graphs
-9. deferred weight gradients
+9. activation offload
+10. deferred weight gradients
 
 Then data parallelism is applied to all stages of the rank together.
 """
@@ -33,6 +34,7 @@ from raytrain_hpc.config.training_config import ParameterGroupConfig
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.lora import LoraSpec
 from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
+from raytrain_hpc.parallel.activation_offload import ActivationOffload
 from raytrain_hpc.parallel.block_discovery import find_blocks
 from raytrain_hpc.parallel.compile import compile_blocks, make_traceable, prepare_compile
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
@@ -130,9 +132,9 @@ def parallelize(
 ) -> ParallelModel:
     """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
-    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 9 do nothing for an
-    axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA, tiling
-    and float8 need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan.
+    No communication, except that FSDP2 creates groups if `parallel.reshard_over` is set. Steps 1 to 10 do nothing for
+    an axis of size 1 and a feature that is off; data parallelism always allocates the parameters. cp, pp, ep, LoRA,
+    tiling and float8 need Decoders; driver/run_setup.py refuses them for other modules, and tp unless they have a plan.
     Parameters on the meta device stay uninitialized: each rank fills its own slices afterwards, so that a model larger
     than a device is never whole in memory.
 
@@ -147,12 +149,15 @@ def parallelize(
     partial_grads: list[str] = []
     if config.train.compile is True:
         prepare_compile(axes, weight_grad_store)
+    offload = ActivationOffload(device) if config.parallel.activation_offload != "none" else None
     for stage, module in stages.items():
         shard_specs = _shard_stage(module, plan, config, layout, axes, device, shard_specs, partial_grads)
         _freeze_parameters(module, config.optimizer.groups, shard_specs)
         blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
         _apply_checkpointing_and_compile(module, units, config, layout, keyed_randomness=keyed_randomness)
+        if offload is not None:
+            offload.apply(units)
         if _defers_wgrad(layout):
             weight_grad_store.attach(module)
     gradient_sync = apply_data_parallel(
@@ -214,8 +219,8 @@ def _apply_checkpointing_and_compile(
     is_split = is_compiled and (not make_traceable(module) or _defers_wgrad(layout))
     if is_split:
         compile_blocks(units)
-    policy = config.parallel.activation_checkpointing
-    apply_activation_checkpointing(list(units), policy, keyed_randomness=keyed_randomness)
+    policy, num_blocks = config.parallel.activation_checkpointing, config.parallel.recompute_layers
+    apply_activation_checkpointing(units, policy, keyed_randomness=keyed_randomness, num_blocks=num_blocks)
     if is_compiled and not is_split:
         compile_blocks(units)
 
@@ -223,6 +228,7 @@ def _apply_checkpointing_and_compile(
 def describe_parallelism(config: Config, layout: Layout) -> list[str]:
     """Return one line per dimension and feature that `parallelize` applies, in its order."""
     settings, train, lora = config.parallel, config.train, config.lora
+    layers = f", first {settings.recompute_layers} blocks of a stage" if settings.recompute_layers else ""
     tile_elements = _get_max_tile_elements(config, layout)
     applied = {
         f"expert parallelism over {layout.ep} ranks": layout.ep > 1,
@@ -231,7 +237,9 @@ def describe_parallelism(config: Config, layout: Layout) -> list[str]:
         f"LoRA of rank {lora.rank}": lora.rank > 0,
         f"tiling into about {tile_elements} elements": tile_elements > 0,
         "float8 products of linear layers" + " and the head" * train.float8_head: train.dtype == "float8",
-        f"activation checkpointing: {settings.activation_checkpointing}": settings.activation_checkpointing != "none",
+        f"activation checkpointing: {settings.activation_checkpointing}{layers}": settings.activation_checkpointing
+        != "none",
+        f"activation offload: {settings.activation_offload}": settings.activation_offload != "none",
         "deferred weight gradients": _defers_wgrad(layout),
         "compile": train.compile is True,
         f"ZeRO-{settings.zero} over {layout.dp_shard} ranks": layout.dp_shard > 1,

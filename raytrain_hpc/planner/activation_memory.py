@@ -32,7 +32,7 @@ def compute_layer_bytes_per_token(
     Float8 is bf16, except that the inputs of its products are kept quantized, in one byte: the norms' outputs, again
     for each up projection unless compiled; the attention output, which attention keeps too; and the last product's.
     """
-    residual_itemsize = 8 if dtype == "fp64" else 4
+    residual_itemsize = _get_residual_itemsize(dtype)
     matmul_itemsize = 2 if computes_in_bf16(dtype) else residual_itemsize
     is_float8 = dtype == "float8"
     h, a, kv = spec.hidden_size, spec.attention_size, spec.kv_size
@@ -54,6 +54,37 @@ def compute_layer_bytes_per_token(
     attention += (a + kv) * ((spec.norm == "rmsnorm" and not fused) + (not compiled)) if spec.qk_norm else 0
     masks = 2 * h if spec.dropout else 0
     return norms + (matmul_itemsize * attention + masks) / tp + feed_forward
+
+
+def compute_offloaded_bytes_per_token(
+    spec: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+) -> float:
+    """Return the part of `compute_layer_bytes_per_token` that `parallel.activation_offload` moves to the host.
+
+    That is all of it, but for products that selective recomputation keeps outside of autograd: those of blocks that are
+    not compiled stay on the device.
+    """
+    if recompute == "selective" and not compiled:
+        return _get_residual_itemsize(dtype) * spec.hidden_size / tp
+    return compute_layer_bytes_per_token(spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled)
+
+
+def compute_deferred_bytes_per_token(spec: ModelSpec, *, tp: int, dtype: str) -> float:
+    """Return the bytes that a layer holds per token between the two parts of a split backward pass.
+
+    They are the inputs and the gradients of the outputs of its linear layers.
+    """
+    itemsize = 2 if computes_in_bf16(dtype) else _get_residual_itemsize(dtype)
+    h, k, num_up = spec.hidden_size, spec.experts_per_token, spec.num_ffn_matrices - 1
+    attention = h + (2 * spec.attention_size + 2 * spec.kv_size) / tp + h
+    if not spec.num_experts:
+        return itemsize * (attention + 2 * h + (num_up + 1) * spec.ffn_size / tp)
+    shared = 2 * h + (num_up + 1) * spec.shared_expert_size / tp if spec.shared_expert_size else 0
+    return itemsize * (attention + shared + k * (2 * h + (num_up + 1) * spec.ffn_size / tp))
+
+
+def _get_residual_itemsize(dtype: str) -> int:
+    return 8 if dtype == "fp64" else 4
 
 
 def _compute_float8_input_bytes(spec: ModelSpec, tp: int, compiled: bool) -> float:

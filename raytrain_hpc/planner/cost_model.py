@@ -8,7 +8,11 @@ from functools import cache, lru_cache
 
 from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.planner import comm_volume
-from raytrain_hpc.planner.activation_memory import Recompute, compute_layer_bytes_per_token
+from raytrain_hpc.planner.activation_memory import (
+    Recompute,
+    compute_layer_bytes_per_token,
+    compute_offloaded_bytes_per_token,
+)
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
@@ -31,7 +35,7 @@ _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient 
 _FLOAT8_INPUT_BYTES, _FLOAT8_GRADIENT_BYTES, _FLOAT8_WEIGHT_BYTES = 5, 7, 20
 _COMPILE_SPEEDUP = 1.18  # of matrix products in compiled blocks (RESULTS.md)
 _MAX_EFFICIENCY = 0.9  # upper limit of the fraction of the peak, for any calibration
-_HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps
+_HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps and activations
 _DISK_GBS = 2.0
 _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter: norm 1, scaling 2, AdamW 7
 
@@ -65,6 +69,16 @@ class _PassCost:
     tensor: float = 0.0  # communication of both passes
     context: float = 0.0
     experts: float = 0.0
+
+    def add(self, other: _PassCost, count: int) -> _PassCost:
+        """Return the cost with `count` times the other one added."""
+        return _PassCost(
+            self.forward + count * other.forward,
+            self.backward + count * other.backward,
+            self.tensor + count * other.tensor,
+            self.context + count * other.context,
+            self.experts + count * other.experts,
+        )
 
     @property
     def compute(self) -> float:
@@ -149,26 +163,29 @@ class CostModel:
     def _estimate_passes_by_rank(self, choice: LayoutChoice) -> list[_PassCost]:
         """Estimate, for each pipeline rank, the passes of a microbatch through its stages."""
         layout, size = choice.layout, choice.batching.size
-        layer_cost = self._get_layer_cost(layout.tp, layout.cp, layout.ulysses, layout.ep, size, choice.recompute)
+        kept, recomputed = (
+            self._get_layer_cost(
+                layout.tp, layout.cp, layout.ulysses, layout.ep, size, policy, choice.activation_offload == "cpu"
+            )
+            for policy in ("none", choice.recompute)
+        )
         head, pipeline, passes = self._estimate_head_s(layout, size), layout.pipeline, []
         stages = self._stages.get_layer_counts(pipeline.num_stages)
         for rank in range(pipeline.num_ranks):
             own_stages = pipeline.get_stages_of_rank(rank)
             layers, has_head = sum(stages[stage] for stage in own_stages), pipeline.num_stages - 1 in own_stages
-            passes.append(
-                _PassCost(
-                    layers * layer_cost.forward + has_head * head / 3,
-                    layers * layer_cost.backward + has_head * head * 2 / 3,
-                    layers * layer_cost.tensor,
-                    layers * layer_cost.context,
-                    layers * layer_cost.experts,
-                )
-            )
+            num_recomputed = sum(choice.count_recomputed_layers(stages[stage]) for stage in own_stages)
+            head_cost = _PassCost(has_head * head / 3, has_head * head * 2 / 3)
+            passes.append(head_cost.add(kept, layers - num_recomputed).add(recomputed, num_recomputed))
         return passes
 
     def _estimate_layer(
-        self, tp: int, cp: int, ulysses: int, ep: int, micro_batch_size: int, recompute: Recompute
+        self, tp: int, cp: int, ulysses: int, ep: int, micro_batch_size: int, recompute: Recompute, offloaded: bool
     ) -> _PassCost:
+        """Estimate a layer. Offloaded activations are copied during each pass, which waits for them if that is slower.
+
+        Copies of a layer overlap with the pass of the next one.
+        """
         workload, calibration = self._workload, self._calibration
         spec, tokens = workload.spec, micro_batch_size * workload.seq_len / cp
         matmuls = sum(self._estimate_matmul_s(*matmul) for matmul in self._iter_matmuls(tokens, tp))
@@ -184,9 +201,15 @@ class CostModel:
         recompute_s = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
         backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
         exposed_fraction = 1 - calibration.exchanges_hidden
+        copy_s = 0.0
+        if offloaded:
+            moved_bytes = compute_offloaded_bytes_per_token(
+                spec, tp=tp, dtype=workload.dtype, recompute=recompute, compiled=workload.compiled
+            )
+            copy_s = tokens * moved_bytes / (_HOST_GBS * 1e9)
         return _PassCost(
-            forward + calibration.layer_s,
-            backward,
+            max(forward + calibration.layer_s, copy_s),
+            max(backward, copy_s),
             exposed_fraction * self._estimate_tp_s(tokens, tp, recompute=recompute == "full"),
             exposed_fraction * self._estimate_cp_s(micro_batch_size, tp, cp, ulysses),
             exposed_fraction * self._estimate_ep_s(tokens, tp, ep),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raytrain_hpc.planner.pipeline_schedule import Action, PipelineOrder
 
@@ -91,20 +92,36 @@ def compute_bubble_s(spans: Iterable[Span]) -> float:
     return longest - busy
 
 
-def count_max_in_flight(order: PipelineOrder) -> dict[int, int]:
-    """Return, for each stage, the most microbatches whose activations a rank holds at once.
+class StageLoad(NamedTuple):
+    """Microbatches of a stage that a rank holds at a time.
 
-    Activations are held from the forward pass to the last backward pass of a microbatch.
+    `in_flight`: with activations, from the forward pass to the last backward pass. `deferred`: of these, the ones
+    between the two parts of a split backward pass.
     """
-    in_flight: dict[int, int] = {}
-    max_in_flight: dict[int, int] = {}
+
+    in_flight: int
+    deferred: int
+
+
+def list_peak_loads(order: PipelineOrder) -> list[dict[int, StageLoad]]:
+    """Return the loads of a rank's stages after the actions that leave most to hold.
+
+    Each is the load after some action. After every action no stage holds more than in one of them, of both kinds.
+    """
+    load = {action.stage: StageLoad(0, 0) for action in order}
+    loads: list[dict[int, StageLoad]] = []
     for action in order:
-        if action.kind == "F":
-            in_flight[action.stage] = in_flight.get(action.stage, 0) + 1
-            max_in_flight[action.stage] = max(max_in_flight.get(action.stage, 0), in_flight[action.stage])
-        elif action.kind in ("B", "W"):
-            in_flight[action.stage] -= 1
-    return max_in_flight
+        in_flight, deferred = load[action.stage]
+        in_flight += {"F": 1, "I": 0}.get(action.kind, -1)
+        deferred += {"I": 1, "W": -1}.get(action.kind, 0)
+        load = load | {action.stage: StageLoad(in_flight, deferred)}
+        if not any(_is_covered(load, other) for other in loads):
+            loads = [other for other in loads if not _is_covered(other, load)] + [load]
+    return loads
+
+
+def _is_covered(load: Mapping[int, StageLoad], other: Mapping[int, StageLoad]) -> bool:
+    return all(count <= limit for stage in load for count, limit in zip(load[stage], other[stage], strict=True))
 
 
 def render_svg(spans: Iterable[Span], num_ranks: int) -> str:

@@ -22,6 +22,7 @@ from raytrain_hpc.planner.workload import Workload
 _SAVINGS: Mapping[str, tuple[Any, str]] = {
     "parallel.activation_checkpointing": ("full", "keeps only the input of each layer"),
     "train.micro_batch_size": (1, "shrinks activations"),
+    "parallel.activation_offload": ("cpu", "keeps activations in host memory"),
     "parallel.dp_shard": (AUTO, "shards over all data-parallel ranks"),
     "parallel.zero": (3, "shards weights, gradients and moments"),
     "parallel.tp": (AUTO, "splits layers if that helps"),

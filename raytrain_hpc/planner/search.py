@@ -10,7 +10,6 @@ from typing import Any
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.planner.activation_memory import Recompute
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.cost_model import CostModel, StepCost
 from raytrain_hpc.planner.hardware import Machine
@@ -24,11 +23,9 @@ from raytrain_hpc.planner.layout import (
     resolve_layout,
 )
 from raytrain_hpc.planner.memory_model import MemoryFootprint, MemoryModel
+from raytrain_hpc.planner.memory_savings import SavingOptions, list_saving_options
 from raytrain_hpc.planner.search_space import SearchSpace
-from raytrain_hpc.planner.workload import LayoutChoice, Offload, Workload, make_workload
-
-_RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")  # tried in this order
-_OFFLOAD_ORDER: tuple[Offload, ...] = ("none", "cpu")
+from raytrain_hpc.planner.workload import LayoutChoice, Workload, make_choice, make_workload
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,12 @@ def rank_layouts(
     fit. Raises LayoutError if no layout is legal, with the reason against the first one tried.
     """
     config = resolve_compile(config, has_accelerator=machine.device.name != "cpu")
-    models = _build_models(config, spec, machine, calibration)
+    models, options = _build_models(config, spec, machine, calibration), list_saving_options(config, space)
     estimates, reason = [], None
     for candidate in _iter_configs(config, spec, machine, space):
         try:
             estimates += [
-                _estimate_with_least_savings(choice, models, config, space)
+                models.estimate(models.find_cheapest_savings(choice, options))
                 for choice in _list_choices(candidate, spec, machine, space)
             ]
         except LayoutError as error:
@@ -97,6 +94,7 @@ def find_lowest_memory(
     `space` allows, and without step times.
     """
     config, lowest = resolve_compile(config, has_accelerator=machine.device.name != "cpu"), None
+    options = list_saving_options(config, space)
     for candidate in _iter_configs(config, spec, machine, space):
         try:
             choices = _list_choices(candidate, spec, machine, space)
@@ -104,14 +102,8 @@ def find_lowest_memory(
             continue
         memory_model = get_memory_model(make_workload(candidate, spec))
         for choice in choices:
-            choice = replace(
-                choice,
-                offload=_list_options("offload", config.parallel.offload, _OFFLOAD_ORDER, space)[-1],
-                recompute=_list_options(
-                    "activation_checkpointing", config.parallel.activation_checkpointing, _RECOMPUTE_ORDER, space
-                )[-1],
-            )
-            gib = memory_model.estimate_footprint(choice).compute_required_gib(machine.device)
+            footprint = memory_model.estimate_footprint(options.apply_strongest(choice))
+            gib = footprint.compute_required_gib(machine.device)
             lowest = gib if lowest is None else min(lowest, gib)
             if lowest <= machine.device.memory_gib:
                 return lowest
@@ -122,9 +114,21 @@ def estimate_layout(
     config: Config, spec: ModelSpec, machine: Machine, calibration: Calibration, layout: Layout, batching: Batching
 ) -> Estimate:
     """Estimate cost and memory of one layout with the given settings."""
-    models, p = _build_models(config, spec, machine, calibration), config.parallel
-    choice = LayoutChoice(layout, batching, p.activation_checkpointing, p.offload, config.train.compile is True)
-    return models.estimate(choice, models.memory.estimate_footprint(choice))
+    return _build_models(config, spec, machine, calibration).estimate(make_choice(config, layout, batching))
+
+
+def choose_savings(
+    config: Config,
+    spec: ModelSpec,
+    machine: Machine,
+    calibration: Calibration,
+    layout: Layout,
+    batching: Batching,
+    space: SearchSpace,
+) -> LayoutChoice:
+    """Return the cheapest measures in `space` to save memory with which a given layout fits."""
+    models = _build_models(config, spec, machine, calibration)
+    return models.find_cheapest_savings(make_choice(config, layout, batching), list_saving_options(config, space))
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,22 @@ class _Models:
     cost: CostModel
     memory: MemoryModel
 
-    def estimate(self, choice: LayoutChoice, footprint: MemoryFootprint) -> Estimate:
+    def find_cheapest_savings(self, choice: LayoutChoice, options: SavingOptions) -> LayoutChoice:
+        device = self.machine.device
+
+        def fits(candidate: LayoutChoice) -> bool:
+            return self.memory.estimate_footprint(candidate).compute_required_gib(device) <= device.memory_gib
+
+        return options.find_cheapest(
+            choice,
+            self.memory.get_max_stage_layers(choice.layout),
+            fits,
+            lambda candidate: self.cost.estimate_step(candidate).total,
+        )
+
+    def estimate(self, choice: LayoutChoice) -> Estimate:
         device, cost = self.machine.device, self.cost.estimate_step(choice)
+        footprint = self.memory.estimate_footprint(choice)
         gib, mfu = footprint.compute_required_gib(device), self.cost.compute_mfu(cost.total)
         return Estimate(choice, cost, footprint, gib, gib <= device.memory_gib, mfu)
 
@@ -171,27 +189,6 @@ def _compute_complexity(estimate: Estimate) -> tuple[int, ...]:
         layout.dp_replicate,
         -estimate.choice.batching.size,
     )
-
-
-def _estimate_with_least_savings(choice: LayoutChoice, models: _Models, config: Config, space: SearchSpace) -> Estimate:
-    """Estimate with the least recomputation and offloading that fits, or with the most if nothing fits."""
-    candidate, device = choice, models.machine.device
-    for offload in _list_options("offload", config.parallel.offload, _OFFLOAD_ORDER, space):
-        for recompute in _list_options(
-            "activation_checkpointing", config.parallel.activation_checkpointing, _RECOMPUTE_ORDER, space
-        ):
-            candidate = replace(choice, recompute=recompute, offload=offload)
-            footprint = models.memory.estimate_footprint(candidate)
-            if footprint.compute_required_gib(device) <= device.memory_gib:
-                return models.estimate(candidate, footprint)
-    return models.estimate(candidate, footprint)
-
-
-def _list_options(key: str, fixed: Any, order: Sequence[Any], space: SearchSpace) -> list[Any]:
-    if key not in space:
-        return [fixed]
-    allowed = space[key]
-    return list(order) if allowed is None else [option for option in order if option in allowed]
 
 
 def _iter_configs(config: Config, spec: ModelSpec, machine: Machine, space: SearchSpace) -> Iterator[Config]:

@@ -39,6 +39,10 @@ def build_search_space(config: Config, *, has_accelerator: bool, data_parallel_o
             del space[name]
     if "ep" in space and not config.model.num_experts:
         del space["ep"]
+    # The memory of a user-supplied model is unknown: all of its layers are alike.
+    chooses_policy = space.get("activation_checkpointing", ()) is None and not data_parallel_only
+    if chooses_policy and not config.origin("parallel.recompute_layers"):
+        space["recompute_layers"] = None
     return space
 
 
@@ -56,6 +60,8 @@ def apply_choice(config: Config, choice: LayoutChoice) -> Config:
         zero=layout.zero,
         pp_schedule=layout.schedule,
         activation_checkpointing=choice.recompute,
+        recompute_layers=choice.recompute_layers,
+        activation_offload=choice.activation_offload,
         offload=choice.offload,
     )
     chosen.train = replace(config.train, micro_batch_size=choice.batching.size, compile=choice.compiled)

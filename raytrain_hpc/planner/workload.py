@@ -11,6 +11,7 @@ from raytrain_hpc.planner.activation_memory import Recompute
 from raytrain_hpc.planner.layout import Batching, Layout
 
 Offload = Literal["none", "cpu", "disk"]
+ActivationOffload = Literal["none", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,45 @@ class Workload:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout, the microbatches, and the measures to save memory."""
+    """A layout, the microbatches, and the measures to save memory.
+
+    `recompute_layers`: number of layers of each pipeline stage, the first ones, to which `recompute` applies; 0: all.
+    """
 
     layout: Layout
     batching: Batching
     recompute: Recompute = "none"
     offload: Offload = "none"
     compiled: bool = False
+    recompute_layers: int = 0
+    activation_offload: ActivationOffload = "none"
 
     @property
     def microbatches_per_rank(self) -> int:
         """Microbatches of the data-parallel rank that has the most."""
         return -(-self.batching.count // self.layout.dp_size)
+
+    def count_recomputed_layers(self, stage_layers: int) -> int:
+        """Return how many of the layers of a stage are recomputed."""
+        return 0 if self.recompute == "none" else min(stage_layers, self.recompute_layers or stage_layers)
+
+    def describe_recompute(self) -> str:
+        """Format the recomputation for a table: the policy, with the number of layers if it is not all of them."""
+        return f"{self.recompute}:{self.recompute_layers}" if self.recompute_layers else self.recompute
+
+
+def make_choice(config: Config, layout: Layout, batching: Batching) -> LayoutChoice:
+    """Return the choice that the settings describe, with this layout and these microbatches."""
+    p = config.parallel
+    return LayoutChoice(
+        layout,
+        batching,
+        p.activation_checkpointing,
+        p.offload,
+        config.train.compile is True,
+        p.recompute_layers,
+        p.activation_offload,
+    )
 
 
 def make_workload(config: Config, spec: ModelSpec) -> Workload:

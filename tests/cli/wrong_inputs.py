@@ -113,6 +113,9 @@ FORMER_AND_FOREIGN = {
     "mixed_precision": "train.dtype",
     "gradient_checkpointing": "parallel.activation_checkpointing=full",
     "activation_checkpoint": "parallel.activation_checkpointing",
+    "activation_offloading": "parallel.activation_offload=cpu",
+    "recompute_granularity": "parallel.activation_checkpointing",
+    "recompute_num_layers": "parallel.recompute_layers",
     "fsdp": "parallel.zero=3",
     "sharding_strategy": "parallel.zero",
     "tensor_parallel_size": "parallel.tp",
@@ -202,6 +205,7 @@ WRONG = [
     train("more ranks than heads", "parallel.tp=8 cluster.workers=8", "parallel.tp=8", "4 attention heads"),
     train("sequence too short", "parallel.cp=4 cluster.workers=4 train.seq_len=7", "parallel.cp=4", "at least 8"),
     train("shards of nothing", "parallel.dp_shard=2 cluster.workers=2", "parallel.dp_shard=2", "set parallel.zero to"),
+    train("layers without recomputation", "parallel.recompute_layers=2", "parallel.recompute_layers=2", "full or auto"),
     train("no such ZeRO stage", "parallel.zero=5", "parallel.zero=5", "stages 0, 1, 2 and 3"),
     train(
         "axes that miss the workers",

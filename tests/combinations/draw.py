@@ -48,7 +48,9 @@ EXECUTION: Mapping[str, Options] = {
         "": (),
         "selective recomputation": ("parallel.activation_checkpointing=selective",),
         "full recomputation": ("parallel.activation_checkpointing=full",),
+        "recomputation in one layer": ("parallel.activation_checkpointing=full", "parallel.recompute_layers=1"),
     },
+    "activations": {"": (), "activation offload": ("parallel.activation_offload=cpu",)},
     "compile": {"": (), " ": (), "  ": (), "compile": ("train.compile=true",)},
     "determinism": {
         "": (),

@@ -21,8 +21,8 @@ def dataset() -> Iterator[str]:
         yield directory
 
 
-# 18: elastic ZeRO-1 with unequal numbers of microbatches, which failed once.
-@pytest.mark.parametrize(("seed", "number"), [(1, 18), (1, 3), (2, 5), (3, 4)])
+# 84: elastic ZeRO-1 with unequal numbers of microbatches, which failed once.
+@pytest.mark.parametrize(("seed", "number"), [(1, 84), (2, 16), (3, 18), (5, 66)])
 def test_a_combination_has_the_losses_of_one_process(pool: WarmPool, dataset: str, seed: int, number: int) -> None:
     outcome = check_combination(pool, draw_combination(seed, number), dataset)
     assert outcome.kind == "equal", outcome

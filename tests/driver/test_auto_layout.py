@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytrain_hpc.driver.auto_layout import resolve_auto_layout, resolve_for_backend
+from raytrain_hpc.driver.auto_layout import (
+    refit_activation_memory,
+    resolve_auto_layout,
+    resolve_for_backend,
+)
 from raytrain_hpc.driver.run_setup import PreparedRun, prepare_run
 from raytrain_hpc.errors import LayoutError
-from raytrain_hpc.planner.layout import Batching
+from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import make_small_config
 
@@ -50,6 +55,39 @@ def test_nothing_is_chosen_on_cpu_unless_requested() -> None:
     requested = prepare("cluster.workers=4", "parallel.tp=[2]", "parallel.zero=[1]")
     layout, _ = resolve_auto_layout(requested, 4, cluster(2, 2, device="cpu"), lambda line: None).resolve_layout(4)
     assert (layout.tp, layout.zero, layout.dp_shard) == (2, 1, 2)
+
+
+def test_activations_are_kept_on_devices_of_unknown_memory() -> None:
+    """On CPUs `auto` recomputes nothing, whatever the planner assumes of their memory."""
+    words = ["activation_checkpointing=auto", "recompute_layers=auto", "activation_offload=auto", "tp=[2]"]
+    run = prepare(*LARGE, "cluster.workers=4", *(f"parallel.{word}" for word in words))
+    p = resolve_auto_layout(run, 4, cluster(4, device="cpu"), lambda line: None).config.parallel
+    assert (p.tp, p.activation_checkpointing, p.recompute_layers, p.activation_offload) == (2, "none", 0, "none")
+
+
+@pytest.mark.parametrize("mode", ["false", "elastic"])
+def test_a_smaller_generation_recomputes_what_its_layout_needs(mode: str) -> None:
+    """ZeRO-3 over fewer ranks leaves less memory for activations. Compiled blocks of an elastic run keep their bits."""
+    words = [*LARGE, "cluster.workers=16", "parallel.zero=3", "parallel.tp=1", "parallel.pp=1", "parallel.cp=1"]
+    given = prepare(*words, "train.micro_batch_size=4", f"train.deterministic={mode}")
+    lines: list[str] = []
+    started = resolve_auto_layout(given, 16, cluster(8, 8), lines.append).config
+    _, batching = replace(given, config=started).resolve_layout(16)
+    refit = partial(refit_activation_memory, given, batching, cluster(8, 8), lines.append)
+    layout, _ = replace(given, config=started).resolve_layout(16)
+    assert refit(started, layout).parallel == started.parallel
+    del lines[:]
+    smaller = refit(started, Layout(dp_shard=2, zero=3)).parallel
+    if mode == "elastic":
+        assert smaller == started.parallel and not lines
+        return
+    assert started.parallel.activation_checkpointing == "none" != smaller.activation_checkpointing
+    assert "planned for 2 x dp_shard=2" in lines[0]
+    fixed = replace(given, config=replace(given.config, origins={"parallel.activation_checkpointing": "command line"}))
+    assert (
+        refit_activation_memory(fixed, batching, cluster(8), pytest.fail, started, Layout(dp_shard=2, zero=3))
+        is started
+    )
 
 
 def test_uneven_nodes_count_as_smaller_equal_nodes() -> None:

@@ -17,7 +17,8 @@ from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.pipeline_schedule import SCHEDULE_NAMES, Action, PipelineSchedule, ScheduleName
-from raytrain_hpc.planner.pipeline_timeline import Span, compute_idle_fraction, count_max_in_flight, simulate
+from raytrain_hpc.planner.pipeline_timeline import Span, compute_idle_fraction, simulate
+from tests.pipeline_loads import count_max_in_flight
 from tests.warm_pool import WarmPool
 
 SECONDS = {"F": 0.08, "I": 0.10, "W": 0.06, "B": 0.16}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
 from raytrain_hpc.driver.run_setup import prepare_run
+from raytrain_hpc.parallel import activation_offload
 from raytrain_hpc.planner.memory_model import MemoryModel
-from raytrain_hpc.planner.workload import LayoutChoice, make_workload
+from raytrain_hpc.planner.workload import make_choice, make_workload
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
 from tests.parallel.layout_run import GPT2, LLAMA
@@ -21,12 +23,30 @@ from tests.warm_pool import WarmPool, make_small_config
 SIZES = ["model.hidden_size=64", "model.num_layers=4", "model.vocab_size=128", "train.seq_len=64"]
 BATCH = ["train.global_batch_size=16", "train.micro_batch_size=2"]
 FAMILIES = {"gpt2": [*GPT2, "model.dropout=0.1"], "llama": [*LLAMA, "model.num_kv_heads=2"]}
+SELECTIVE, FULL = ([f"parallel.activation_checkpointing={policy}"] for policy in ("selective", "full"))
+OFFLOAD = ["parallel.activation_offload=cpu"]
 LAYOUTS = {
     "alone": ["cluster.workers=1"],
     "alone, long": ["cluster.workers=1", "train.micro_batch_size=8"],
     "alone, one microbatch": ["cluster.workers=1", "train.micro_batch_size=16"],
-    "alone, selective": ["cluster.workers=1", "parallel.activation_checkpointing=selective"],
-    "alone, full": ["cluster.workers=1", "parallel.activation_checkpointing=full"],
+    "alone, selective": ["cluster.workers=1", *SELECTIVE],
+    "alone, full": ["cluster.workers=1", *FULL],
+    "alone, full in one layer": ["cluster.workers=1", *FULL, "parallel.recompute_layers=1"],
+    "alone, selective in two layers": ["cluster.workers=1", *SELECTIVE, "parallel.recompute_layers=2"],
+    "alone, offload": ["cluster.workers=1", *OFFLOAD],
+    "alone, selective and offload": ["cluster.workers=1", *SELECTIVE, *OFFLOAD],
+    "alone, full in three layers and offload": ["cluster.workers=1", *FULL, *OFFLOAD, "parallel.recompute_layers=3"],
+    "alone, one microbatch, full in two layers": [
+        "cluster.workers=1",
+        "train.micro_batch_size=16",
+        *FULL,
+        "parallel.recompute_layers=2",
+    ],
+    "pp-2, full in one layer": ["cluster.workers=2", "parallel.pp=2", *FULL, "parallel.recompute_layers=1"],
+    "pp-2, offload": ["cluster.workers=2", "parallel.pp=2", *OFFLOAD],
+    "pp-2, zbv": ["cluster.workers=2", "parallel.pp=2", "parallel.pp_schedule=zbv"],
+    "pp-2, zbv, full": ["cluster.workers=2", "parallel.pp=2", "parallel.pp_schedule=zbv", *FULL],
+    "pp-2, zbv, offload": ["cluster.workers=2", "parallel.pp=2", "parallel.pp_schedule=zbv", *OFFLOAD],
     "dp-2": ["cluster.workers=2"],
     "dp-2, one microbatch each": ["cluster.workers=2", "train.micro_batch_size=8"],
     "zero3-2, one microbatch each": ["cluster.workers=2", "train.micro_batch_size=8", "parallel.zero=3"],
@@ -78,14 +98,33 @@ class PeakTracker(AllocationTracker):
 
 
 def measure_peak(rank: int, rendezvous: Any, spec: Any) -> int:
-    """Return the peak bytes of the second step: the first one creates the optimizer moments."""
+    """Return the peak bytes of the second step: the first one creates the optimizer moments.
+
+    Without what activation offload copies to the host, which has the same memory here.
+    """
     trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
     trainer.train_step(0)
     tracker = PeakTracker()
     tracker.include_live_tensors()
-    with tracker:
+    allocate_host_bytes = activation_offload.allocate_host_bytes
+
+    def allocate_untracked(count: int, *, pinned: bool) -> torch.Tensor:
+        host_bytes = allocate_host_bytes(count, pinned=pinned)
+        tracker.exclude([host_bytes])
+        return host_bytes
+
+    with tracker, patch.object(activation_offload, "allocate_host_bytes", allocate_untracked):
         trainer.train_step(1)
     return tracker.peak
+
+
+def test_partial_recomputation_needs_memory_between_none_and_full(pool: WarmPool) -> None:
+    words = [*SIZES, *BATCH, *FAMILIES["llama"], "cluster.workers=1"]
+    counts = ([], *([*FULL, f"parallel.recompute_layers={count}"] for count in (1, 3, 0)))
+    peaks = [
+        pool.inspect_trainers(measure_peak, make_small_config(None, *words, *more), build=False)[0] for more in counts
+    ]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4, "none, 1, 3 and all of 4 layers"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +133,7 @@ def test_peak_memory_matches_the_plan(pool: WarmPool, layout: str, family: str) 
     config = make_small_config(None, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
     resolved, batching = prepared.resolve_layout(int(config.cluster.workers))
-    choice = LayoutChoice(resolved, batching, config.parallel.activation_checkpointing)
+    choice = make_choice(config, resolved, batching)
     planned = MemoryModel(make_workload(config, prepared.model_spec)).estimate_footprint(choice)
     measured = max(pool.inspect_trainers(measure_peak, config, build=False))
     assert measured == pytest.approx(planned.allocated, rel=0.05)

@@ -10,8 +10,9 @@ import pytest
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.planner.pipeline_schedule import SCHEDULE_NAMES
-from raytrain_hpc.planner.pipeline_timeline import count_max_in_flight, simulate
+from raytrain_hpc.planner.pipeline_timeline import simulate
 from tests.parallel.pipeline_bubble import SECONDS, WIDTH, make_schedule, run_schedule
+from tests.pipeline_loads import count_max_in_flight
 from tests.warm_pool import WarmPool, make_small_config
 
 MICROBATCHES = 8

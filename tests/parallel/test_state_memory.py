@@ -61,7 +61,9 @@ class AllocationTracker(TorchDispatchMode):
         self._excluded: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def exclude(self, tensors: Any) -> None:
-        self._excluded.update(tensor.untyped_storage() for tensor in tensors)
+        storages = {tensor.untyped_storage() for tensor in tensors}
+        self._excluded |= storages
+        self._allocated -= storages
 
     def count_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._allocated)

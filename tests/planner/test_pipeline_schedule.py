@@ -12,12 +12,12 @@ from raytrain_hpc.planner.pipeline_schedule import SCHEDULE_NAMES, Action, Pipel
 from raytrain_hpc.planner.pipeline_timeline import (
     compute_bubble_s,
     compute_idle_fraction,
-    count_max_in_flight,
     render_svg,
     simulate,
 )
 from raytrain_hpc.planner.stage_split import split_layers
 from tests.model_specs import make_model_spec
+from tests.pipeline_loads import count_max_in_flight
 
 SCHEDULES = [
     PipelineSchedule(name, ranks, per_rank)

@@ -50,11 +50,12 @@ def test_every_remedy_helps(case: str) -> None:
 
 
 def test_remedies_that_do_not_help_are_left_out() -> None:
-    """Offloading moments makes 70B on 8 devices smaller, but not small enough: it is suggested with more devices."""
+    """Offloading moments makes 70B on 8 devices smaller, but not small enough: it is suggested with something else."""
     words, options = TOO_LARGE["too few devices"]
     assert not plan(load_config(None, [*words, "parallel.offload=cpu"]), **options)["fits"]
     remedies = plan(load_config(None, words), **options)["remedies"]
-    assert all("workers" in remedy for remedy in remedies if "parallel.offload" in remedy)
+    with_offload = [remedy for remedy in remedies if "parallel.offload" in remedy]
+    assert with_offload and all("workers" in line or "activation_offload" in line for line in with_offload)
 
 
 def test_a_plan_without_remedy_says_so() -> None:
