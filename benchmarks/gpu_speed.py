@@ -26,6 +26,11 @@ COMMON = (
 )
 LLAMA_1B = ("model.preset=llama3_1b", "train.seq_len=4096", "train.compile=true", "train.global_batch_size=16")
 GPT2 = ("model.preset=gpt2_124m", "train.seq_len=1024", "train.compile=true", "train.global_batch_size=64")
+BF16_RESIDUAL = "train.residual_dtype=bf16"
+LONG_1B = (
+    *("model.preset=llama3_1b", "train.seq_len=131072", "train.compile=true", "train.global_batch_size=1"),
+    *("train.micro_batch_size=1", "train.loss_chunks=32"),
+)
 LLAMA_8B = ("model.preset=llama3_8b", "train.seq_len=4096", "train.compile=true", "train.global_batch_size=1")
 MOE_1B = (
     *("model.hidden_size=1024", "model.num_layers=16", "model.num_heads=16", "model.ffn_size=704"),
@@ -36,7 +41,13 @@ FULL_RECOMPUTE = "parallel.activation_checkpointing=full"
 TINY = (  # of a dry run, after the settings of a row
     *("model.preset=", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=auto"),
     *("model.ffn_size=64", "model.vocab_size=64", "train.seq_len=32", "train.global_batch_size=2"),
-    *("train.micro_batch_size=1", "train.dtype=fp32", "train.compile=false", "cluster.device=cpu"),
+    *(
+        "train.micro_batch_size=1",
+        "train.dtype=fp32",
+        "train.residual_dtype=fp32",
+        "train.compile=false",
+        "cluster.device=cpu",
+    ),
 )
 
 
@@ -60,6 +71,7 @@ ROWS = (
     Row("llama3_1b, microbatch 16", (*LLAMA_1B, "train.micro_batch_size=16"), 60.0, has_peers=True),
     Row("llama3_1b, microbatch 16, 2 loss chunks", (*LLAMA_1B, "train.micro_batch_size=16", "train.loss_chunks=2")),
     Row("llama3_1b, microbatch 16, 4 loss chunks", (*LLAMA_1B, "train.micro_batch_size=16", "train.loss_chunks=4")),
+    Row("llama3_1b, microbatch 16, bf16 residual", (*LLAMA_1B, "train.micro_batch_size=16", BF16_RESIDUAL)),
     Row("llama3_1b, microbatch 8, 8 loss chunks", (*LLAMA_1B, "train.micro_batch_size=8", "train.loss_chunks=8")),
     Row("llama3_1b, eager", (*LLAMA_1B, "train.micro_batch_size=4", "train.compile=false"), has_peers=True),
     Row("llama3_1b, deterministic", (*LLAMA_1B, "train.micro_batch_size=8", "train.deterministic=true")),
@@ -70,6 +82,8 @@ ROWS = (
     Row("gpt2_124m, microbatch 64", (*GPT2, "train.micro_batch_size=64"), 45.0, has_peers=True),
     Row("llama3_8b, full recomputation", (*LLAMA_8B, "train.micro_batch_size=1", FULL_RECOMPUTE), 50.0),
     Row("8 of 64 experts", MOE_1B, 40.0),
+    Row("llama3_1b, 131072 tokens", (*LONG_1B, FULL_RECOMPUTE)),
+    Row("llama3_1b, 131072 tokens, offload", (*LONG_1B, FULL_RECOMPUTE, "parallel.activation_offload=cpu")),
     Row(
         "llama3_1b, 131,072 tokens",
         (*LLAMA_1B, "train.seq_len=131072", "train.global_batch_size=1", "train.loss_chunks=32", FULL_RECOMPUTE),

@@ -55,6 +55,11 @@ class TrainConfig(Section):
         AUTO,
         "Apply torch.compile to each block and the loss; auto: on accelerators, for the built-in decoder.",
     )
+    residual_dtype: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "Dtype of the built-in decoder's residual stream with dtype=bf16 or float8. Weights that ZeRO shards give bf16 "
+        "in any case.",
+    )
     loss_chunks: int = key(
         1,
         "Parts into which the positions of a microbatch are split for the output head and the loss, so that logits of "

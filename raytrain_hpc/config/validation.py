@@ -128,6 +128,9 @@ def _check_train(config: Config) -> None:
         divisor = _find_nearest_divisor(t.global_batch_size, int(t.micro_batch_size))
         remedy = f"must divide train.global_batch_size={t.global_batch_size}; {divisor} would"
         raise _make_error(config, "train.micro_batch_size", remedy)
+    if t.residual_dtype == "bf16" and t.dtype in ("fp32", "fp64"):
+        remedy = f"train.dtype={t.dtype} computes in it; set train.dtype=bf16 or float8, or this to fp32"
+        raise _make_error(config, "train.residual_dtype", remedy)
     if t.float8_head and t.dtype != "float8":
         raise _make_error(config, "train.float8_head", "needs train.dtype=float8; set that, or this to false")
 

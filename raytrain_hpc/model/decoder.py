@@ -44,6 +44,7 @@ class Decoder(nn.Module):
         """`layers`: default: all. The first includes the embedding, the last one the final norm and the head."""
         super().__init__()
         self.spec = spec
+        self.residual_dtype: torch.dtype | None = None  # of the residual stream; None: that of the embedding
         layers = range(spec.num_layers) if layers is None else layers
         has_embedding, has_head = layers.start == 0, layers.stop == spec.num_layers
         has_positions = has_embedding and spec.position_embedding == "learned"
@@ -96,6 +97,8 @@ class Decoder(nn.Module):
             if tokens.shape[1] > self.spec.max_positions:
                 raise ModelError(f"{tokens.shape[1]} tokens: the model has {self.spec.max_positions} positions")
             x = x + self.positions(positions)
+        if self.residual_dtype is not None:
+            x = x.to(self.residual_dtype)
         return x if keys is None else keyed_dropout(x, self.spec.dropout, keys)
 
     def blocks(self) -> dict[int, Block]:
@@ -296,9 +299,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., width]."""
-        if self.is_layernorm:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight.to(x.dtype)  # kernels compute in fp32, but need operands of one dtype
+        if not self.is_layernorm:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def make_rotary_tables(positions: Tensor, spec: ModelSpec, dtype: torch.dtype) -> RotaryTables:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.parameter_groups import is_frozen
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.config.training_config import ParameterGroupConfig
+from raytrain_hpc.config.training_config import ParameterGroupConfig, computes_in_bf16
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.lora import LoraSpec
 from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -48,7 +48,7 @@ from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.loss_chunks import apply_loss_chunks
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.module_plan import apply_module_plan, find_planned_blocks
-from raytrain_hpc.parallel.precision import get_compute_itemsize
+from raytrain_hpc.parallel.precision import get_compute_itemsize, get_residual_dtype
 from raytrain_hpc.parallel.reduction_order import ReductionOrders
 from raytrain_hpc.parallel.sharded_lora import apply_lora
 from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads, name_head_weight
@@ -206,6 +206,8 @@ def _shard_stage(
     apply_loss_chunks(module, config.train.loss_chunks, axes)
     if config.train.dtype == "float8":
         apply_float8(module, include_head=config.train.float8_head, defers_wgrad=_defers_wgrad(layout))
+    if computes_in_bf16(config.train.dtype):
+        module.residual_dtype = get_residual_dtype(config.train, layout)
     if should_fuse_gate_up(config, layout):
         fuse_gate_up(module)
     return shard_specs

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from raytrain_hpc.config.training_config import computes_in_bf16
+from raytrain_hpc.config.training_config import TrainConfig, computes_in_bf16
 from raytrain_hpc.planner.layout import Layout
 
 
@@ -20,9 +20,10 @@ def get_compute_itemsize(dtype: str) -> int:
     return 2 if computes_in_bf16(dtype) else get_param_dtype(dtype).itemsize
 
 
-def get_residual_dtype(dtype: str, layout: Layout) -> torch.dtype:
-    """Return the dtype of the residual stream between pipeline stages: autocast leaves it in fp32, FSDP2 does not."""
-    return torch.bfloat16 if computes_in_bf16(dtype) and layout.dp_shard > 1 else get_param_dtype(dtype)
+def get_residual_dtype(train: TrainConfig, layout: Layout) -> torch.dtype:
+    """Return the dtype of the residual stream. FSDP2 casts the inputs of blocks to that of its weights."""
+    is_bf16 = layout.dp_shard > 1 or train.residual_dtype == "bf16"
+    return torch.bfloat16 if computes_in_bf16(train.dtype) and is_bf16 else get_param_dtype(train.dtype)
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:

@@ -105,7 +105,7 @@ def build_forward_backward(
     pipeline = Pipeline(spec.layout.pipeline, context.coordinates["pp"], context.stage_groups)
     residual_shape = (len(train_module.shard_positions), spec.model_spec.hidden_size)
     timeline = TimelineReporter(context.rank, spec.config.logging.pipeline_timeline_interval, emit)
-    residual_dtype = get_residual_dtype(dtype, spec.layout)
+    residual_dtype = get_residual_dtype(spec.config.train, spec.layout)
     return PipelineForwardBackward(
         train_module, model, pipeline, dtype, residual_dtype, residual_shape, context.device, timeline, timers
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from raytrain_hpc.errors import ConfigError
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
 
 EXACT = ["train.dtype=fp64", "model.dropout=0.2", "train.micro_batch_size=4"]
@@ -41,6 +43,38 @@ def test_bf16_stays_near_fp32_under_every_layout(pool: WarmPool) -> None:
         rounded = run_losses(pool, *overrides, "train.dtype=bf16", *layout)
         assert rounded != exact
         assert rounded == pytest.approx(exact, rel=5e-3)
+
+
+def measure_residual_dtypes(trainer: Any) -> tuple[set[torch.dtype], list[float]]:
+    """Train three steps; return the dtypes of the residual stream between blocks, and the losses."""
+    dtypes = set()
+    for block in trainer.model_step.model.modules[0].blocks().values():
+        block.register_forward_pre_hook(lambda block, inputs: dtypes.add(inputs[0].dtype))
+        block.register_forward_hook(lambda block, inputs, output: dtypes.add(output.dtype))
+    return dtypes, [trainer.train_step(step).loss for step in range(3)]
+
+
+@pytest.mark.parametrize("model", [[], ["model.norm=rmsnorm", "model.activation=swiglu", "model.qk_norm=true"]])
+def test_a_bf16_residual_stream_is_that_of_sharded_weights(pool: WarmPool, model: list[str]) -> None:
+    words = [*model, "train.dtype=bf16", "cluster.workers=2", "train.micro_batch_size=6", "optimizer.lr=3e-3"]
+    runs = {}
+    for name, layout in {
+        "fp32": [],
+        "bf16": ["train.residual_dtype=bf16"],
+        "compiled": ["train.residual_dtype=bf16", "train.compile=true"],
+        "zero": ["parallel.zero=3"],
+    }.items():
+        runs[name] = pool.inspect_trainers(measure_residual_dtypes, make_small_config(None, *words, *layout))[0]
+    assert runs["fp32"][0] == {torch.float32}
+    assert runs["bf16"][0] == runs["compiled"][0] == runs["zero"][0] == {torch.bfloat16}
+    assert runs["bf16"][1] == pytest.approx(runs["zero"][1], rel=2e-5)
+    assert runs["compiled"][1] == pytest.approx(runs["zero"][1], rel=1e-3)
+    assert runs["fp32"][1] != runs["bf16"][1]
+
+
+def test_a_bf16_residual_stream_needs_bf16_products() -> None:
+    with pytest.raises(ConfigError, match="train.residual_dtype='bf16' .*train.dtype=fp32 computes in it"):
+        make_small_config(None, "train.dtype=fp32", "train.residual_dtype=bf16")
 
 
 def test_bf16_keeps_the_state_in_fp32(pool: WarmPool, tmp_path: Path) -> None:
