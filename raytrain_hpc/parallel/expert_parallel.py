@@ -7,13 +7,14 @@ limit, no dropped positions. An expert may get no rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.moe import Experts, MixtureOfExperts
+from raytrain_hpc.model.moe import Experts, MixtureOfExperts, run_local_experts
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import ShardSpec, SliceMapping
@@ -54,6 +55,25 @@ class ExpertParallelDispatcher:
             [[rank_counts[expert] for rank_counts in recv_counts_by_rank] for expert in range(len(local_experts))],
         )
         return _all_to_all(by_rank, self._axis, recv_sizes, send_sizes)
+
+
+def skip_exchanges(modules: Iterable[nn.Module], num_ranks: int) -> None:
+    """Let the local experts of each mixture process the rows of this rank, without the other ranks: for a warm-up.
+
+    How many rows a rank receives is known from its peers only. Call after `parallelize`. `num_ranks`: of the "ep" axis.
+    """
+    for module in modules:
+        for mixture in module.modules():
+            if isinstance(mixture, MixtureOfExperts) and mixture.dispatcher is not run_local_experts:
+                dispatch = partial(_run_first_expert, num_ranks)
+                mixture.dispatcher = torch.compiler.disable(dispatch)  # type: ignore[no-untyped-call]
+
+
+def _run_first_expert(num_ranks: int, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return the outputs [n, hidden_size] of the first local expert for all rows [n, hidden_size]."""
+    num_groups = len(experts.up) * (num_ranks if experts.activates_groups else 1)  # elastic: by source rank too
+    outputs: Tensor = experts(rows, [len(rows)] + [0] * (num_groups - 1))
+    return outputs
 
 
 def _reorder(rows: Tensor, sizes: list[list[int]]) -> Tensor:
