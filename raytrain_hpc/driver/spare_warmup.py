@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from raytrain_hpc.driver.ray_messages import describe_actor_death
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
-
-if TYPE_CHECKING:
-    from raytrain_hpc.driver.worker_group import Worker
 
 _log = logging.getLogger(__name__)
 _MAX_DEATHS = 3  # of processes during warm-ups, after which no more are warmed up
@@ -39,6 +36,21 @@ class WarmupState:
         return self.call is not None or (self.program is None and not self.has_run)
 
 
+class WarmableWorker(Protocol):
+    """A worker whose process can be warmed up."""
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor, with the methods `warm_up` and `cancel_warmup`."""
+
+    @property
+    def warmup(self) -> WarmupState:
+        """How warm its process is."""
+
+
+W = TypeVar("W", bound=WarmableWorker)
+
+
 class SpareWarmup:
     """Executor of warm-ups. A worker is warmed up again if the generation that runs needs other compiled code.
 
@@ -57,7 +69,7 @@ class SpareWarmup:
         self._spec_ref, self._generation = spec_ref, spec.generation
         self._program = replace(spec.layout, dp_replicate=1), spec.batching.size, spec.config.parallel
 
-    def update(self, spares: Iterable[Worker]) -> list[Worker]:
+    def update(self, spares: Iterable[W]) -> list[W]:
         """Note which warm-ups have ended, start those that are due, and return the workers whose process has died.
 
         Call while a generation runs, with all ready workers that are no members. Does not block.
@@ -73,7 +85,7 @@ class SpareWarmup:
                 state.generation, state.program = self._generation, self._program
         return dead
 
-    def begin_run(self, members: Iterable[Worker]) -> None:
+    def begin_run(self, members: Iterable[WarmableWorker]) -> None:
         """Cut the warm-ups of workers that become members short: their run calls wait for them."""
         for worker in members:
             state = worker.warmup

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.data.samples.sample_reader import restore_generators
 from raytrain_hpc.distributed.process_groups import ParallelContext, simulate_process_groups
 from raytrain_hpc.parallel.expert_parallel import skip_exchanges
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.runtime.control_channel import ControlChannel
-from raytrain_hpc.runtime.worker_spec import CustomModel, Script, WorkerSpec
+from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.torch_private import forget_compiled_sizes, raise_recompile_limits
 from raytrain_hpc.training.builder import configure_torch, get_group_options
 from raytrain_hpc.training.data_builder import build_loader, open_data
@@ -37,8 +38,8 @@ def can_warm_up_compiler(spec: WorkerSpec) -> bool:
     """
     if spec.config.train.compile is not True or isinstance(spec.custom, Script):
         return False
-    dataset = spec.custom.dataset if isinstance(spec.custom, CustomModel) else None
-    return dataset is None or getattr(dataset, "form", "map") == "map"
+    dataset = open_data(spec)
+    return not isinstance(dataset, SampleDataset) or dataset.form == "map"
 
 
 def warm_up_compiler(spec: WorkerSpec, device: torch.device, is_cancelled: Callable[[], bool] = lambda: False) -> None:
