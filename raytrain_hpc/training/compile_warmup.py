@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from raytrain_hpc.data.dataset.sources import Dataset
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.data.samples.sample_reader import restore_generators
 from raytrain_hpc.distributed.process_groups import ParallelContext, simulate_process_groups
@@ -54,17 +55,27 @@ def warm_up_compiler(spec: WorkerSpec, device: torch.device, is_cancelled: Calla
     """
     configure_torch(spec.config, device)
     spec = replace(spec, memory_step=spec.start_step)  # weights stay uninitialized
-    batch = _read_first_microbatch(spec, device)
     with _restore_generators(device):
-        for rank in list_distinct_ranks(spec.layout):
-            if is_cancelled():
-                return
-            raise_recompile_limits(_VERSIONS_PER_RANK)
-            with simulate_process_groups(rank, spec.layout, device, **get_group_options(spec)) as context:
-                _run_passes(spec, context, batch)
-            forget_compiled_sizes()  # those of the next rank are constants too
+        dataset = open_data(spec)
+        batch, evaluates = _read_first_microbatch(spec, dataset, device), dataset.val is not None
+        for layout in list_layouts(spec.layout, spec.config.parallel.reshard_over):
+            for rank in list_distinct_ranks(layout):
+                if is_cancelled():
+                    return
+                _warm_up_rank(replace(spec, layout=layout), rank, device, batch, evaluates=evaluates)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def list_layouts(layout: Layout, reshard_over: int) -> list[Layout]:
+    """Return the layout, and with ZeRO on a single shard also one of several, to which the run grows with this process.
+
+    FSDP2 changes the class of the blocks that it shards, and with it the compiled code. `reshard_over`: the setting,
+    which shards are a multiple of.
+    """
+    if layout.zero == 0 or layout.dp_shard > 1:
+        return [layout]
+    return [layout, replace(layout, dp_shard=max(2, reshard_over))]
 
 
 def list_distinct_ranks(layout: Layout) -> list[int]:
@@ -80,14 +91,25 @@ def list_distinct_ranks(layout: Layout) -> list[int]:
     return list(ranks.values())
 
 
-def _read_first_microbatch(spec: WorkerSpec, device: torch.device) -> AnyBatch:
+def _read_first_microbatch(spec: WorkerSpec, dataset: Dataset | SampleDataset, device: torch.device) -> AnyBatch:
     """Read the first microbatch of the run: all of them have the same shapes."""
     alone = replace(spec, layout=Layout())
-    loader = build_loader(alone, open_data(spec), ParallelContext(0, alone.layout, device), None, ControlChannel())
+    loader = build_loader(alone, dataset, ParallelContext(0, alone.layout, device), None, ControlChannel())
     return loader.read(0, 0)
 
 
-def _run_passes(spec: WorkerSpec, context: ParallelContext, batch: AnyBatch) -> None:
+def _warm_up_rank(spec: WorkerSpec, rank: int, device: torch.device, batch: AnyBatch, *, evaluates: bool) -> None:
+    """Compile what one rank of the generation runs. `evaluates`: the run has a validation set."""
+    raise_recompile_limits(_VERSIONS_PER_RANK)
+    forget_compiled_sizes()  # of other ranks: those of this one are constants too, as in a process of its own
+    try:
+        with simulate_process_groups(rank, spec.layout, device, **get_group_options(spec)) as context:
+            _run_passes(spec, context, batch, evaluates=evaluates)
+    finally:
+        forget_compiled_sizes()
+
+
+def _run_passes(spec: WorkerSpec, context: ParallelContext, batch: AnyBatch, *, evaluates: bool) -> None:
     """Run the passes of short training steps and of an evaluation as the rank of `context`, and discard the results.
 
     No result is used: those of simulated collectives are undefined.
@@ -106,7 +128,8 @@ def _run_passes(spec: WorkerSpec, context: ParallelContext, batch: AnyBatch) -> 
         for parameter in model.parameters.values():
             parameter.grad = None
         passes.train(0, num_microbatches, lambda number: replace(batch, is_padding=True))
-    passes.evaluate(num_microbatches, lambda number: batch)
+    if evaluates:
+        passes.evaluate(num_microbatches, lambda number: batch)
 
 
 def _reduce_depth(spec: WorkerSpec) -> WorkerSpec:

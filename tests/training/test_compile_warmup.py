@@ -15,7 +15,12 @@ from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
-from raytrain_hpc.training.compile_warmup import can_warm_up_compiler, list_distinct_ranks, warm_up_compiler
+from raytrain_hpc.training.compile_warmup import (
+    can_warm_up_compiler,
+    list_distinct_ranks,
+    list_layouts,
+    warm_up_compiler,
+)
 from tests.data.samples import image_task
 from tests.parallel.layout_run import GPT2, LLAMA
 from tests.warm_pool import WarmPool, make_small_config, make_worker_spec
@@ -52,7 +57,7 @@ class Observation:
     num_graphs_after: int
 
 
-def train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, warm: bool) -> Observation:
+def train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, warmup_spec: WorkerSpec | None) -> Observation:
     """Train and evaluate with compiled blocks. Graphs are traced, but not translated to C++, which takes a minute."""
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -63,9 +68,9 @@ def train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, warm: bool) -> Ob
     torch._dynamo.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        if warm:
+        if warmup_spec is not None:
             generator_state = torch.get_rng_state()
-            warm_up_compiler(spec, CPU)
+            warm_up_compiler(warmup_spec, CPU)
             assert not torch.distributed.is_initialized() and torch.equal(torch.get_rng_state(), generator_state)
             assert not any(isinstance(instance, Decoder) for instance in gc.get_objects())
         before = counters["stats"]["unique_graphs"]
@@ -89,7 +94,9 @@ def test_a_rank_that_was_warmed_up_compiles_nothing(pool: WarmPool, name: str) -
     world_size = int(config.cluster.workers)
     custom = make_images() if name == "a user's module and samples" else None
     spec = make_worker_spec(config, world_size, steps_to=STEPS, custom=custom)
-    cold, warm = (pool.call(train, world_size, spec, is_warm) for is_warm in (False, True))
+    # A run of two ZeRO shards that has lost one warms up the replacement on a single shard.
+    warmup_spec = replace(spec, layout=replace(spec.layout, dp_shard=1))
+    cold, warm = (pool.call(train, world_size, spec, warmup) for warmup in (None, warmup_spec))
     for expected, observed in zip(cold, warm, strict=True):
         assert observed.num_graphs_after == observed.num_graphs_before > 0
         assert expected.num_graphs_after > expected.num_graphs_before == 0
@@ -122,6 +129,14 @@ def iter_images(rank: int, world_size: int) -> Any:
 )
 def test_ranks_that_differ_in_more_than_their_data(layout: Layout, ranks: list[int]) -> None:
     assert list_distinct_ranks(layout) == ranks
+
+
+def test_layouts_to_which_a_run_grows() -> None:
+    assert list_layouts(Layout(dp_replicate=2), 0) == [Layout(dp_replicate=2)]
+    assert list_layouts(Layout(dp_shard=4, zero=3), 2) == [Layout(dp_shard=4, zero=3)]
+    single = Layout(tp=2, zero=3)
+    assert list_layouts(single, 0) == [single, Layout(dp_shard=2, tp=2, zero=3)]
+    assert list_layouts(single, 4) == [single, Layout(dp_shard=4, tp=2, zero=3)]
 
 
 def warm_up_until(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, num_ranks: int) -> tuple[int, int]:
