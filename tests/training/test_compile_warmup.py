@@ -34,7 +34,7 @@ TWO = "cluster.workers=2"
 MIXTURE = [*LLAMA, "model.num_kv_heads=1", "model.num_experts=5", "model.load_balancing=bias"]
 SETTINGS = {
     "replicas, dropout": [TWO, *GPT2, "model.tie_embeddings=true", "model.dropout=0.1"],
-    "ZeRO-3, bf16, uneven": [TWO, *LLAMA, "parallel.zero=3", "train.dtype=bf16", "train.global_batch_size=9"],
+    "ZeRO-3, float8, uneven": [TWO, *LLAMA, "parallel.zero=3", "train.dtype=float8", "train.global_batch_size=9"],
     "tp": [TWO, *LLAMA, "model.num_kv_heads=2", "parallel.tp=2", "parallel.activation_checkpointing=full"],
     "pp, deferred weight gradients, LoRA": [
         *(TWO, *LLAMA, "model.num_layers=4", "parallel.pp=2", "parallel.pp_schedule=zbv", "lora.rank=3")
@@ -156,7 +156,13 @@ def warm_up_until(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, num_ranks
 def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(pool: WarmPool) -> None:
     """The compiler keeps more versions than its default of 8, and another warm-up compiles the missing ones only."""
     config = make_small_config(
-        None, *LLAMA, "cluster.workers=6", "parallel.tp=6", "model.num_heads=6", "train.compile=true"
+        None,
+        *LLAMA,
+        "cluster.workers=6",
+        "parallel.tp=6",
+        "model.num_heads=6",
+        "model.hidden_size=48",
+        "train.compile=true",
     )
     spec = make_worker_spec(config, 6, steps_to=STEPS)
     assert pool.call(warm_up_until, 1, spec, 0) == [(0, 12)]
