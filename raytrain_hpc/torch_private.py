@@ -279,6 +279,39 @@ def clear_dtensor_caches() -> None:
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Make a group of `world_size` ranks the default group, of which this process is `rank` and no other one exists.
+
+    Its collectives return at once. A gather returns this rank's part for every rank, an all-reduce its input; the
+    results of all others are uninitialized. Backend "fake" and `FakeStore`: all versions.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
+
+
+def forget_compiled_sizes() -> None:
+    """Make the compiler forget the sizes that it has seen. Compiled code stays.
+
+    Otherwise a size or number that differs in the next compilation becomes a variable of the graph.
+    `torch._dynamo.pgo.reset_code_state`: all versions.
+    """
+    from torch._dynamo.pgo import reset_code_state
+
+    reset_code_state()
+
+
+def raise_recompile_limits(count: int) -> None:
+    """Let the compiler keep `count` more versions of a function. Past its limit it runs the function uncompiled.
+
+    `torch._dynamo.config.recompile_limit` and `accumulated_recompile_limit`: all versions.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit += count
+    config.accumulated_recompile_limit += count
+
+
 def record_memory_history(max_entries: int | None) -> None:
     """Record allocations of GPU memory with their stacks, the newest `max_entries`; None: stop. All versions."""
     if max_entries is None:

@@ -40,6 +40,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "cli/test_autotune",
     "driver/test_ray_placement",
     "driver/test_cluster_probe",
+    "driver/test_compiled_recovery",
     "driver/test_growing_cluster",
     "driver/test_shared_cluster",
     "driver/test_trial_slots",

@@ -309,3 +309,47 @@ def test_storages_say_whether_they_are_shared() -> None:
         with warnings.catch_warnings(action="ignore"):
             storages = [tensor.untyped_storage(), tensor.storage()]
         assert [torch_private.is_storage_shared(storage) for storage in storages] == [expected, expected]
+
+
+def gather_alone(rank: int, rendezvous: Any) -> tuple[int, int, list[float], bool]:
+    """Return rank and size of a subgroup of a fake group, what an all-gather returns, and whether a group is left."""
+    torch_private.init_fake_process_group(5, 8)
+    mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("rows", "columns"))
+    group = mesh["rows"].get_group()
+    gathered = [torch.zeros(1) for _ in range(4)]
+    dist.all_gather(gathered, torch.ones(1), group=group)
+    dist.irecv(torch.zeros(1), 3).wait()
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    dist.destroy_process_group()
+    return rank, size, [float(part) for part in gathered], dist.is_initialized()
+
+
+def test_a_fake_group_has_ranks_that_do_not_exist(pool: WarmPool) -> None:
+    assert pool.call(gather_alone, 1) == [(2, 4, [1.0] * 4, False)]
+
+
+def count_versions(rank: int, rendezvous: Any) -> list[list[int]]:
+    """Return the number of compiled versions of a function after each call."""
+    from torch._dynamo import config
+    from torch._dynamo.testing import CompileCounter
+
+    def count(forgets: bool, raised: int) -> list[int]:
+        torch.compiler.reset()
+        torch_private.forget_compiled_sizes()
+        counter, counts = CompileCounter(), []
+        double = torch.compile(lambda x: x * 2.0, backend=counter)
+        with config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+            torch_private.raise_recompile_limits(raised)
+            for size in (3, 4, 5):
+                assert torch.equal(double(torch.ones(size)), torch.full((size,), 2.0))
+                counts.append(counter.frame_count)
+                if forgets:
+                    torch_private.forget_compiled_sizes()
+        return counts
+
+    return [count(forgets=False, raised=0), count(forgets=True, raised=0), count(forgets=True, raised=1)]
+
+
+def test_versions_of_compiled_functions(pool: WarmPool) -> None:
+    """The second size makes it a variable, unless the first one is forgotten; no version comes after the limit."""
+    assert pool.call(count_versions, 1) == [[[1, 2, 2], [1, 2, 2], [1, 2, 3]]]

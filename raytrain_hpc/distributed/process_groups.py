@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -18,7 +19,7 @@ from raytrain_hpc.distributed.rendezvous import DECISION_KEY, FORMED, Rendezvous
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline_parallel import StageGroups
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.torch_private import clear_dtensor_caches
+from raytrain_hpc.torch_private import clear_dtensor_caches, init_fake_process_group
 
 
 class GenerationAbortedError(Exception):
@@ -99,6 +100,25 @@ def init_process_groups(
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=layout.world_size, timeout=timeout)
     return build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)
+
+
+@contextmanager
+def simulate_process_groups(
+    rank: int, layout: Layout, device: torch.device, *, tied_weights: bool = False, balance_experts: bool = False
+) -> Iterator[ParallelContext]:
+    """Create the process groups of a rank in this process alone, without its peers, and destroy them at the end.
+
+    Their collectives return at once, most with undefined results; see `init_fake_process_group`. Drop all models that
+    use the groups before the context ends. Other arguments as in `init_process_groups`.
+    """
+    if layout.world_size == 1:
+        yield ParallelContext(rank, layout, device)
+        return
+    init_fake_process_group(rank, layout.world_size)
+    try:
+        yield build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)
+    finally:
+        destroy_process_groups()
 
 
 def build_parallel_context(

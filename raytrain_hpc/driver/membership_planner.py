@@ -117,18 +117,18 @@ class MembershipPlanner:
     def poll_regroup(self) -> RegroupRequest:
         """Return whether to end the current generation and form another one. Called again and again while it runs.
 
-        "pause": more workers are ready, microbatches should be rebalanced, or members leave: their nodes are draining,
-        fewer workers are wanted, or another run has priority. "save" if members leave and the state is partitioned: one
-        may hold a part alone. None: continue. A run that follows its cluster grows when all new workers are ready and
-        its interval has passed. After a change, also starts workers up to the target, besides spares, and sets
-        `stop_event` if draining nodes leave too few.
+        "pause": more workers are ready and warm, microbatches should be rebalanced, or members leave: their nodes are
+        draining, fewer workers are wanted, or another run has priority. "save" if members leave and the state is
+        partitioned: one may hold a part alone. None: continue. A run that follows its cluster grows when all new
+        workers are ready and its interval has passed. After a change, also starts workers up to the target, besides
+        spares, and sets `stop_event` if draining nodes leave too few.
         """
         membership = self._membership
         if membership is None:
             return None
         capacity, allowance = self._workers.get_capacity(), self._workers.get_allowance()
         target, candidates = self._target.update(capacity, allowance), self._workers.list_candidates()
-        states = [(candidate.slowdown, candidate.is_draining) for candidate in candidates]
+        states = [(candidate.slowdown, candidate.is_draining, candidate.is_cold) for candidate in candidates]
         inputs = (target, self._target.wanted, capacity, allowance, states)
         if inputs == self._last_inputs:  # planning takes time
             return "pause" if self._target.may_grow(self._next_size) else None

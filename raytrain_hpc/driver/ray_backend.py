@@ -112,6 +112,7 @@ class RayWorkerGroup:
                 bool(draining_nodes & {node_id, self._health.local_node}),
                 worker.info["rack"],
                 worker.info.get("has_local_files", False),
+                self._config.train.compile is True and worker.warmup.is_cold,
             )
             for worker in self._pool.ready
         ]
@@ -153,6 +154,7 @@ class RayWorkerGroup:
                 self._call_all_ranks("request_stop")
             if not (stopping or pausing) and throttle.is_ready():
                 with throttle.measure():
+                    self._pool.warm_up_spares(self._workers)
                     request = poll_regroup()
                 if request is not None:
                     pausing = True
@@ -185,7 +187,7 @@ class RayWorkerGroup:
         self._coordinator.leave()
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
-        """Start the run calls of all members, warm up the spares, and watch the new ranks."""
+        """Start the run calls of all members, and watch the new ranks."""
         self.discard_state()  # members report theirs when they end; that of other workers becomes outdated
         self._generation = spec.generation
         self._state_partitions[spec.generation] = compute_state_partition(spec.layout)
@@ -198,12 +200,11 @@ class RayWorkerGroup:
 
             self._feeder = start_feeder(spec.stream_spec, spec.block_plan)
         spec_ref = self._pool.put_spec(spec)
+        self._pool.spare_warmup.begin_run(self._workers)
         self._rank_of_run = {
             worker.actor.run.remote(spec_ref, rank, rendezvous, self._feeder): rank
             for rank, worker in enumerate(self._workers)
         }
-        for spare in (worker for worker in self._pool.ready if worker not in self._workers):
-            spare.actor.warm_up.remote(spec_ref)
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)
         self._poller, self._broken_calls = RecordPoller([worker.actor for worker in self._workers], on_record), {}
         self._health.begin_generation({"rank": rank, **worker.info} for rank, worker in enumerate(self._workers))

@@ -19,6 +19,7 @@ from raytrain_hpc.driver.node_drain import NodeDrainMonitor
 from raytrain_hpc.driver.node_names import NodeNames
 from raytrain_hpc.driver.ray_messages import describe_actor_death
 from raytrain_hpc.driver.slot_reservations import Slot, SlotReservations
+from raytrain_hpc.driver.spare_warmup import SpareWarmup, WarmupState
 from raytrain_hpc.elastic.cluster_following import NodeCapacity, plan_reservations
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RaytrainError
@@ -51,6 +52,7 @@ class Worker:
     info: WorkerInfo = field(default_factory=dict)
     states: tuple[StatePart, ...] = ()
     slowdown: float = 1.0  # time for the same work, relative to the other ranks
+    warmup: WarmupState = field(default_factory=WarmupState)
 
 
 def call_on_nodes(workers: Sequence[Worker], function: Callable[[], T], timeout_s: float) -> dict[str, T]:
@@ -123,6 +125,7 @@ class ActorPool:
         self._num_started, self._failed_starts, self._is_started = 0, 0, False
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
         self.drain_monitor, self._node_names = NodeDrainMonitor(), NodeNames(cluster)
+        self.spare_warmup = SpareWarmup()
         self._warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
         self._dataset_store = DatasetStore()
         self._reservations = SlotReservations(cluster.ray_resource)
@@ -232,7 +235,15 @@ class ActorPool:
         Actors that start later warm up with it. A user's dataset was serialized by the first call.
         """
         self._warmup_spec = self._dataset_store.store_dataset(spec)
-        return ray.put(self._warmup_spec)
+        spec_ref = ray.put(self._warmup_spec)
+        self.spare_warmup.begin_generation(spec, spec_ref)
+        return spec_ref
+
+    def warm_up_spares(self, members: Sequence[Worker]) -> None:
+        """Warm up the ready workers that are no members, in the background. Call while a generation runs."""
+        occupied = set(members)
+        for worker in self.spare_warmup.update([worker for worker in self.ready if worker not in occupied]):
+            self.replace_worker(worker)
 
     def replace_worker(self, worker: Worker) -> None:
         """Kill an actor in any state. Its replacement is started by a later `poll_started` or `wait_for_workers`."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.elastic.rank_assignment import assign_ranks
@@ -27,7 +28,7 @@ class Candidate:
     its own before replicas, reported when its rank of the last generation ended; empty until then, and for a worker
     that was not a member of that generation. `slowdown`: time per microbatch relative to the median of the other ranks
     when it was last detected as slow, else 1. `rack`: "" if unknown. `has_local_files`: whether its node had files of
-    local checkpoints when it started.
+    local checkpoints when it started. `is_cold`: its first step has to compile, while the other ranks wait.
     """
 
     worker_id: int
@@ -38,6 +39,7 @@ class Candidate:
     is_draining: bool = False
     rack: str = ""
     has_local_files: bool = False
+    is_cold: bool = False
 
     @property
     def site(self) -> Site:
@@ -93,6 +95,9 @@ def plan_membership(
     some. Otherwise only the data-parallel axes change size; tensor-, context- and pipeline-parallel sizes are kept. A
     tensor-parallel group stays on one node.
 
+    Cold workers become members only if the others are too few for any layout: without them a run continues at once, on
+    fewer workers, and they join when they are warm.
+
     The generation resumes from the newest step for which the members hold all state parts. Workers that hold state are
     preferred as members, but no set is searched that completes a step: `step` is None if theirs is incomplete. Ranks
     are placed by `estimate_bytes_by_axis(layout, batching)`, the bytes that a rank sends per step along each mesh axis
@@ -100,6 +105,20 @@ def plan_membership(
     state if the partition is unchanged.
     """
     candidates = [candidate for candidate in candidates if not candidate.is_draining]
+    warm = [candidate for candidate in candidates if not candidate.is_cold]
+    plan = partial(_plan_largest, config, batching, max_workers, estimate_bytes_by_axis, choose_config)
+    return plan(warm) or (plan(candidates) if len(warm) < len(candidates) else None)
+
+
+def _plan_largest(
+    config: Config,
+    batching: Batching,
+    max_workers: int,
+    estimate_bytes_by_axis: Callable[[Layout, Batching], Mapping[str, float]],
+    choose_config: Callable[[int], Config | None],
+    candidates: Sequence[Candidate],
+) -> Membership | None:
+    """Return the largest legal membership of these candidates, or None. Other arguments as of `plan_membership`."""
     for world_size in range(min(max_workers, len(candidates)), get_min_workers(config) - 1, -1):
         for chosen in (choose_config(world_size), None):
             layout = _find_legal_layout(chosen or config, world_size, batching)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,18 +59,30 @@ class Experts(nn.Module):
         return torch.cat([function(group) for group in torch.split(x, sizes.tolist())])
 
 
-class LocalDispatcher:
-    """The dispatcher of experts that are all on this rank. A dispatcher sends rows to the ranks of their experts."""
+class ExpertDispatcher(Protocol):
+    """Sends rows to the ranks of their experts, and back."""
 
-    def start(self, rows: Tensor, counts: Tensor) -> Any:
-        """Start to send rows [n, hidden_size], sorted by expert. Return what `finish` needs.
+    @property
+    def start(self) -> Callable[[Tensor, Tensor], Any]:
+        """Start to send rows [n, hidden_size], sorted by expert; return what `finish` needs.
 
-        counts: int64 [num_experts], rows per expert.
+        The second argument: int64 [num_experts], rows per expert.
         """
+
+    @property
+    def finish(self) -> Callable[[Experts, Any], Tensor]:
+        """Return the outputs [n, hidden_size] of the experts, for what `start` has returned."""
+
+
+class LocalDispatcher:
+    """The dispatcher of experts that are all on this rank."""
+
+    def start(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Implement `ExpertDispatcher.start`."""
         return rows, counts
 
-    def finish(self, experts: Experts, pending: Any) -> Tensor:
-        """Return the outputs [n, hidden_size] of the rows of `start`."""
+    def finish(self, experts: Experts, pending: tuple[Tensor, Tensor]) -> Tensor:
+        """Implement `ExpertDispatcher.finish`."""
         output: Tensor = experts(*pending)
         return output
 
@@ -154,7 +166,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, spec.num_experts, spec.ffn_size)
         self.shared = shared
         self.num_experts = spec.num_experts
-        self.dispatcher = LocalDispatcher()
+        self.dispatcher: ExpertDispatcher = LocalDispatcher()
         # Sums outputs over ranks if the channels of each expert are sharded.
         self.reduce_output: Callable[[Tensor], Tensor] = _identity
 

@@ -8,12 +8,15 @@ tiled layer from a hook. The compiler then splits the block into graphs around t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raytrain_hpc.model.moe import LocalDispatcher, MixtureOfExperts
+from raytrain_hpc.model.moe import Experts, LocalDispatcher, MixtureOfExperts
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
@@ -40,15 +43,43 @@ def make_traceable(module: nn.Module) -> bool:
     for submodule in module.modules():
         if isinstance(submodule, MixtureOfExperts) and not isinstance(submodule.dispatcher, LocalDispatcher):
             dispatcher = submodule.dispatcher
-            dispatcher.start, dispatcher.finish = _exclude(dispatcher.start), _exclude(dispatcher.finish)  # type: ignore[method-assign]
+            submodule.dispatcher = _ExcludedDispatcher(_exclude(dispatcher.start), _exclude(dispatcher.finish))
             is_one_graph = False
         is_one_graph = is_one_graph and not isinstance(submodule, TiledLinear)
     return is_one_graph
 
 
-def _exclude(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@dataclass(frozen=True)
+class _ExcludedDispatcher:
+    """An expert dispatcher that compiled code calls. The compiler would find methods of a class, and trace them."""
+
+    start: Callable[[Tensor, Tensor], Any]
+    finish: Callable[[Experts, Any], Tensor]
+
+
+def skip_exchanges(modules: Iterable[nn.Module], num_ranks: int) -> None:
+    """Let the local experts of each mixture process the rows of this rank, without the other ranks: for a warm-up.
+
+    How many rows a rank receives is known from its peers only. Call after `parallelize`. `num_ranks`: of the "ep" axis.
+    """
+    for module in modules:
+        for mixture in module.modules():
+            if isinstance(mixture, MixtureOfExperts) and isinstance(mixture.dispatcher, _ExcludedDispatcher):
+                finish = partial(_run_first_expert, num_ranks)
+                mixture.dispatcher = _ExcludedDispatcher(_exclude(lambda rows, counts: rows), _exclude(finish))
+
+
+def _run_first_expert(num_ranks: int, experts: Experts, rows: Tensor) -> Tensor:
+    """Return the outputs [n, hidden_size] of the first local expert for all rows [n, hidden_size]."""
+    num_groups = len(experts.up) * (num_ranks if experts.activates_groups else 1)  # elastic: by source rank too
+    device = rows.device if experts.use_kernel else "cpu"
+    outputs: Tensor = experts(rows, torch.tensor([len(rows)] + [0] * (num_groups - 1), device=device))
+    return outputs
+
+
+def _exclude(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that compiled code calls instead of tracing it."""
-    excluded: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    excluded: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return excluded
 
 

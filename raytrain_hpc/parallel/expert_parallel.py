@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.grouped_linear import ALIGNMENT_BYTES
-from raytrain_hpc.model.moe import Experts, LocalDispatcher, MixtureOfExperts, permute
+from raytrain_hpc.model.moe import Experts, MixtureOfExperts, permute
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.planner.hardware_defaults import has_grouped_mm
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import ShardSpec, SliceMapping
 
 
-class ExpertParallelDispatcher(LocalDispatcher):
+class ExpertParallelDispatcher:
     """Dispatcher to experts on several ranks. Rows travel while other code runs between `start` and `finish`."""
 
     def __init__(self, axis: Axis, num_experts: int, *, by_source: bool):

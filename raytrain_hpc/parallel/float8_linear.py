@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -210,7 +211,8 @@ def apply_float8(decoder: Decoder, *, include_head: bool, defers_wgrad: bool) ->
             continue
         setattr(layer, _MARK, True)
         if isinstance(layer, nn.Linear):
-            layer.forward = partial(_linear_forward, layer)  # type: ignore[method-assign]
+            # A method: torch.compile compiles a block again for each `functools.partial`.
+            layer.forward = MethodType(_linear_forward, layer)  # type: ignore[method-assign]
         else:
             layer.product = partial(compute_logits, product=float8_linear) if is_padded else float8_linear  # type: ignore[assignment]
         if isinstance(layer, Head) and layer.chunked_loss is not None:

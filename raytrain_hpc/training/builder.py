@@ -236,10 +236,13 @@ def configure_torch(config: Config, device: torch.device) -> None:
 
 
 def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: Rendezvous | None) -> ParallelContext:
+    return init_process_groups(rendezvous, rank, spec.layout, device, **get_group_options(spec))
+
+
+def get_group_options(spec: WorkerSpec) -> dict[str, bool]:
+    """Return the keyword arguments of `init_process_groups` that depend on the model."""
     has_tied_weights = spec.custom is None and spec.model_spec.tie_embeddings
-    return init_process_groups(
-        rendezvous, rank, spec.layout, device, tied_weights=has_tied_weights, balance_experts=_has_expert_bias(spec)
-    )
+    return {"tied_weights": has_tied_weights, "balance_experts": _has_expert_bias(spec)}
 
 
 def _has_expert_bias(spec: WorkerSpec) -> bool:

@@ -53,6 +53,7 @@ class WorkerActor:
         self._heartbeat = Heartbeat(get_blocking_files())
         self._control, self._snapshots = ControlChannel(heartbeat=self._heartbeat), SnapshotStore()
         self._run_start_ns, self._is_warmed_up = time.time_ns(), False
+        self._cancelled_warmup = -1  # generation
         self._dataset: SampleDataset | None = None
         self._start_unix, self._imported_unix = start, time.time()
 
@@ -75,7 +76,7 @@ class WorkerActor:
         if (interface := choose_interface(config, address)) is not None:
             set_network_interface(interface)
         if spec is not None:
-            self.warm_up(spec)
+            self._run_warmup_step(spec)
         gc.freeze()  # these objects stay: spare later garbage collections from scanning them
         use_cuda = self._device.type == "cuda"
         return {
@@ -94,7 +95,23 @@ class WorkerActor:
             **describe_process(),
         }
 
-    def warm_up(self, spec: WorkerSpec) -> None:
+    def warm_up(self, spec: WorkerSpec) -> str:
+        """Do in advance, as a spare, what the first step as a rank of a generation would do first.
+
+        Trains a tiny model for one step, once, and compiles what the ranks of this generation run compiled, until
+        `cancel_warmup`. Returns why it failed, or "".
+        """
+        from raytrain_hpc.training.compile_warmup import can_warm_up_compiler, warm_up_compiler
+
+        try:
+            self._run_warmup_step(spec)
+            if can_warm_up_compiler(spec := self._resolve_dataset(spec)):
+                warm_up_compiler(spec, self._device, lambda: spec.generation <= self._cancelled_warmup)
+        except Exception as error:  # of any kind: the worker can train anyway
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ""
+
+    def _run_warmup_step(self, spec: WorkerSpec) -> None:
         """Fetch the user's dataset, or train a tiny model of the same kind for one step, to load libraries and kernels.
 
         Later calls do nothing.
@@ -216,6 +233,11 @@ class WorkerActor:
     def recall(self, after_step: int) -> list[Record]:
         """Return the metrics of the steps after `after_step` that are still in memory."""
         return self._control.recall_metrics(after_step)
+
+    @ray.method(concurrency_group="control")
+    def cancel_warmup(self, generation: int) -> None:
+        """Cut the warm-up for this generation short, because the worker becomes a rank. Works before its start too."""
+        self._cancelled_warmup = generation
 
     @ray.method(concurrency_group="control")
     def abort(self) -> None:

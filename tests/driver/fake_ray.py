@@ -21,6 +21,7 @@ from raytrain_hpc.driver import (
     ray_topology,
     record_poller,
     slot_reservations,
+    spare_warmup,
     worker_group,
 )
 from raytrain_hpc.driver.node_agent import NodeHealth
@@ -140,7 +141,7 @@ class FakeRay:
         ray = SimpleNamespace(get=self.get, wait=self.wait, kill=self.kill, put=self.put, nodes=list)
         ray.get_runtime_context = lambda: context
         self._patches.enter_context(mock.patch.object(node_drain, "get_draining_nodes", frozenset))
-        for module in (worker_group, ray_topology, record_poller, health_monitor, ray_backend):
+        for module in (worker_group, ray_topology, record_poller, health_monitor, ray_backend, spare_warmup):
             self._patches.enter_context(mock.patch.object(module, "ray", ray))
         replaced = {
             "placement_group": self._group,

@@ -237,3 +237,16 @@ def test_a_cluster_without_enough_nodes_is_waited_for(monkeypatch: pytest.Monkey
     workers.candidates, workers.capacity = [], ()
     monkeypatch.setattr(workers, "wait_for_workers", lambda count, timeout_s: stop.set())
     assert planner.wait_for_membership() is None, "a stop ends the wait"
+
+
+def test_a_spare_joins_when_it_is_warm() -> None:
+    warm, cold = make_candidates(3, StatePart(1, 0, 1, 7))[:2], replace(make_candidates(3)[2], is_cold=True)
+    workers = Workers(*warm, cold)
+    planner = make_planner(workers, 3)[0]
+    membership = planner.wait_for_membership()
+    assert (membership.members, membership.step, workers.waits) == ((0, 1), 7, [])
+    planner.begin_generation(membership)
+    workers.candidates = [replace(worker, state_parts=()) for worker in workers.candidates]
+    assert [planner.poll_regroup() for _ in range(2)] == [None, None]
+    workers.candidates[2] = replace(cold, is_cold=False)
+    assert planner.poll_regroup() == "pause"

@@ -148,3 +148,23 @@ def test_a_rank_needs_a_microbatch() -> None:
         make_config("train.micro_batch_size=12"), Batching(2, 12), parse_workers("a:5 " * 4), max_workers=4
     )
     assert membership is not None and get_sizes(membership) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "cold", "members"),
+    [
+        ((), "", (0, 1, 2)),
+        ((), "2", (0, 1)),
+        ((), "12", (0,)),
+        ((), "012", (0, 1, 2)),
+        (("cluster.min_workers=2",), "12", (0, 1, 2)),
+        (("parallel.tp=2", "cluster.workers=2"), "1", (0, 2)),
+        (("parallel.tp=2", "cluster.workers=2"), "12", (0, 1)),
+    ],
+)
+def test_cold_workers_are_members_only_if_no_layout_is_possible_without_them(
+    words: tuple[str, ...], cold: str, members: tuple[int, ...]
+) -> None:
+    workers = [replace(w, is_cold=str(w.worker_id) in cold) for w in parse_workers("a:9 a: a:")]
+    membership = plan_membership(make_config(*words), BATCH, workers, max_workers=3)
+    assert membership is not None and membership.members == members
