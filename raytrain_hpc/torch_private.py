@@ -89,6 +89,33 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+def set_attention_kernel_order(names: Sequence[str]) -> None:
+    """Set the order in which `scaled_dot_product_attention` tries its kernels, process-wide, by lower-case names.
+
+    The public `torch.nn.attention.sdpa_kernel` sets it for a context, and passes are recomputed outside of contexts.
+    `_set_sdp_priority_order`: all versions.
+    """
+    backends = [_get_attention_backend(name) for name in names]
+    torch._C._set_sdp_priority_order([int(backend) for backend in backends])  # type: ignore[attr-defined]
+
+
+def choose_attention_kernel(q: torch.Tensor, k: torch.Tensor) -> str:
+    """Return the name of the kernel of causal attention, without a mask, for such queries and keys.
+
+    q: [b, heads, t, head_dim]; k: [b, kv_heads, t, head_dim]. `_fused_sdp_choice`: all versions.
+    """
+    is_grouped = q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=is_grouped)
+    names = ("cudnn", "flash", "efficient", "math")
+    return next((name for name in names if int(_get_attention_backend(name)) == chosen), f"number {chosen}")
+
+
+def _get_attention_backend(name: str) -> Any:
+    from torch.nn.attention import SDPBackend
+
+    return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether calling a module runs more than its forward. `_forward_hooks` and its like: all versions."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -66,6 +66,18 @@ def test_the_grouped_product_multiplies_each_group_by_its_matrix() -> None:
         torch.testing.assert_close(grouped_mm(rows, matrices, offs=ends), expected)
 
 
+def test_attention_kernels_are_tried_in_the_order_that_was_set() -> None:
+    q, k = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
+    default = torch._C._get_sdp_priority_order()  # type: ignore[attr-defined]
+    try:
+        torch_private.set_attention_kernel_order(["math", "flash"])
+        assert torch._C._get_sdp_priority_order()[:2] == [0, 1]  # type: ignore[attr-defined]
+    finally:
+        torch._C._set_sdp_priority_order(default)  # type: ignore[attr-defined]
+    assert torch_private.choose_attention_kernel(q, k) == torch_private.choose_attention_kernel(q, q) == "flash"
+    assert torch_private.choose_attention_kernel(q.to(torch.float64).requires_grad_(), k.int()) == "math"
+
+
 def test_the_version_of_a_tensor_grows_with_every_change_in_place() -> None:
     tensor = torch.zeros(4)
     version = torch_private.get_version(tensor)

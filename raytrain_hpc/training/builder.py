@@ -34,6 +34,7 @@ from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import parse_location
+from raytrain_hpc.training.attention_kernel import configure_attention, log_attention_kernel
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
@@ -111,6 +112,8 @@ def _build_with_callbacks(
     """Build the trainer in the process groups of `context`. Arguments as of `build_trainer`."""
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
+    if spec.custom is None:
+        log_attention_kernel(spec.model_spec, spec.config.train, context.device)
     optimizer, recent_losses = (
         build_optimizer(model, spec, context.rank),
         _make_recent_losses(spec.config, context.device),
@@ -233,6 +236,7 @@ def configure_torch(config: Config, device: torch.device) -> None:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.cuda.reset_peak_memory_stats(device)
+        configure_attention(device, uses_mask=config.data.packing == "documents")
 
 
 def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: Rendezvous | None) -> ParallelContext:
