@@ -95,8 +95,8 @@ def plan_membership(
     some. Otherwise only the data-parallel axes change size; tensor-, context- and pipeline-parallel sizes are kept. A
     tensor-parallel group stays on one node.
 
-    Cold workers become members only if the others are too few for any layout: without them a run continues at once, on
-    fewer workers, and they join when they are warm.
+    Cold workers become members only if the others are too few for any layout, or hold an older state: without them a
+    run continues at once, on fewer workers, and they join when they are warm.
 
     The generation resumes from the newest step for which the members hold all state parts. Workers that hold state are
     preferred as members, but no set is searched that completes a step: `step` is None if theirs is incomplete. Ranks
@@ -107,7 +107,9 @@ def plan_membership(
     candidates = [candidate for candidate in candidates if not candidate.is_draining]
     warm = [candidate for candidate in candidates if not candidate.is_cold]
     plan = partial(_plan_largest, config, batching, max_workers, estimate_bytes_by_axis, choose_config)
-    return plan(warm) or (plan(candidates) if len(warm) < len(candidates) else None)
+    plans = [plan(warm), plan(candidates) if len(warm) < len(candidates) else None]
+    legal = [membership for membership in plans if membership is not None]
+    return max(legal, key=lambda membership: -1 if membership.step is None else membership.step, default=None)
 
 
 def _plan_largest(

@@ -26,6 +26,17 @@ def handle_step(self, metrics):
         {action}
 RunRecorder._handle_step = handle_step
 """
+# After a record is handled, since a publication needs the lock that is held meanwhile.
+KILL_WHEN_STEP_16_IS_PUBLISHED = """
+from raytrain_hpc.driver.run_recorder import RunRecorder
+real = RunRecorder.handle_record
+def handle_record(self, record, *arguments):
+    real(self, record, *arguments)
+    if record["type"] == "step" and record["metrics"]["step"] == 18:
+        self.wait_for_checkpoints()
+        os.kill(os.getpid(), signal.SIGKILL)
+RunRecorder.handle_record = handle_record
+"""
 # A driver that is stopped between its last look at the lease and the request that publishes would send that request.
 STOP_BETWEEN_CHECKPOINTS = f"""
 import time
@@ -151,8 +162,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_resumed(
 
 def test_a_killed_driver_is_resumed_from_node_local_checkpoints(runs, reference_curve, tmp_path) -> None:
     tier = [f"checkpoint.local_dir={tmp_path}/nvme", "checkpoint.upload_interval=12"]
-    kill = "self.wait_for_checkpoints(); os.kill(os.getpid(), signal.SIGKILL)"
-    assert runs.train(*tier, patch=after(18, kill))[0] == -signal.SIGKILL
+    assert runs.train(*tier, patch=KILL_WHEN_STEP_16_IS_PUBLISHED)[0] == -signal.SIGKILL
     assert runs.list_checkpoints() == [12]
     code, output = runs.train(*tier)
     assert code == 0 and "resumed from local checkpoint step-00000016-g1: step 16 of 24" in output, output

@@ -168,3 +168,15 @@ def test_cold_workers_are_members_only_if_no_layout_is_possible_without_them(
     workers = [replace(w, is_cold=str(w.worker_id) in cold) for w in parse_workers("a:9 a: a:")]
     membership = plan_membership(make_config(*words), BATCH, workers, max_workers=3)
     assert membership is not None and membership.members == members
+
+
+def test_a_cold_worker_is_a_member_if_state_would_be_lost_without_it() -> None:
+    """Node b has a part of the state, and its tensor-parallel group needs the cold worker."""
+    workers = parse_workers("a:0/5 a:0/5 b:1/5 b:", num_parts=2)
+    workers[3] = replace(workers[3], is_cold=True)
+    membership = plan_membership(make_config("parallel.tp=2"), BATCH, workers, max_workers=4)
+    assert membership is not None and membership.step == 5 and sorted(membership.members) == [0, 1, 2, 3]
+    older = [replace(worker, state_parts=worker.state_parts[:1]) for worker in parse_workers("a:4 a:4 b:4 b:4,5")]
+    older[3] = replace(older[3], is_cold=True)
+    kept = plan_membership(make_config("parallel.tp=2"), BATCH, older, max_workers=4)
+    assert kept is not None and kept.step == 4 and sorted(kept.members) == [0, 1]
