@@ -61,14 +61,12 @@ def test_a_bf16_residual_stream_is_that_of_sharded_weights(pool: WarmPool, model
     for name, layout in {
         "fp32": [],
         "bf16": ["train.residual_dtype=bf16"],
-        "compiled": ["train.residual_dtype=bf16", "train.compile=true"],
         "zero": ["parallel.zero=3"],
     }.items():
         runs[name] = pool.inspect_trainers(measure_residual_dtypes, make_small_config(None, *words, *layout))[0]
     assert runs["fp32"][0] == {torch.float32}
-    assert runs["bf16"][0] == runs["compiled"][0] == runs["zero"][0] == {torch.bfloat16}
+    assert runs["bf16"][0] == runs["zero"][0] == {torch.bfloat16}
     assert runs["bf16"][1] == pytest.approx(runs["zero"][1], rel=2e-5)
-    assert runs["compiled"][1] == pytest.approx(runs["zero"][1], rel=1e-3)
     assert runs["fp32"][1] != runs["bf16"][1]
 
 
