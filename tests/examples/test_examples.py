@@ -16,6 +16,8 @@ from jupyter_client.blocking.client import BlockingKernelClient as KernelClient
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
+from tests.driver.throttle import throttle
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [
     "model.hidden_size=32",
@@ -77,6 +79,7 @@ def test_notebook_runs_completely(ray_cluster: None, tmp_path: Path, monkeypatch
         "train.seq_len=64",
         "train.global_batch_size=16",
         "cluster.workers=2",
+        *throttle(2),
     ]
     parameters.source = f"steps = 120\nextra = {overrides!r}"
     path = os.environ.get("PYTHONPATH", "")

@@ -131,7 +131,7 @@ def wait_for(condition: Callable[[], object], event: str, seconds: float) -> Non
 def terminate_tree(process: psutil.Process) -> None:
     processes = [process, *process.children(recursive=True)]
     process.send_signal(signal.SIGTERM)
-    _, remaining = psutil.wait_procs(processes, timeout=15)
+    _, remaining = psutil.wait_procs(processes, timeout=2)
     for survivor in remaining:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             survivor.kill()
