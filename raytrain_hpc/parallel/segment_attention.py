@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,14 +51,15 @@ def find_segments(query_documents: Tensor, key_documents: Tensor) -> list[Segmen
 
 
 def _find_runs(documents: Tensor) -> list[tuple[int, int, slice]]:
-    """Return row, document number and positions of each document."""
+    """Return row, document number and positions of each document.
+
+    In numpy: selective activation checkpointing expects the same torch operations in a recomputed pass, in which a
+    caller may have the segments already, or no more.
+    """
     runs = []
-    for row, numbers in enumerate(documents):
-        values, lengths = torch.unique_consecutive(numbers, return_counts=True)
-        start = 0
-        for document, length in zip(values.tolist(), lengths.tolist(), strict=True):
-            runs.append((row, document, slice(start, start + length)))
-            start += length
+    for row, numbers in enumerate(documents.numpy()):
+        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+        runs += [(row, int(numbers[start]), slice(start, end)) for start, end in pairwise(bounds)]
     return runs
 
 

@@ -33,6 +33,13 @@ LAYOUTS = {
         "parallel.zero=3",
         "model.num_layers=5",
     ],
+    # A layer is recomputed when other microbatches, with other documents, have passed through it.
+    "pp-2, gpipe, selective": [
+        "cluster.workers=2",
+        "parallel.pp=2",
+        "parallel.pp_schedule=gpipe",
+        "parallel.activation_checkpointing=selective",
+    ],
 }
 
 
