@@ -99,6 +99,7 @@ def test_packed_loss_equals_that_of_separate_documents(
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
+        ("llama", "pp-2, gpipe, selective"),
         ("llama", "dp-3"),
         ("gpt2", "tp-2"),
         ("gpt2", "ring-2 x tp-2"),
