@@ -39,6 +39,7 @@ LAYOUTS = {
         "parallel.pp=2",
         "parallel.pp_schedule=gpipe",
         "parallel.activation_checkpointing=selective",
+        "model.num_layers=4",
     ],
 }
 
