@@ -208,8 +208,8 @@ class Run:
         """
         from IPython.display import display
 
-        handle: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
         try:
+            handle: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
             while self.running:
                 self._finished.wait(every_s)
                 handle.update(self)
