@@ -176,28 +176,34 @@ class MixtureOfExperts(nn.Module):
         width, k = x.shape[-1], experts.shape[-1]
         sorted_experts, order = experts.flatten().sort(stable=True)
         counts = torch.searchsorted(sorted_experts, torch.arange(self.num_experts + 1, device=x.device)).diff()
-        inverse_order = torch.empty_like(order)
-        inverse_order[order] = torch.arange(len(order), device=order.device)
-        pending = self.dispatcher.start(_repeat_and_permute(x.reshape(-1, width), order, inverse_order, k), counts)
+        inverse_order = invert_order(order)
+        pending = self.dispatcher.start(_repeat_and_reorder(x.reshape(-1, width), order, inverse_order, k), counts)
         shared = None if self.shared is None else self.shared(x)  # while rows are sent
-        outputs = permute(self.dispatcher.finish(self.experts, pending), inverse_order, order)
+        outputs = reorder_rows(self.dispatcher.finish(self.experts, pending), inverse_order, order)
         weighted = outputs.view(*x.shape[:-1], k, width) * weights.unsqueeze(-1).to(outputs.dtype)
         routed = self.reduce_output(weighted.sum(dim=-2).to(x.dtype))
         return routed if shared is None else routed + shared
 
 
-def permute(rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
+def invert_order(order: Tensor) -> Tensor:
+    """Return the order that undoes `order`, int64 [n], for `reorder_rows`."""
+    inverse_order = torch.empty_like(order)
+    inverse_order[order] = torch.arange(len(order), device=order.device)
+    return inverse_order
+
+
+def reorder_rows(rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
     """Return rows[order]. The backward pass indexes with `inverse_order`; that of torch sorts and adds."""
-    return _repeat_and_permute(rows, order, inverse_order, 1)
+    return _repeat_and_reorder(rows, order, inverse_order, 1)
 
 
-def _repeat_and_permute(rows: Tensor, order: Tensor, inverse_order: Tensor, times: int) -> Tensor:
-    """Repeat each row `times` times in place, then permute. Gradients are added in the same order on any device."""
-    permuted: Tensor = _RepeatAndPermute.apply(rows, order, inverse_order, times)  # type: ignore[no-untyped-call]
-    return permuted
+def _repeat_and_reorder(rows: Tensor, order: Tensor, inverse_order: Tensor, times: int) -> Tensor:
+    """Repeat each row `times` times in place, then reorder. Gradients are added in the same order on any device."""
+    reordered: Tensor = _RepeatAndReorder.apply(rows, order, inverse_order, times)  # type: ignore[no-untyped-call]
+    return reordered
 
 
-class _RepeatAndPermute(torch.autograd.Function):
+class _RepeatAndReorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse_order: Tensor, times: int) -> Tensor:
         ctx.save_for_backward(inverse_order)

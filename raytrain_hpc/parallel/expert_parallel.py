@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.grouped_linear import ALIGNMENT_BYTES
-from raytrain_hpc.model.moe import Experts, MixtureOfExperts, permute
+from raytrain_hpc.model.moe import Experts, MixtureOfExperts, invert_order, reorder_rows
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.planner.hardware_defaults import has_grouped_mm
 from raytrain_hpc.state.shard_index import Box
@@ -52,8 +52,8 @@ class ExpertParallelDispatcher:
             outputs = experts(received, sizes.flatten())
         else:
             order, inverse_order = _sort_by_expert(pending.counts, len(received))
-            outputs = experts(permute(received, order, inverse_order), sizes.sum(dim=0))
-            outputs = permute(outputs, inverse_order, order)
+            outputs = experts(reorder_rows(received, order, inverse_order), sizes.sum(dim=0))
+            outputs = reorder_rows(outputs, inverse_order, order)
         back = _Exchange(self._axis, exchange.recv_sizes, exchange.send_sizes)
         returned: Tensor = _Finish.apply(_Start.apply(outputs, back), back)  # type: ignore[no-untyped-call]
         return returned
@@ -67,9 +67,7 @@ def _sort_by_expert(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     num_ranks, num_experts = counts.shape
     experts = torch.arange(num_experts, device=counts.device).repeat(num_ranks)
     order = experts.repeat_interleave(counts.flatten(), output_size=num_rows).sort(stable=True).indices
-    inverse_order = torch.empty_like(order)
-    inverse_order[order] = torch.arange(num_rows, device=counts.device)
-    return order, inverse_order
+    return order, invert_order(order)
 
 
 class _Exchange:
