@@ -45,6 +45,10 @@ sdpa_flash_backward = _aten._scaled_dot_product_flash_attention_backward
 sdpa_efficient = _aten._scaled_dot_product_efficient_attention
 sdpa_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 sdpa_cudnn = _aten._scaled_dot_product_cudnn_attention
+# FlashAttention over rows of documents. The public `torch.nn.attention.varlen` has no grouped key-value heads in 2.11,
+# and is a prototype. All versions; later ones have more keyword arguments.
+flash_attention = _aten._flash_attention_forward
+flash_attention_backward = _aten._flash_attention_backward
 
 # A product of two float8 matrices with one scale each: [m, k] and the transpose of [n, k]. The public
 # `torch.nn.functional.scaled_mm` takes the same operands, but not in 2.11. All versions.

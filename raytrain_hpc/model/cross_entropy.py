@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,35 @@ def compute_cross_entropy(logits: Tensor, targets: Tensor, shard: VocabularyShar
     return CrossEntropy(loss, exponentials.div_(total.unsqueeze(-1)), column, is_local, is_valid)
 
 
+class ChunkCrossEntropy(Protocol):
+    """Computation of the loss of a chunk of positions and of its gradient."""
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, num_rows: int, shard: VocabularyShard | None, *, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of losses, a scalar, and the gradient [n, columns] of the logits in their dtype, if needed.
+
+        logits: [n, columns], of which the first `num_rows` count; targets: int64 [n].
+        """
+
+
+def compute_chunk_cross_entropy(
+    logits: Tensor, targets: Tensor, num_rows: int, shard: VocabularyShard | None, *, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Implement `ChunkCrossEntropy` operation by operation."""
+    entropy = compute_cross_entropy(logits[:, :num_rows].to(get_loss_dtype(logits)), targets, shard)
+    loss = entropy.loss.sum()
+    if not needs_grad:
+        return loss, None
+    grad = entropy.compute_grad(1.0).to(logits.dtype)
+    return loss, F.pad(grad, (0, logits.shape[1] - num_rows)) if logits.shape[1] > num_rows else grad
+
+
+def get_loss_dtype(logits: Tensor) -> torch.dtype:
+    """Return the dtype in which losses are computed."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 class LogitProducts:
     """The matrix products of an output head: logits, and the gradients of its input and weight."""
 
@@ -95,6 +124,7 @@ class ChunkedLoss:
     num_chunks: int
     shard: VocabularyShard | None = None
     products: LogitProducts = field(default_factory=LogitProducts)
+    cross_entropy: ChunkCrossEntropy = compute_chunk_cross_entropy
 
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy of x @ weight.T, summed over targets other than IGNORE_INDEX: a scalar.
@@ -122,28 +152,28 @@ class _ChunkedLoss(torch.autograd.Function):
         num_rows: int,
         is_training: bool,
     ) -> Tensor:
-        wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        loss_dtype = get_loss_dtype(x)
         needs_x, needs_weight = (bool(is_training and needed) for needed in ctx.needs_input_grad[:2])
-        total = x.new_zeros((), dtype=wide_dtype)
+        total = x.new_zeros((), dtype=loss_dtype)
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight, dtype=wide_dtype) if needs_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_weight else None
         size = max(1, -(-len(x) // settings.num_chunks))
         for start in range(0, len(x), size):
             part, part_targets = x[start : start + size], targets[start : start + size]
             logits, saved = settings.products.compute_logits(part, weight)
-            entropy = compute_cross_entropy(logits[:, :num_rows].to(wide_dtype), part_targets, settings.shard)
+            loss, grad_logits = settings.cross_entropy(
+                logits, part_targets, num_rows, settings.shard, needs_grad=needs_x or needs_weight
+            )
             del logits
-            total += entropy.loss.sum()
-            if not (needs_x or needs_weight):
+            total += loss
+            if grad_logits is None:
                 continue
-            grad_logits = entropy.compute_grad(1.0).to(x.dtype)
-            grad_logits = F.pad(grad_logits, (0, len(weight) - num_rows)) if len(weight) > num_rows else grad_logits
             grads = settings.products.compute_grads(grad_logits, saved, weight, (needs_x, needs_weight))
             if grad_x is not None and grads[0] is not None:
                 grad_x[start : start + size] = grads[0]
             if grad_weight is not None and grads[1] is not None:
                 grad_weight += grads[1]
-            del entropy, grad_logits, grads, saved  # before the next chunk is allocated
+            del grad_logits, grads, saved  # before the next chunk is allocated
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total

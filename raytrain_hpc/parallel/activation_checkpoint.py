@@ -58,6 +58,10 @@ def _wrap_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return checkpointed_forward
 
 
+# Of attention, by name: they exist only in runs that use them.
+_ATTENTION_OPERATORS = ("raytrain_hpc::document_attend", "raytrain_hpc::ring_attend")
+
+
 def _get_expensive_ops() -> set[Any]:
     aten = torch.ops.aten
     return {
@@ -75,6 +79,7 @@ def _get_expensive_ops() -> set[Any]:
 
 def _make_policy(ops: set[Any]) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+        is_expensive = op in ops or op.name() in _ATTENTION_OPERATORS
+        return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

@@ -26,8 +26,10 @@ from raytrain_hpc.parallel.segment_attention import (
     attend_segments_backward,
     find_segments,
 )
+from raytrain_hpc.parallel.varlen_attention import OffsetFinder, attend_varlen, attend_varlen_backward
 
 _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()  # gloo closes a group with its last reference
+_find_offsets = OffsetFinder()
 
 
 def set_axes(axes: Mapping[str, Axis]) -> None:
@@ -115,27 +117,40 @@ def _(
 
 @torch.library.custom_op("raytrain_hpc::document_attend", mutates_args=())
 def _document_attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = attend_segments(q, k, v, SegmentMask(find_segments(documents, documents), causal=True))
-    return out.contiguous(), lse
+    if q.is_cuda:
+        out, lse = attend_varlen(q, k, v, _find_offsets(documents))
+    else:
+        out, lse = attend_segments(q, k, v, SegmentMask(find_segments(documents, documents), causal=True))
+    return _order_positions_first(out), lse.contiguous()
 
 
 @_document_attend.register_fake
 def _(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=get_lse_dtype(q))
+    return _order_positions_first(torch.empty_like(q)), q.new_empty(q.shape[:3], dtype=get_lse_dtype(q))
 
 
 @torch.library.custom_op("raytrain_hpc::document_attend_backward", mutates_args=())
 def _document_attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = SegmentMask(find_segments(documents, documents), causal=True)
-    dq, dk, dv = attend_segments_backward(grad_out, q, k, v, out, lse, mask)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    if q.is_cuda:
+        gradients = attend_varlen_backward(grad_out, q, k, v, out, lse, _find_offsets(documents))
+    else:
+        mask = SegmentMask(find_segments(documents, documents), causal=True)
+        gradients = attend_segments_backward(grad_out, q, k, v, out, lse, mask)
+    dq, dk, dv = map(_order_positions_first, gradients)
+    return dq, dk, dv
 
 
 @_document_attend_backward.register_fake
 def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (_order_positions_first(torch.empty_like(x)) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _order_positions_first(x: Tensor) -> Tensor:
+    """Return x [b, heads, t, d] with heads after positions in memory, in which the next operation reads it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @torch.library.custom_op("raytrain_hpc::grouped_linear", mutates_args=())

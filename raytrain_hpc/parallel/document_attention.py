@@ -1,4 +1,8 @@
-"""Causal attention that keeps to the documents of packed sequences, on CPUs without a mask. GPUs use masks."""
+"""Causal attention that keeps to the documents of packed sequences.
+
+Without a mask on CPUs, and in bf16 on GPUs. Attention in fp32 on a GPU, which no kernel computes document by document,
+uses a mask.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from raytrain_hpc.parallel.segment_attention import (
     attend_segments_backward,
     find_segments,
 )
+from raytrain_hpc.parallel.varlen_attention import has_varlen_kernel
 
 
 class SegmentFinder:
@@ -40,10 +45,11 @@ class DocumentAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Return the output [b, heads, t, head_dim]; see `model.decoder.causal_attention`."""
-        if documents is None or q.device.type != "cpu":
+        is_on_cpu = q.device.type == "cpu"
+        if documents is None or not (is_on_cpu or has_varlen_kernel(q)):
             return causal_attention(q, k, v, documents)
-        if torch.compiler.is_compiling():
-            output: Tensor = _TracedAttention.apply(q, k, v, documents)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling() or not is_on_cpu:
+            output: Tensor = _OperatorAttention.apply(q, k, v, documents)  # type: ignore[no-untyped-call]
             return output
         segments = self._find(documents)
         if len(segments) == len(documents):  # one document per row
@@ -67,8 +73,12 @@ class _SegmentAttention(torch.autograd.Function):
         return *attend_segments_backward(gradients[0], q, k, v, output, lse, mask), None
 
 
-class _TracedAttention(torch.autograd.Function):
-    """The same for torch.compile, whose graph does not depend on the documents."""
+class _OperatorAttention(torch.autograd.Function):
+    """The same as one operator: for torch.compile, whose graph does not depend on the documents, and for GPUs.
+
+    Selective activation checkpointing expects the same operations in a recomputed pass, in which the offsets of the
+    documents are known already: it does not see those within an operator.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -81,8 +91,11 @@ class _TracedAttention(torch.autograd.Function):
         return *torch.ops.raytrain_hpc.document_attend_backward(gradients[0], *ctx.saved_tensors), None
 
 
-def apply_document_attention(module: nn.Module) -> None:
+def apply_document_attention(module: nn.Module, device: torch.device) -> None:
     """Make the attention of a decoder keep to documents, in place."""
+    if device.type != "cpu":
+        import raytrain_hpc.parallel.collective_ops  # noqa: F401  registers operators, which CPUs do not need
+
     attention = DocumentAttention(SegmentFinder())
     for submodule in list(module.modules()):
         for name, child in list(submodule.named_children()):

@@ -1,16 +1,27 @@
-"""Application of the chunked loss to the head of a decoder."""
+"""Application of the chunked loss to the head of a decoder, compiled or not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from raytrain_hpc.model.cross_entropy import ChunkedLoss
+import torch
+from torch import Tensor
+
+from raytrain_hpc.model.cross_entropy import (
+    IGNORE_INDEX,
+    ChunkCrossEntropy,
+    ChunkedLoss,
+    VocabularyShard,
+    compute_chunk_cross_entropy,
+    get_loss_dtype,
+)
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.vocab_parallel import make_vocabulary_shard
 
 
-def apply_loss_chunks(decoder: Decoder, num_chunks: int, axes: Mapping[str, Axis]) -> None:
+def apply_loss_chunks(decoder: Decoder, num_chunks: int, axes: Mapping[str, Axis], *, is_compiled: bool) -> None:
     """Make the head compute the loss in chunks of positions, in place; 1: it returns logits.
 
     A tiled head returns logits: each tile of its weight is gathered once, for all positions.
@@ -19,4 +30,89 @@ def apply_loss_chunks(decoder: Decoder, num_chunks: int, axes: Mapping[str, Axis
     if head is None or num_chunks == 1 or hasattr(head, "tiles"):
         return
     shard = make_vocabulary_shard(axes["tp"], decoder.spec.vocab_size) if "tp" in axes else None
-    head.chunked_loss = ChunkedLoss(num_chunks, shard)
+    cross_entropy: ChunkCrossEntropy = CompiledCrossEntropy() if is_compiled else compute_chunk_cross_entropy
+    head.chunked_loss = ChunkedLoss(num_chunks, shard, cross_entropy=cross_entropy)
+
+
+class CompiledCrossEntropy:
+    """The cross entropy of a chunk in few kernels, which read logits and write their gradient in the logits' dtype.
+
+    Exponentials are computed again where they are needed instead of stored in fp32. Between ranks that share the
+    vocabulary, one compiled function ends and the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self._find_max, self._sum_exponentials, self._compute_loss, self._compute_all = map(
+            _compile, (_find_max, _sum_exponentials, _compute_loss, _compute_all)
+        )
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, num_rows: int, shard: VocabularyShard | None, *, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Implement `ChunkCrossEntropy`."""
+        if shard is None:
+            loss, grad = self._compute_all(logits, targets, num_rows, needs_grad)
+            return loss, grad
+        if not num_rows:  # fewer rows than ranks: there is nothing to compile, but others wait for this rank
+            return compute_chunk_cross_entropy(logits, targets, num_rows, shard, needs_grad=needs_grad)
+        columns, is_local = targets - shard.rows.start, (targets >= shard.rows.start) & (targets < shard.rows.stop)
+        max_logit = shard.all_reduce_max(self._find_max(logits, num_rows))
+        sums = shard.all_reduce(self._sum_exponentials(logits, columns * is_local, is_local, max_logit, num_rows))
+        is_valid = targets != IGNORE_INDEX
+        loss, grad = self._compute_loss(
+            logits, columns * is_local, is_local, is_valid, max_logit, sums, num_rows, needs_grad
+        )
+        return loss, grad
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function)
+    return compiled
+
+
+def _widen(logits: Tensor, num_rows: int) -> Tensor:
+    """Return logits [n, columns] in the dtype of losses, with minus infinity in columns that are padding."""
+    wide = logits.to(get_loss_dtype(logits))
+    if logits.shape[1] == num_rows:
+        return wide
+    return wide.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= num_rows, -torch.inf)
+
+
+def _find_max(logits: Tensor, num_rows: int) -> Tensor:
+    return _widen(logits, num_rows).amax(dim=-1)
+
+
+def _sum_exponentials(logits: Tensor, column: Tensor, is_local: Tensor, max_logit: Tensor, num_rows: int) -> Tensor:
+    """Return the sum of exponentials and the logit of the target, stacked: [2, n]. column: of the target, int64 [n]."""
+    total = (_widen(logits, num_rows) - max_logit.unsqueeze(-1)).exp().sum(dim=-1)
+    target_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(total.dtype) * is_local
+    return torch.stack((total, target_logit))
+
+
+def _compute_loss(
+    logits: Tensor,
+    column: Tensor,
+    is_local: Tensor,
+    is_valid: Tensor,
+    max_logit: Tensor,
+    sums: Tensor,
+    num_rows: int,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of losses and, if needed, the gradient of the logits."""
+    total, target_logit = sums.unbind()
+    loss = ((total.log() + max_logit - target_logit) * is_valid).sum()
+    if not needs_grad:
+        return loss, None
+    probabilities = (_widen(logits, num_rows) - max_logit.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == torch.where(is_local, column, -1).unsqueeze(-1)
+    grad = (probabilities - is_target.to(probabilities.dtype)) * is_valid.unsqueeze(-1)
+    return loss, grad.to(logits.dtype)
+
+
+def _compute_all(logits: Tensor, targets: Tensor, num_rows: int, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute `ChunkCrossEntropy` of a whole vocabulary."""
+    is_valid = targets != IGNORE_INDEX
+    column, max_logit = targets * is_valid, _find_max(logits, num_rows)
+    sums = _sum_exponentials(logits, column, is_valid, max_logit, num_rows)
+    return _compute_loss(logits, column, is_valid, is_valid, max_logit, sums, num_rows, needs_grad)

@@ -198,12 +198,12 @@ def _shard_stage(
     shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))
     apply_context_parallel(module, axes, seq_len)
     if config.data.packing == "documents":
-        apply_document_attention(module)
+        apply_document_attention(module, device)
     shard_specs |= apply_lora(module, _get_lora_spec(config), shard_specs)
     partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are replaced by tiles
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
     shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
-    apply_loss_chunks(module, config.train.loss_chunks, axes)
+    apply_loss_chunks(module, config.train.loss_chunks, axes, is_compiled=config.train.compile is True)
     if config.train.dtype == "float8":
         apply_float8(module, include_head=config.train.float8_head, defers_wgrad=_defers_wgrad(layout))
     if computes_in_bf16(config.train.dtype):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from raytrain_hpc.model.cross_entropy import ChunkedLoss
+from raytrain_hpc.model.cross_entropy import ChunkedLoss, VocabularyShard
+from raytrain_hpc.parallel.loss_chunks import CompiledCrossEntropy
 from tests.parallel.layout_run import MODELS, run_layout
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
@@ -44,6 +49,62 @@ def test_values_and_gradients_equal_those_of_whole_logits(num_chunks: int, is_fr
         torch.testing.assert_close(actual, wanted, rtol=1e-13, atol=1e-14)
     with torch.no_grad():
         assert ChunkedLoss(num_chunks)(x, weight, targets) == loss.detach()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
+def test_compiled_chunks_equal_whole_logits(num_shards: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Columns beyond the rows of a shard are padding. 8 rows on 3 shards: the last one has fewer."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(10, 8, generator=generator, dtype=dtype).mul(3)
+    targets = torch.randint(0, 8, (10,), generator=generator)
+    targets[2], logits[5] = -100, 1000 + logits[5]
+    whole = logits.double().requires_grad_()
+    expected = F.cross_entropy(whole, targets, reduction="sum")
+    expected.backward()
+    bounds = [0, 8] if num_shards == 1 else [0, 3, 6, 8]
+    ranges = [range(*pair) for pair in pairwise(bounds)]
+    reduction = ReductionOfThreads(num_shards)
+
+    def compute(rows: range) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shard = None if num_shards == 1 else VocabularyShard(rows, reduction.max, reduction.sum)
+        local = F.pad(logits[:, rows.start : rows.stop], (0, 2), value=7.0)
+        return compiled(local, targets, len(rows), shard, needs_grad=True)
+
+    compiled = CompiledCrossEntropy()
+    with ThreadPoolExecutor(num_shards) as executor:
+        results = list(executor.map(compute, ranges))
+    for rows, (loss, grad) in zip(ranges, results, strict=True):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-13 if dtype == torch.float64 else 1e-6)
+        assert grad is not None and grad.dtype == dtype and not grad[:, len(rows) :].any()
+        difference = grad[:, : len(rows)] - whole.grad[:, rows.start : rows.stop]
+        assert difference.abs().max() <= tolerance
+    loss, grad = CompiledCrossEntropy()(logits, targets, 8, None, needs_grad=False)
+    assert grad is None and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+class ReductionOfThreads:
+    """Reductions over threads, each of which stands for a rank."""
+
+    def __init__(self, size: int):
+        self._barrier, self._inputs = threading.Barrier(size), list[torch.Tensor]()
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over threads."""
+        return self._reduce(x, lambda inputs: inputs.amax(0))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over threads."""
+        return self._reduce(x, lambda inputs: inputs.sum(0))
+
+    def _reduce(self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        self._inputs.append(x)
+        self._barrier.wait(60)
+        result = function(torch.stack(self._inputs))
+        if self._barrier.wait(60) == 0:
+            self._inputs.clear()
+        self._barrier.wait(60)
+        return result
 
 
 def test_gradients_equal_finite_differences() -> None:
