@@ -1,4 +1,4 @@
-"""Text for benchmarks without a download: the standard library's source files, drawn at random until it is enough."""
+"""Data for benchmarks without a download: the standard library's source files, and documents of random tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 import random
 import sysconfig
 from pathlib import Path
+
+import numpy as np
+
+from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, Manifest
+from raytrain_hpc.data.dataset.token_shards import ShardWriter, choose_token_dtype
 
 _PART_BYTES = 32 << 20
 
@@ -28,3 +33,17 @@ def write_corpus(folder: Path, size: int) -> list[Path]:
                 file.write(line)
                 num_written += len(line)
     return files
+
+
+def write_token_documents(folder: Path, num_tokens: int, vocab_size: int, mean_length: int) -> None:
+    """Write a dataset of `num_tokens` random tokens, in documents whose lengths are geometrically distributed."""
+    generator, dtype = np.random.default_rng(0), choose_token_dtype(vocab_size)
+    ends = generator.geometric(1 / mean_length, 2 * num_tokens // mean_length + 1).cumsum()
+    folder.mkdir(parents=True)
+    splits = {}
+    for split, size in (("train", num_tokens), ("val", max(1, num_tokens // 10))):
+        writer = ShardWriter(folder, split, dtype, 1 << 24)
+        writer.append(generator.integers(vocab_size, size=size).astype(dtype), ends[ends <= size])
+        splits[split] = writer.close()
+    manifest = Manifest({"name": "byte"}, vocab_size, dtype, False, None, {}, (), splits)
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest.to_json()))

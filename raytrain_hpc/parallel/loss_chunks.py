@@ -42,9 +42,8 @@ class CompiledCrossEntropy:
     """
 
     def __init__(self) -> None:
-        self._find_max, self._sum_exponentials, self._compute_loss, self._compute_all = map(
-            _compile, (_find_max, _sum_exponentials, _compute_loss, _compute_all)
-        )
+        self._find_max, self._sum_exponentials = _compile(_find_max), _compile(_sum_exponentials)
+        self._compute_loss, self._compute_all = _compile(_compute_loss), _compile(_compute_all)
 
     def __call__(
         self, logits: Tensor, targets: Tensor, num_rows: int, shard: VocabularyShard | None, *, needs_grad: bool

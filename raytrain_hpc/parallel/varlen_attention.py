@@ -86,4 +86,4 @@ def _flatten_rows(x: Tensor) -> Tensor:
 
 def _restore_rows(rows: Tensor, batch: int) -> Tensor:
     """Return rows [b * t, heads, d] as a view [b, heads, t, d]."""
-    return rows.unflatten(0, (batch, -1)).transpose(1, 2)
+    return rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2)
