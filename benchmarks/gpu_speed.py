@@ -4,8 +4,8 @@ Each row runs in a process of its own, so that running out of memory ends one ro
 JSON lines, and rows that it has already are skipped; `--rows PATTERN` selects rows, several patterns separated by `|`.
 `--against plain,transformers,torchtitan` measures these peers after each row that they can run: with the same model,
 tokens and initial weights. `--compile-only JOBS` measures nothing, and fills the compiler's cache instead: by a step of
-each row with two layers, JOBS rows at a time, since layers share compiled code. `--dry-run` runs every row on a CPU with a tiny model, to test this script.
-Needs no Ray.
+each row with two layers, JOBS rows at a time, since layers share compiled code. `--dry-run` runs every row on a CPU
+with a tiny model, to test this script. Needs no Ray.
 """
 
 from __future__ import annotations
