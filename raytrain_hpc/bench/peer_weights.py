@@ -12,14 +12,16 @@ from raytrain_hpc.model.param_init import init_weights
 
 
 @torch.no_grad()
-def build_hf_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+def build_hf_weights(spec: ModelSpec, seed: int, num_threads: int = 1) -> dict[str, Tensor]:
     """Return the initial weights of a run with `run.seed=seed`, by their Hugging Face names, in fp32.
+
+    `num_threads`: see `model.param_init.init_tensors`.
 
     Raises ModelError if no Hugging Face model family has such a model.
     """
     mappings = build_weight_mappings(spec)
     decoder = Decoder(spec)
-    init_weights(decoder, seed)
+    init_weights(decoder, seed, num_threads)
     parameters = dict(decoder.named_parameters())
     weights: dict[str, Tensor] = {}
     for mapping in mappings:

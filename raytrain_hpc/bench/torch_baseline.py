@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.model.decoder import Decoder
-from raytrain_hpc.model.param_init import init_weights
+from raytrain_hpc.model.param_init import count_init_threads, init_weights
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]  # (model, windows int64 [b, t + 1]) -> mean loss, a scalar
 PLAIN, TRANSFORMERS, TORCHTITAN = PEERS = ("plain", "transformers", "torchtitan")
@@ -75,8 +75,10 @@ class BaselineJob:
         return cls(**{**data, "shape": ModelSpec(**data["shape"]), "betas": tuple(data["betas"])})
 
 
-def build_model(job: BaselineJob) -> nn.Module:
+def build_model(job: BaselineJob, num_threads: int = 1) -> nn.Module:
     """Build the model of the peer with the platform's initial weights, on the CPU. It returns logits.
+
+    `num_threads`: threads that draw the weights, which do not depend on it.
 
     Raises:
         ImportError: The library of the peer is not installed.
@@ -85,13 +87,13 @@ def build_model(job: BaselineJob) -> nn.Module:
     if job.peer == TRANSFORMERS:
         from raytrain_hpc.bench.transformers_baseline import build_transformers_model
 
-        return build_transformers_model(job.shape, job.seed, job.seq_len)
+        return build_transformers_model(job.shape, job.seed, job.seq_len, num_threads)
     if job.peer == TORCHTITAN:
         from raytrain_hpc.bench.torchtitan_baseline import build_torchtitan_model
 
-        return build_torchtitan_model(job.shape, job.seed, job.seq_len)
+        return build_torchtitan_model(job.shape, job.seed, job.seq_len, num_threads)
     model = Decoder(job.shape)
-    init_weights(model, job.seed)
+    init_weights(model, job.seed, num_threads)
     return model
 
 
@@ -100,7 +102,7 @@ def prepare_model(job: BaselineJob, world_size: int) -> nn.Module:
 
     Call after the process group is formed.
     """
-    model = build_model(job).to(job.device)
+    model = build_model(job, count_init_threads(world_size)).to(job.device)
     if job.peer == TORCHTITAN:
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -26,7 +26,7 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.huggingface.model_configs import get_family
 
 
-def build_torchtitan_model(spec: ModelSpec, seed: int, seq_len: int) -> nn.Module:
+def build_torchtitan_model(spec: ModelSpec, seed: int, seq_len: int, num_threads: int = 1) -> nn.Module:
     """Build the model in fp32, on the CPU.
 
     Raises ModelError for a model that is no Llama without biases.
@@ -36,7 +36,7 @@ def build_torchtitan_model(spec: ModelSpec, seed: int, seq_len: int) -> nn.Modul
     config = _build_config(spec, seq_len)
     model: nn.Module = config.build()
     adapter = Llama3StateDictAdapter(config, None)
-    model.load_state_dict(adapter.from_hf(build_hf_weights(spec, seed)))
+    model.load_state_dict(adapter.from_hf(build_hf_weights(spec, seed, num_threads)))
     return model
 
 

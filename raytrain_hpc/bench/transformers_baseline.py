@@ -24,7 +24,7 @@ class LogitsOnly(nn.Module):
         return logits
 
 
-def build_transformers_model(spec: ModelSpec, seed: int, seq_len: int) -> nn.Module:
+def build_transformers_model(spec: ModelSpec, seed: int, seq_len: int, num_threads: int = 1) -> nn.Module:
     """Build the causal language model of the family that `spec` belongs to, such as LlamaForCausalLM, in fp32.
 
     Raises ModelError if transformers has no such family.
@@ -34,7 +34,7 @@ def build_transformers_model(spec: ModelSpec, seed: int, seq_len: int) -> nn.Mod
     model = model_class.from_pretrained(
         None,
         config=model_class.config_class(**hf_config),
-        state_dict=build_hf_weights(spec, seed),
+        state_dict=build_hf_weights(spec, seed, num_threads),
         attn_implementation="sdpa",
         dtype=torch.float32,
     )

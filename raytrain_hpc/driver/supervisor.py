@@ -51,7 +51,7 @@ from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
-from raytrain_hpc.planner.placement import Site, describe_placement
+from raytrain_hpc.planner.placement import Site, count_max_ranks_per_node, describe_placement
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script, WorkerSpec
 
 
@@ -357,7 +357,7 @@ class Supervisor:
             if self._config.checkpoint.replicate_snapshots
             else (),
             last_checkpoint_time=max(self._timestamps["began"], recorder.newest_checkpoint_time),
-            is_single_node=len({site.node for site in sites}) == 1,
+            max_ranks_per_node=count_max_ranks_per_node(sites),
         )
 
     def _handle_record(self, run: _RunContext, record: dict[str, Any]) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from raytrain_hpc.config.model_spec import ModelSpec
+from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.state.keyed_rng import derive_seed
 
+T = TypeVar("T")
+
 _RESIDUAL = ("attention.out.weight", "down.weight", "experts.down")
 _TABLES = ("embedding.weight", "positions.weight", "head.weight")
 _NORMAL = (*_TABLES, "qkv.weight", "gate.weight", "up.weight", "router.weight", "experts.gate", "experts.up")
+_MAX_THREADS = 8  # also the number of whole tensors in memory
+_THREAD_MIN_ELEMENTS = 1 << 18  # drawn in 2 ms; below that, passing a tensor between threads costs more than it saves
 
 
 def init_tensor(spec: ModelSpec, name: str, size: Sequence[int], seed: int) -> Tensor:
@@ -41,7 +49,51 @@ def init_tensor(spec: ModelSpec, name: str, size: Sequence[int], seed: int) -> T
 
 
 @torch.no_grad()
-def init_weights(decoder: Decoder, seed: int) -> None:
-    """Initialize all parameters of an unsharded Decoder, in place. On the meta device, call `to_empty` first."""
-    for name, parameter in decoder.named_parameters():
-        parameter.copy_(init_tensor(decoder.spec, name, parameter.shape, seed))
+def init_weights(decoder: Decoder, seed: int, num_threads: int = 1) -> None:
+    """Initialize all parameters of an unsharded Decoder, in place. On the meta device, call `to_empty` first.
+
+    `num_threads`: see `init_tensors`. The values do not depend on it.
+    """
+    parameters = dict(decoder.named_parameters())
+
+    def draw(name: str, size: torch.Size) -> Tensor:
+        return init_tensor(decoder.spec, name, size, seed)
+
+    def copy(name: str, value: Tensor) -> None:
+        parameters[name].copy_(value)
+
+    init_tensors({name: parameter.shape for name, parameter in parameters.items()}, draw, copy, num_threads)
+
+
+def init_tensors(
+    sizes: Mapping[str, torch.Size],
+    draw: Callable[[str, torch.Size], T],
+    copy: Callable[[str, T], None],
+    num_threads: int,
+) -> None:
+    """Call `copy(name, draw(name, size))` for every tensor of `sizes`; threads draw the large ones ahead of the copies.
+
+    The largest come first, so that tensors drawn at the same time are of about the same size. At most `num_threads`
+    large tensors are in memory, with the one being copied. `copy` runs in the calling thread, and so does `draw` of
+    small tensors, or of all with one thread. An error of `draw` or `copy` is raised unchanged, and later tensors are
+    not copied.
+    """
+    large: list[str] = []
+    small: list[str] = []
+    for name, size in sizes.items():
+        (large if num_threads > 1 and size.numel() >= _THREAD_MIN_ELEMENTS else small).append(name)
+    large.sort(key=lambda name: sizes[name].numel(), reverse=True)
+    waiting, futures = deque(large), dict[str, Future[T]]()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="param-init") as pool:  # without calls, no thread
+        for name in large:
+            while waiting and len(futures) < num_threads:
+                next_name = waiting.popleft()
+                futures[next_name] = pool.submit(draw, next_name, sizes[next_name])
+            copy(name, futures.pop(name).result())
+    for name in small:
+        copy(name, draw(name, sizes[name]))
+
+
+def count_init_threads(num_processes: int) -> int:
+    """Return the number of threads for `init_tensors` in each of `num_processes` that initialize on this machine."""
+    return min(_MAX_THREADS, max(1, count_usable_cpus() // num_processes))

@@ -25,6 +25,11 @@ class Site:
     node: str
 
 
+def count_max_ranks_per_node(sites: Sequence[Site]) -> int:
+    """Return the largest number of ranks on one node. `sites`: of each rank."""
+    return max(Counter(site.node for site in sites).values())
+
+
 def assign_workers_to_nodes(world_size: int, topology: Topology, group_size: int = 1) -> dict[str, int]:
     """Return the number of workers on each node used, by node id. Each entry becomes one placement group bundle.
 

@@ -85,7 +85,7 @@ class WorkerSpec:
     init_checkpoint: Location | None = None  # weights that a fresh run starts from
     replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
     last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run; 0: unknown
-    is_single_node: bool = False  # whether all ranks are on one node and can open each other's shared memory
+    max_ranks_per_node: int = 1  # largest number of ranks on one node
 
     @property
     def is_fresh_start(self) -> bool:
@@ -96,6 +96,11 @@ class WorkerSpec:
     def is_start_unpublished(self) -> bool:
         """Whether run.dir may have no checkpoint of the start step: it comes from memory or node-local storage."""
         return self.memory_step is not None or self.local_checkpoint is not None
+
+    @property
+    def is_single_node(self) -> bool:
+        """Whether all ranks are on one node, where they can open each other's shared memory."""
+        return self.max_ranks_per_node == self.layout.world_size
 
     @property
     def start_step(self) -> int:

@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import LORA_MARKER
+from raytrain_hpc.model.param_init import count_init_threads, init_tensors
 from raytrain_hpc.model.transformers_model import check_document_isolation
 from raytrain_hpc.parallel.parallelize import ParallelModel, get_local_positions, parallelize
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
@@ -75,7 +76,8 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
         module_plan=spec.custom.plan if isinstance(spec.custom, CustomModel) else None,
     )
     if spec.is_fresh_start:
-        _init_weights(train_module, model, "" if spec.init_checkpoint is None else LORA_MARKER)
+        name_part = "" if spec.init_checkpoint is None else LORA_MARKER
+        _init_weights(train_module, model, name_part, count_init_threads(spec.max_ranks_per_node))
     if isinstance(train_module, DecoderTrainModule):  # its buffers are expert counts and biases, which start at zero
         for module in modules.values():
             for buffer in module.buffers():
@@ -121,23 +123,27 @@ def build_running_statistics(
     return RunningStatistics(buffers, context.world_group, is_elastic=is_elastic)
 
 
-def _init_weights(train_module: TrainModule, model: ParallelModel, name_part: str) -> None:
+def _init_weights(train_module: TrainModule, model: ParallelModel, name_part: str, num_threads: int) -> None:
     """Set the initial values of the parameters whose canonical names contain `name_part` ("": all of them).
 
-    Each global tensor is drawn whole, from the seed and its name, and freed after this rank's slice is copied: initial
-    weights do not depend on the layout, and only one whole tensor is in memory at a time.
+    Each global tensor is drawn whole, from the seed and its name, and freed after this rank's slices are copied:
+    initial weights depend neither on the layout nor on `num_threads`, and at most `num_threads` large whole tensors are
+    in memory at a time (see `init_tensors`).
     """
     slices: dict[str, list[ParameterSlice]] = {}
     for name in model.parameters:
-        slices.setdefault(model.get_shard_spec(name).name, []).append(ParameterSlice(model, name))
-    for canonical_name, local_slices in slices.items():
-        if name_part not in canonical_name:
-            continue
-        global_tensor = train_module.init_param(canonical_name, torch.Size(local_slices[0].shard_spec.shape))
+        canonical_name = model.get_shard_spec(name).name
+        if name_part in canonical_name:
+            slices.setdefault(canonical_name, []).append(ParameterSlice(model, name))
+
+    def copy(name: str, global_tensor: Tensor | None) -> None:
         if global_tensor is not None:
-            for local_slice in local_slices:
+            for local_slice in slices[name]:
                 for shard in local_slice.make_shards("model", local_slice.tensor):
                     shard.tensor.copy_(global_tensor[shard.box.to_slices(Box.from_shape(shard.shape))])
+
+    sizes = {name: torch.Size(local_slices[0].shard_spec.shape) for name, local_slices in slices.items()}
+    init_tensors(sizes, train_module.init_param, copy, num_threads)
 
 
 def _broadcast_initial_weights(module: nn.Module, device: torch.device) -> None:

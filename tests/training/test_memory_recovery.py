@@ -36,9 +36,8 @@ def test_recovery_with_changed_ranks_and_a_new_worker_keeps_the_losses(pool: War
         metrics["train/loss"] for metrics in get_step_metrics(pool.train(make_small_config(None, *overrides))[0])
     ]
     first = make_worker_spec(make_small_config(None, *overrides), 3, steps_to=3)
-    first = replace(
-        first, replication_pairs=plan_replication_pairs(first.layout, [Site("", "a")] * 3), is_single_node=not sent
-    )
+    replication_pairs = plan_replication_pairs(first.layout, [Site("", "a")] * 3)
+    first = replace(first, replication_pairs=replication_pairs, max_ranks_per_node=1 if sent else 3)
     snapshots = {
         rank: (steps, replicas)
         for rank, steps, replicas, _ in pool.call(run_generation, 3, [first], (0, 1, 2), (0, 1, 2))
@@ -76,7 +75,7 @@ def test_peer_that_cannot_open_shared_memory_logs_it() -> None:
     spec = replace(
         make_worker_spec(make_small_config(None, "parallel.zero=3"), 2, steps_to=3),
         replication_pairs=((0, 1), (1, 0)),
-        is_single_node=True,
+        max_ranks_per_node=2,
     )
     first, second = (SnapshotPeers(spec, rank, SnapshotStore(), torch.device("cpu")) for rank in (0, 1))
     missing = [SharedMemoryHandle("/proc/0/fd/5", openings.link_target) for openings in first.handles]

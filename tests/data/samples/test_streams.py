@@ -155,7 +155,7 @@ def test_parts_survive_the_loss_of_a_rank(pool: WarmPool, name: str, layout: lis
     config = make_small_config(None, *BASE, *words)
     first = make_worker_spec(config, 3, steps_to=STOP, custom=PARTS[name][0]())
     sites = [Site("", "a")] * 3
-    first = replace(first, replication_pairs=plan_replication_pairs(first.layout, sites), is_single_node=True)
+    first = replace(first, replication_pairs=plan_replication_pairs(first.layout, sites), max_ranks_per_node=3)
     pool.call(run_generation, 3, [first], (0, 1, 2), (0, 1, 2))
     second = replace(first, memory_step=STOP, end_step=8)
     results = pool.call(run_generation, 3, [second], (2, 0, 1), (1,))
