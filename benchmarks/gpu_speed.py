@@ -61,6 +61,7 @@ TINY = (  # of a dry run, after the settings of a row
         "train.micro_batch_size=1",
         "train.dtype=fp32",
         "train.residual_dtype=fp32",
+        "train.float8_head=false",
         "train.compile=false",
         "cluster.device=cpu",
     ),
