@@ -21,8 +21,8 @@ T = TypeVar("T")
 _RESIDUAL = ("attention.out.weight", "down.weight", "experts.down")
 _TABLES = ("embedding.weight", "positions.weight", "head.weight")
 _NORMAL = (*_TABLES, "qkv.weight", "gate.weight", "up.weight", "router.weight", "experts.gate", "experts.up")
-_MAX_THREADS = 8  # also the number of whole tensors in memory
-_THREAD_MIN_ELEMENTS = 1 << 18  # drawn in 2 ms; below that, passing a tensor between threads costs more than it saves
+_MAX_THREADS = 8  # it bounds the whole tensors in memory
+_THREAD_MIN_ELEMENTS = 1 << 18  # drawn in 2 ms; small models start no thread
 
 
 def init_tensor(spec: ModelSpec, name: str, size: Sequence[int], seed: int) -> Tensor:
