@@ -8,22 +8,27 @@ have no documents and FlexAttention has no backward pass on CPUs.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm, ScaledDotProductAttention
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.llama3 import Llama3Model
-from torchtitan.models.llama3.model import Llama3TransformerBlock
-from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 from raytrain_hpc.bench.peer_weights import build_hf_weights
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.huggingface.model_configs import get_family
+
+# torchtitan imports this name for its `parallelize_llama`, which is not called here. torch 2.11 does not have it.
+_MESH_DIMS = "DataParallelMeshDims"
+with patch.object(distributed.fsdp, _MESH_DIMS, getattr(distributed.fsdp, _MESH_DIMS, object), create=True):
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm, ScaledDotProductAttention
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.llama3 import Llama3Model
+    from torchtitan.models.llama3.model import Llama3TransformerBlock
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 
 def build_torchtitan_model(spec: ModelSpec, seed: int, seq_len: int, num_threads: int = 1) -> nn.Module:

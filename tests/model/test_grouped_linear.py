@@ -52,14 +52,14 @@ def test_the_host_does_not_wait_for_the_kernel(sizes: list[int]) -> None:
     device = torch.device("cuda")
     rows = torch.randn(sum(sizes), 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    counts = torch.tensor(sizes, device=device)
+    counts, factors = torch.tensor(sizes, device=device), torch.randn(sum(sizes), 128, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         product = grouped_linear(rows, weight, counts, use_kernel=True)
-        grads = torch.autograd.grad(product.sum(), (rows, weight))
+        grads = torch.autograd.grad((product * factors).sum(), (rows, weight))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     loop = grouped_linear(rows, weight, counts)
     torch.testing.assert_close(product, loop, rtol=2e-2, atol=2e-2)
-    for actual, expected in zip(grads, torch.autograd.grad(loop.sum(), (rows, weight)), strict=True):
+    for actual, expected in zip(grads, torch.autograd.grad((loop * factors).sum(), (rows, weight)), strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-1)
