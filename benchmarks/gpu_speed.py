@@ -44,13 +44,13 @@ LONG_1B = (
     *("train.micro_batch_size=1", "train.loss_chunks=32", BF16_RESIDUAL),
 )
 LLAMA_8B = (
-    *("model.preset=llama3_8b", "train.seq_len=4096", "train.compile=true", "train.global_batch_size=1"),
+    *("model.preset=llama3_8b", "train.seq_len=4096", "train.compile=true", "train.global_batch_size=8"),
     *("train.micro_batch_size=1", CHUNKS, BF16_RESIDUAL),
 )
 MOE_1B = (
     *("model.hidden_size=2048", "model.num_layers=12", "model.num_heads=16", "model.ffn_size=1024"),
     *("model.num_experts=64", "model.experts_per_token=8", "model.vocab_size=50304", "train.seq_len=4096"),
-    *("train.compile=true", "train.global_batch_size=8", "train.micro_batch_size=4", CHUNKS, BF16_RESIDUAL),
+    *("train.compile=true", "train.global_batch_size=24", "train.micro_batch_size=6", CHUNKS, BF16_RESIDUAL),
 )
 FULL_RECOMPUTE = "parallel.activation_checkpointing=full"
 SHALLOW = ("model.num_layers=2", "cluster.cpu_threads=2")  # of a row whose code is compiled ahead
@@ -147,11 +147,12 @@ def measure(row: Row, peer: str | None, directory: Path, *, is_dry_run: bool) ->
         (COMMUNICATION, "communication_share"),
     ):
         result[share] = kernels.compute_share(kind)
-    result |= {"idle_share": kernels.idle_share, **telemetry}
+    result |= {"idle_share": kernels.idle_share, "busy_s": kernels.busy_s, **telemetry}
     result["attention_kernels"] = [kernel[:80] for kernel in kernels.list_names(ATTENTION)]
-    result["top_kernels"] = {
-        kernel.name[:80]: round(kernel.seconds / kernels.busy_s, 4) for kernel in kernels.operations[:16]
-    }
+    result["top_kernels"] = [
+        [round(kernel.seconds / kernels.busy_s, 4), kernel.calls, kernel.name[:120]]
+        for kernel in kernels.operations[:24]
+    ]
     result |= {"target": None if peer else row.target, "target_metric": row.target_metric}
     return result | {"overrides": list(row.overrides)}
 

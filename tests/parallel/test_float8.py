@@ -83,6 +83,25 @@ def test_products_equal_those_of_independently_rounded_operands(
     assert torch.allclose(leaves[2].grad, grad.float().sum(0), rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 512), (1000, 2048)])
+def test_products_on_a_gpu_are_those_of_a_cpu(rows: int, columns: int, compiles: bool) -> None:
+    """Up to the rounding of the results to bf16, and to sums of fewer bits in the forward pass."""
+    torch.manual_seed(rows)
+    x, weight, grad = torch.randn(rows, columns), torch.randn(768, columns) / columns**0.5, torch.randn(rows, 768)
+    results = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.bfloat16().to(device).requires_grad_() for tensor in (x, weight)]
+        function = torch.compile(float8_linear) if compiles and device == "cuda" else float8_linear
+        output = function(*leaves)
+        gradients = torch.autograd.grad(output, leaves, grad.bfloat16().to(device))
+        results.append([tensor.double().cpu() for tensor in (output, *gradients)])
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 4e-3 * expected.norm()
+
+
 def test_a_deferred_weight_gradient_is_the_same_product() -> None:
     x, weight, _, grad = make_operands(45)
     expected, weight = weight.float().requires_grad_(), weight.float().requires_grad_()
