@@ -120,11 +120,6 @@ def _get_attention_backend(name: str) -> Any:
     return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether calling a module runs more than its forward. `_forward_hooks` and its like: all versions."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def dump_flight_recorder() -> str:
     """Return the flight recorder's entries as JSON, for all backends. `_dump_fr_trace_json`: all versions."""
     import torch._C._distributed_c10d as c10d

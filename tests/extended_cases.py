@@ -63,7 +63,6 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"like_one_process\[(zero3-2|selective recompute|tp-2|ring-2)\]",
         r"like_one_process\[words(0-zero3-2|1-tp-2)\]",
     ),
-    "parallel/test_fused_gate_up": (r"losses_and_gradients_of_two\[moe-(replicas|pp|cp|recomputed)",),
     "parallel/test_layouts": (
         r"equals_one_process\[gpt2-(tp-2|ring-2|ulysses-2)\]",
         r"equals_one_process\[gpt2, six heads-(tp-4|ring-3)\]",

@@ -47,14 +47,16 @@ def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
     assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_hooks_of_a_module_are_seen(register: str) -> None:
-    layer = nn.Linear(2, 2)
-    assert not torch_private.has_forward_hooks(layer)
-    handle = getattr(layer, register)(lambda *_: None)
-    assert torch_private.has_forward_hooks(layer)
-    handle.remove()
-    assert not torch_private.has_forward_hooks(layer)
+def test_flash_attention_takes_rows_of_documents() -> None:
+    """Its kernels need a GPU: tests/parallel/test_varlen_attention.py. These are the positional arguments."""
+    forward, backward = (
+        [argument.name for argument in op.default._schema.arguments if not argument.kwarg_only]
+        for op in (torch_private.flash_attention, torch_private.flash_attention_backward)
+    )
+    shared = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    assert forward == ["query", "key", "value", *shared, "return_debug_mask"]
+    inputs = ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    assert backward == [*inputs, *shared, "rng_state", "unused"]
 
 
 def test_the_grouped_product_multiplies_each_group_by_its_matrix() -> None:

@@ -101,16 +101,26 @@ def get_loss_dtype(logits: Tensor) -> torch.dtype:
 
 
 class LogitProducts:
-    """The matrix products of an output head: logits, and the gradients of its input and weight."""
+    """The matrix products of an output head: logits, and the gradients of its input and weight.
 
-    def compute_logits(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
-        """Return x [n, hidden_size] @ weight.T, [n, rows], and what the gradient of the weight needs of x."""
+    `needs`, in all methods: whether the gradients of the input and of the weight will be computed.
+    """
+
+    def prepare_weight(self, weight: Tensor, needs: tuple[bool, bool]) -> Any:
+        """Return what the products of all chunks need of the weight [rows, hidden_size]."""
+        return weight
+
+    def compute_logits(self, x: Tensor, weight: Any, needs: tuple[bool, bool]) -> tuple[Tensor, Any]:
+        """Return x [n, hidden_size] @ weight.T, [n, rows], and what the gradient of the weight needs of x.
+
+        `weight`: as prepared.
+        """
         return F.linear(x, weight), x
 
     def compute_grads(
-        self, grad_logits: Tensor, saved: Any, weight: Tensor, needs: tuple[bool, bool]
+        self, grad_logits: Tensor, saved: Any, weight: Any, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and of the weight, as far as `needs` asks for them."""
+        """Return the gradients of x and of the weight, as far as they are needed."""
         return grad_logits @ weight if needs[0] else None, grad_logits.t() @ saved if needs[1] else None
 
 
@@ -141,6 +151,12 @@ class ChunkedLoss:
         return loss
 
 
+def _get_needs(ctx: Any, is_training: bool) -> tuple[bool, bool]:
+    """Return whether the gradients of the input and of the weight are needed."""
+    needs_x, needs_weight = (bool(is_training and needed) for needed in ctx.needs_input_grad[:2])
+    return needs_x, needs_weight
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -153,14 +169,15 @@ class _ChunkedLoss(torch.autograd.Function):
         is_training: bool,
     ) -> Tensor:
         loss_dtype = get_loss_dtype(x)
-        needs_x, needs_weight = (bool(is_training and needed) for needed in ctx.needs_input_grad[:2])
+        needs_x, needs_weight = needs = _get_needs(ctx, is_training)
         total = x.new_zeros((), dtype=loss_dtype)
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight, dtype=loss_dtype) if needs_weight else None
-        size = max(1, -(-len(x) // settings.num_chunks))
+        products, size = settings.products, max(1, -(-len(x) // settings.num_chunks))
+        prepared = products.prepare_weight(weight, needs)
         for start in range(0, len(x), size):
             part, part_targets = x[start : start + size], targets[start : start + size]
-            logits, saved = settings.products.compute_logits(part, weight)
+            logits, saved = products.compute_logits(part, prepared, needs)
             loss, grad_logits = settings.cross_entropy(
                 logits, part_targets, num_rows, settings.shard, needs_grad=needs_x or needs_weight
             )
@@ -168,7 +185,7 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss
             if grad_logits is None:
                 continue
-            grads = settings.products.compute_grads(grad_logits, saved, weight, (needs_x, needs_weight))
+            grads = products.compute_grads(grad_logits, saved, prepared, needs)
             if grad_x is not None and grads[0] is not None:
                 grad_x[start : start + size] = grads[0]
             if grad_weight is not None and grads[1] is not None:

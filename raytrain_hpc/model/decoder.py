@@ -266,7 +266,7 @@ class GELU(nn.Module):
 class SwiGLU(nn.Module):
     """The feed-forward network of Llama (Shazeer 2020, arXiv 2002.05202).
 
-    On CPU, one product for the gate and up projections measured no faster.
+    One product for the gate and up projections measured no faster on a CPU, and 1.4 % slower per step on an H200.
     """
 
     def __init__(self, spec: ModelSpec, ffn_size: int):
@@ -277,13 +277,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the feed-forward network, [b, t, hidden_size]."""
-        gate, up = self.project(cast_for_autocast(x))
-        out: Tensor = self.down(F.silu(gate) * up)
+        x = cast_for_autocast(x)
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gate and the up projection of x, [b, t, ffn_size] each."""
-        return self.gate(x), self.up(x)
 
 
 class Norm(nn.Module):

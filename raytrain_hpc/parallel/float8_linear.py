@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -182,26 +182,44 @@ class _Float8Linear(torch.autograd.Function):
 
 
 class _Float8LogitProducts(LogitProducts):
-    """The products of an output head, in float8. Each chunk of positions has scales of its own."""
+    """The products of an output head, in float8. Each chunk of positions has scales of its own.
 
-    def compute_logits(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
-        quantized = quantize_input(x)
-        return compute_output(quantized, weight), quantized
+    The weight is quantized once for all chunks. `is_compiled`: compile what quantizes and transposes.
+    """
+
+    def __init__(self, *, is_compiled: bool) -> None:
+        self._quantize: Callable[..., tuple[Float8Tensor, Float8Tensor | None]] = quantize_both_ways
+        if is_compiled:
+            self._quantize = torch.compile(quantize_both_ways)
+
+    def prepare_weight(self, weight: Tensor, needs: tuple[bool, bool]) -> Any:
+        return self._quantize(weight, _VALUES, 1 if needs[0] else 0)
+
+    def compute_logits(self, x: Tensor, weight: Any, needs: tuple[bool, bool]) -> tuple[Tensor, Any]:
+        rows, columns = self._quantize(x, _VALUES, SIZE_MULTIPLE if needs[1] else 0)
+        return multiply(rows, weight[0], fast_accumulation=True), columns
 
     def compute_grads(
-        self, grad_logits: Tensor, saved: Any, weight: Tensor, needs: tuple[bool, bool]
+        self, grad_logits: Tensor, saved: Any, weight: Any, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        grad_out = quantize_grad(grad_logits)
-        grad_x = compute_input_grad(grad_out, weight) if needs[0] else None
-        return grad_x, compute_weight_grad(grad_out, saved) if needs[1] else None
+        rows, columns = self._quantize(grad_logits, _GRADIENTS, SIZE_MULTIPLE if needs[1] else 0)
+        grad_x = multiply(rows, weight[1]) if needs[0] else None
+        return grad_x, None if columns is None else multiply(columns, saved)
 
 
-def apply_float8(decoder: Decoder, *, include_head: bool, defers_wgrad: bool) -> None:
+def quantize_both_ways(x: Tensor, dtype: torch.dtype, multiple: int) -> tuple[Float8Tensor, Float8Tensor | None]:
+    """Return a matrix x, quantized, and its transpose with columns up to a multiple of `multiple`; 0: None instead."""
+    quantized = quantize(x, dtype)
+    return quantized, transpose(quantized, multiple=multiple) if multiple else None
+
+
+def apply_float8(decoder: Decoder, *, include_head: bool, defers_wgrad: bool, is_compiled: bool = False) -> None:
     """Compute the linear layers qkv, out, gate, up and down of a decoder in float8, in place, and mark them.
 
     Layers with a size that SIZE_MULTIPLE does not divide stay in bf16; one warning names them. `include_head`:
-    also the output head. `defers_wgrad`: the pipeline schedule splits backward passes, so the head is not padded. Call
-    when shards, adapters and tiles are in place, before weight gradients are deferred.
+    also the output head. `defers_wgrad`: the pipeline schedule splits backward passes, so the head is not padded.
+    `is_compiled`: also compile what the head does for each chunk of positions. Call when shards, adapters and tiles are
+    in place, before weight gradients are deferred.
     """
     refused: dict[str, None] = {}  # without duplicates, in order
     for name, layer, num_rows, num_columns in _iter_layers(decoder, include_head=include_head):
@@ -216,7 +234,7 @@ def apply_float8(decoder: Decoder, *, include_head: bool, defers_wgrad: bool) ->
         else:
             layer.product = partial(compute_logits, product=float8_linear) if is_padded else float8_linear  # type: ignore[assignment]
         if isinstance(layer, Head) and layer.chunked_loss is not None:
-            layer.chunked_loss = replace(layer.chunked_loss, products=_Float8LogitProducts())
+            layer.chunked_loss = replace(layer.chunked_loss, products=_Float8LogitProducts(is_compiled=is_compiled))
     if refused:
         _log.warning(
             "train.dtype=float8: in bf16, since %d does not divide their sizes: %s", SIZE_MULTIPLE, ", ".join(refused)

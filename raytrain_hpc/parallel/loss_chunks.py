@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_hpc.model.cross_entropy import (
@@ -38,30 +37,37 @@ def apply_loss_chunks(decoder: Decoder, num_chunks: int, axes: Mapping[str, Axis
 class CompiledCrossEntropy:
     """The cross entropy of a chunk in few kernels, which read logits and write their gradient in the logits' dtype.
 
-    Exponentials are computed again where they are needed instead of stored in fp32. Between ranks that share the
-    vocabulary, one compiled function ends and the next one begins.
+    Exponentials are computed again for the gradient instead of stored in fp32. The log-sum-exps end one compiled
+    function and begin the next: within one, the compiler would take the logarithm again for every logit.
     """
 
     def __init__(self) -> None:
         self._find_max, self._sum_exponentials = _compile(_find_max), _compile(_sum_exponentials)
-        self._compute_loss, self._compute_all = _compile(_compute_loss), _compile(_compute_all)
+        self._compute_sums, self._compute_grad = _compile(_compute_sums), _compile(_compute_grad)
 
     def __call__(
         self, logits: Tensor, targets: Tensor, num_rows: int, shard: VocabularyShard | None, *, needs_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Implement `ChunkCrossEntropy`."""
-        if shard is None:
-            loss, grad = self._compute_all(logits, targets, num_rows, needs_grad)
-            return loss, grad
         if not num_rows:  # fewer rows than ranks: there is nothing to compile, but others wait for this rank
             return compute_chunk_cross_entropy(logits, targets, num_rows, shard, needs_grad=needs_grad)
-        columns, is_local = targets - shard.rows.start, (targets >= shard.rows.start) & (targets < shard.rows.stop)
-        columns = columns * is_local
-        max_logit = shard.all_reduce_max(self._find_max(logits, num_rows))
-        sums = shard.all_reduce(self._sum_exponentials(logits, columns, is_local, max_logit, num_rows))
         is_valid = targets != IGNORE_INDEX
-        loss, grad = self._compute_loss(logits, columns, is_local, is_valid, max_logit, sums, num_rows, needs_grad)
-        return loss, grad
+        if shard is None:
+            is_local, column = is_valid, targets * is_valid
+            max_logit, sums = self._compute_sums(logits, column, is_local, num_rows)
+        else:
+            is_local = (targets >= shard.rows.start) & (targets < shard.rows.stop)
+            column = (targets - shard.rows.start) * is_local
+            max_logit = shard.all_reduce_max(self._find_max(logits, num_rows))
+            sums = shard.all_reduce(self._sum_exponentials(logits, column, is_local, max_logit, num_rows))
+        total, target_logit = sums.unbind()
+        lse = total.log() + max_logit
+        loss = (lse - target_logit).where(is_valid.unsqueeze(-1), 0).sum()
+        if not needs_grad:
+            return loss, None
+        # Infinite where the target is not valid: the gradient is zero then.
+        lse, target = lse.where(is_valid.unsqueeze(-1), torch.inf), column.where(is_local, -1)
+        return loss, self._compute_grad(logits, lse, target.to(torch.int32).unsqueeze(-1), num_rows)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +81,7 @@ def _widen(logits: Tensor, num_rows: int) -> Tensor:
 
 
 def _find_max(logits: Tensor, num_rows: int) -> Tensor:
+    """Return the maximum of each row, [n, 1]."""
     return _widen(logits, num_rows).amax(dim=-1, keepdim=True)
 
 
@@ -85,35 +92,16 @@ def _sum_exponentials(logits: Tensor, column: Tensor, is_local: Tensor, max_logi
     return torch.stack((total, target_logit))
 
 
-def _compute_loss(
-    logits: Tensor,
-    column: Tensor,
-    is_local: Tensor,
-    is_valid: Tensor,
-    max_logit: Tensor,
-    sums: Tensor,
-    num_rows: int,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of losses and, if needed, the gradient of the logits. No number is divided: that takes longer."""
-    total, target_logit = sums.unbind()
-    lse, is_valid = total.log() + max_logit, is_valid.unsqueeze(-1)
-    loss = ((lse - target_logit) * is_valid).sum()
-    if not needs_grad:
-        return loss, None
-    probabilities = (_widen(logits, num_rows) - lse).exp()
-    target = torch.where(is_local, column, -1).to(torch.int32).unsqueeze(-1)
-    is_target = torch.arange(num_rows, dtype=torch.int32, device=logits.device) == target
-    grad = (probabilities - is_target.to(probabilities.dtype)) * is_valid
-    return loss, F.pad(grad.to(logits.dtype), (0, logits.shape[1] - num_rows))
+def _compute_sums(logits: Tensor, column: Tensor, is_local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return what `_find_max` and `_sum_exponentials` do."""
+    max_logit = _find_max(logits, num_rows)
+    return max_logit, _sum_exponentials(logits, column, is_local, max_logit, num_rows)
 
 
-def _compute_all(logits: Tensor, targets: Tensor, num_rows: int, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute `ChunkCrossEntropy` of a whole vocabulary.
-
-    The maximum and the sum are written as softmax has them, which the compiler computes in one pass over the logits.
-    """
-    is_valid = targets != IGNORE_INDEX
-    column, max_logit = targets * is_valid, _find_max(logits, num_rows)
-    sums = _sum_exponentials(logits, column, is_valid, max_logit, num_rows)
-    return _compute_loss(logits, column, is_valid, is_valid, max_logit, sums, num_rows, needs_grad)
+def _compute_grad(logits: Tensor, lse: Tensor, target: Tensor, num_rows: int) -> Tensor:
+    """Return the gradient of logits [n, columns], zero in those that are padding. lse, target: [n, 1]."""
+    columns = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    probabilities = (_widen(logits, logits.shape[1]) - lse).exp()
+    if logits.shape[1] > num_rows:
+        probabilities = torch.where(columns < num_rows, probabilities, 0.0)
+    return (probabilities - (columns == target).to(probabilities.dtype)).to(logits.dtype)

@@ -43,7 +43,6 @@ from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.document_attention import apply_document_attention
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel, apply_grouped_kernel
 from raytrain_hpc.parallel.float8_linear import apply_float8
-from raytrain_hpc.parallel.fused_gate_up import fuse_gate_up, should_fuse_gate_up
 from raytrain_hpc.parallel.gradient_sync import GradientSync
 from raytrain_hpc.parallel.loss_chunks import apply_loss_chunks
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
@@ -205,11 +204,14 @@ def _shard_stage(
     shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
     apply_loss_chunks(module, config.train.loss_chunks, axes, is_compiled=config.train.compile is True)
     if config.train.dtype == "float8":
-        apply_float8(module, include_head=config.train.float8_head, defers_wgrad=_defers_wgrad(layout))
+        apply_float8(
+            module,
+            include_head=config.train.float8_head,
+            defers_wgrad=_defers_wgrad(layout),
+            is_compiled=config.train.compile is True,
+        )
     if computes_in_bf16(config.train.dtype):
         module.residual_dtype = get_residual_dtype(config.train, layout)
-    if should_fuse_gate_up(config, layout):
-        fuse_gate_up(module)
     return shard_specs
 
 

@@ -43,7 +43,6 @@ ONE_GRAPH = {
     "llama: tp-3": ["cluster.workers=3", "parallel.tp=3", SELECTIVE],  # replicated keys and values
     "llama: tp x zero1, recompute": [*FOUR, "parallel.tp=2", "parallel.zero=1", FULL],
     "llama: ring, documents": [*TWO, "parallel.cp=2", "data.packing=documents"],
-    # Not SwiGLU, which compiled bf16 computes as one product with other rounding: test_fused_gate_up.py.
     "gpt2: Ulysses, bf16": [*TWO, "parallel.cp=2", "parallel.ulysses=2", "train.dtype=bf16"],
     "llama: LoRA, tp": [*TWO, "lora.rank=3", "parallel.tp=2"],
     "moe: tp, recompute": [*TWO, "parallel.tp=2", FULL],
