@@ -33,7 +33,7 @@ RUNS = {
 }
 COMMON = ("cluster.workers=0", "optimizer.name=adamw", "lr_scheduler.name=cosine")
 MODEL = (  # every size is a multiple of 16, as float8 products need
-    *("model.hidden_size=512", "model.num_layers=8", "model.num_heads=8", "train.seq_len=512"),
+    *("model.hidden_size=384", "model.num_layers=6", "model.num_heads=6", "train.seq_len=512"),
     *("train.global_batch_size=8", "train.micro_batch_size=8", "optimizer.lr=1e-3"),
     *("train.compile=true", "cluster.device=cuda"),
 )

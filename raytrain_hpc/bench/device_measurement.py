@@ -52,8 +52,9 @@ def measure_platform(config: Config, device: torch.device, *, warmup: int = WARM
     """Train train.steps - 1 steps with the platform's trainer in this process, and profile the last one."""
     seconds, waits, losses = [], [], []
     with open_trainer(config, device) as trainer:
-        with sample_telemetry(device) as telemetry:
-            for step in range(config.train.steps - 1):
+
+        def run_steps(steps: range) -> None:
+            for step in steps:
                 if step == 1 and device.type == "cuda":  # exclude memory used by compilation and autotuning
                     torch.cuda.reset_peak_memory_stats(device)
                 start = time.perf_counter()
@@ -63,6 +64,10 @@ def measure_platform(config: Config, device: torch.device, *, warmup: int = WARM
                 seconds.append(time.perf_counter() - start)
                 waits.append(result.data_s / seconds[-1])
                 losses.append(result.loss)
+
+        run_steps(range(warmup))
+        with sample_telemetry(device) as telemetry:
+            run_steps(range(warmup, config.train.steps - 1))
         peak_gib = get_peak_memory_gib(device)
         kernels = profile_step(lambda: trainer.train_step(config.train.steps - 1), device)
     rate = config.train.global_batch_size * config.train.seq_len / median(seconds[warmup:])
