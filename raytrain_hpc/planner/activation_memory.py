@@ -11,7 +11,13 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def compute_layer_bytes_per_token(
-    spec: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+    spec: ModelSpec,
+    *,
+    tp: int,
+    dtype: str,
+    recompute: Recompute,
+    compiled: bool = False,
+    residual_itemsize: int | None = None,
 ) -> float:
     """Return the bytes that one layer keeps per token of a microbatch, on one of `tp` ranks.
 
@@ -25,14 +31,16 @@ def compute_layer_bytes_per_token(
     - full: the layer's input.
 
     Elements have 4 bytes in fp32 and 8 in fp64. In bf16, outputs of products have 2 bytes and the residual stream has
-    4. Norms are taken to be fused in bf16, as they are on a GPU: they keep only their input, and the next product keeps
-    the cast output. Compiled blocks keep less. Their norms are fused in all dtypes, and they recompute queries and keys
-    before rotary embedding, the output of the activation, and the output of the last product.
+    `residual_itemsize`, by default 4. Norms are taken to be fused in bf16, as they are on a GPU: they keep only their
+    input, and the next product keeps the cast output. Compiled blocks keep less. Their norms are fused in all dtypes,
+    and they recompute the output of the activation, that of the last product, and the input of the second norm, for
+    which they keep the output of the attention's product.
 
     Float8 is bf16, except that the inputs of its products are kept quantized, in one byte: the norms' outputs, again
-    for each up projection unless compiled; the attention output, which attention keeps too; and the last product's.
+    for each up projection; the attention output, which attention keeps too; and the last product's. Compiled blocks
+    keep none of them but the attention output, and compute and quantize the others again.
     """
-    residual_itemsize = _get_residual_itemsize(dtype)
+    residual_itemsize = residual_itemsize or _get_residual_itemsize(dtype)
     matmul_itemsize = 2 if computes_in_bf16(dtype) else residual_itemsize
     is_float8 = dtype == "float8"
     h, a, kv = spec.hidden_size, spec.attention_size, spec.kv_size
@@ -42,22 +50,32 @@ def compute_layer_bytes_per_token(
         spec, tp, residual_itemsize, matmul_itemsize, recompute == "selective", compiled
     )
     if is_float8 and recompute == "none":
-        feed_forward -= (spec.shared_expert_size if spec.num_experts else spec.ffn_size) / tp
+        ffn_size = spec.shared_expert_size if spec.num_experts else spec.ffn_size
+        feed_forward -= ffn_size / tp * (matmul_itemsize if compiled else 1)
     if recompute == "selective":
         outputs = a + 2 * kv + a  # queries, keys, values; attention
         # The second term: outputs of row-parallel products before their sum.
         return (residual_itemsize * h + matmul_itemsize * outputs) / tp + matmul_itemsize * h + feed_forward
     fused = computes_in_bf16(dtype) or compiled
     norms = residual_itemsize * h * (4 if spec.norm == "rmsnorm" and not fused else 2) / tp
+    if compiled:
+        norms = (residual_itemsize + matmul_itemsize) * h / tp
     norms += _compute_float8_input_bytes(spec, tp, compiled) if is_float8 else matmul_itemsize * h * 2
-    attention = a + 2 * kv + a + (a + kv if spec.position_embedding == "rotary" and not compiled else 0)
+    # After rotary embedding, values are a part of the product's output, which stays in memory as a whole.
+    attention = a + 2 * kv + a + (a + kv if spec.position_embedding == "rotary" else 0)
     attention += (a + kv) * ((spec.norm == "rmsnorm" and not fused) + (not compiled)) if spec.qk_norm else 0
     masks = 2 * h if spec.dropout else 0
     return norms + (matmul_itemsize * attention + masks) / tp + feed_forward
 
 
 def compute_offloaded_bytes_per_token(
-    spec: ModelSpec, *, tp: int, dtype: str, recompute: Recompute, compiled: bool = False
+    spec: ModelSpec,
+    *,
+    tp: int,
+    dtype: str,
+    recompute: Recompute,
+    compiled: bool = False,
+    residual_itemsize: int | None = None,
 ) -> float:
     """Return the part of `compute_layer_bytes_per_token` that `parallel.activation_offload` moves to the host.
 
@@ -65,8 +83,10 @@ def compute_offloaded_bytes_per_token(
     not compiled stay on the device.
     """
     if recompute == "selective" and not compiled:
-        return _get_residual_itemsize(dtype) * spec.hidden_size / tp
-    return compute_layer_bytes_per_token(spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled)
+        return (residual_itemsize or _get_residual_itemsize(dtype)) * spec.hidden_size / tp
+    return compute_layer_bytes_per_token(
+        spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled, residual_itemsize=residual_itemsize
+    )
 
 
 def compute_deferred_bytes_per_token(spec: ModelSpec, *, tp: int, dtype: str) -> float:
@@ -88,9 +108,11 @@ def _get_residual_itemsize(dtype: str) -> int:
 
 
 def _compute_float8_input_bytes(spec: ModelSpec, tp: int, compiled: bool) -> float:
-    """Return the bytes of the inputs of all products but the last, per token. Those of experts stay in bf16."""
-    num_up, h = 1 if compiled else spec.num_ffn_matrices - 1, spec.hidden_size
+    """Return the bytes kept of the inputs of all products but the last, per token. Those of experts stay in bf16."""
+    num_up, h = spec.num_ffn_matrices - 1, spec.hidden_size
     inputs = h + spec.attention_size / tp
+    if compiled:
+        return 2 * h if spec.num_experts else 0
     if not spec.num_experts:
         return inputs + num_up * h
     return inputs + 2 * h + (num_up * h if spec.shared_expert_size else 0)

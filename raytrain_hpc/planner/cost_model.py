@@ -23,7 +23,10 @@ from raytrain_hpc.planner.pipeline_timeline import simulate
 from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
-_ATTENTION_EFFICIENCY = 0.7  # efficiency of fused attention relative to large matrix products
+# Efficiency of fused attention relative to large matrix products: in fp32, and in bf16 with wide heads; narrow ones
+# lose as narrow products do.
+_EXACT_ATTENTION_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.7, 0.92
+_GROUPED_EFFICIENCY = 0.8  # of products of experts in one kernel
 # Width at which a product is half as efficient as large ones, because its tiles do not fill the device.
 _HALF_EFFICIENCY_WIDTH = 50.0
 # Per logit in bf16: cast to fp32 (6), softmax (8), gradient in place (8), cast back (6).
@@ -31,9 +34,13 @@ _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
 # Bytes moved to quantize, per element: of an input (cast 3, transposed copy 2; the largest magnitude is found as it is
 # written), of an output's gradient (also read once, 2), of a weight (largest magnitude 4, cast 5, each in both passes,
-# transposed copy 2). For Llama 1B on an H100 that is 43 ms per step of 32,768 tokens; a prototype took 31 (RESULTS.md).
+# transposed copy 2).
 _FLOAT8_INPUT_BYTES, _FLOAT8_GRADIENT_BYTES, _FLOAT8_WEIGHT_BYTES = 5, 7, 20
-_COMPILE_SPEEDUP = 1.18  # of matrix products in compiled blocks (RESULTS.md)
+_FLOAT8_BANDWIDTH = 0.55  # share of the memory bandwidth that these kernels reach (RESULTS.md)
+_COMPILE_SPEEDUP = 1.29  # of matrix products in compiled blocks (RESULTS.md)
+# Bytes moved per weight and microbatch where products cast weights: to bf16 in both passes (6 each), and the gradient
+# back (6).
+_WEIGHT_CAST_BYTES = 18
 _MAX_EFFICIENCY = 0.9  # upper limit of the fraction of the peak, for any calibration
 _HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps and activations
 _DISK_GBS = 2.0
@@ -106,9 +113,9 @@ class CostModel:
         """Estimate the cost of one step with this layout choice.
 
         The slowest pipeline rank sets the pace of all microbatches. The bubble is the time in which the pipeline fills
-        and drains, which some schedules fill in part. Gradient accumulation reads and writes the gradients once per
-        microbatch. Data-parallel communication overlaps with the last backward pass under ZeRO-0 and 1, with all
-        backward passes under ZeRO-2, and with all passes under ZeRO-3.
+        and drains, which some schedules fill in part. Casts of weights and gradient accumulation move bytes of each
+        weight once per microbatch. Data-parallel communication overlaps with the last backward pass under ZeRO-0 and 1,
+        with all backward passes under ZeRO-2, and with all passes under ZeRO-3.
         """
         workload, machine, layout, microbatches = (
             self._workload,
@@ -133,11 +140,11 @@ class CostModel:
                 * machine.estimate_transfer_s(message_bytes, across=machine.nodes > 1)
             )
             pipeline_s = transfers_s * (microbatches * (1 - self._calibration.exchanges_hidden) + layout.pp - 1)
+        # FSDP2 casts the weights once per step, or as it gathers them.
+        is_cast = workload.compute_itemsize < workload.state_itemsize and layout.dp_shard == 1
+        weight_bytes = 2 * workload.state_itemsize + is_cast * _WEIGHT_CAST_BYTES
         accumulation_s = (
-            (rank_parameters.dense + rank_parameters.experts)
-            * 2
-            * workload.state_itemsize
-            / (machine.device.memory_gbs * 1e9)
+            (rank_parameters.dense + rank_parameters.experts) * weight_bytes / (machine.device.memory_gbs * 1e9)
         )
         return StepCost(
             compute=microbatches * (slowest.compute + accumulation_s),
@@ -165,7 +172,14 @@ class CostModel:
         layout, size = choice.layout, choice.batching.size
         kept, recomputed = (
             self._get_layer_cost(
-                layout.tp, layout.cp, layout.ulysses, layout.ep, size, policy, choice.activation_offload == "cpu"
+                layout.tp,
+                layout.cp,
+                layout.ulysses,
+                layout.ep,
+                size,
+                policy,
+                choice.activation_offload == "cpu",
+                self._workload.get_residual_itemsize(layout),
             )
             for policy in ("none", choice.recompute)
         )
@@ -180,7 +194,15 @@ class CostModel:
         return passes
 
     def _estimate_layer(
-        self, tp: int, cp: int, ulysses: int, ep: int, micro_batch_size: int, recompute: Recompute, offloaded: bool
+        self,
+        tp: int,
+        cp: int,
+        ulysses: int,
+        ep: int,
+        micro_batch_size: int,
+        recompute: Recompute,
+        offloaded: bool,
+        residual_itemsize: int,
     ) -> _PassCost:
         """Estimate a layer. Offloaded activations are copied during each pass, which waits for them if that is slower.
 
@@ -190,23 +212,33 @@ class CostModel:
         spec, tokens = workload.spec, micro_batch_size * workload.seq_len / cp
         matmuls = sum(self._estimate_matmul_s(*matmul) for matmul in self._iter_matmuls(tokens, tp))
         # Fused causal attention computes half of the scores; its backward pass takes 2.5 times as long.
-        attention = (
-            2 * tokens * workload.seq_len * spec.attention_size / tp / (self._achieved_flops * _ATTENTION_EFFICIENCY)
+        efficiency = _EXACT_ATTENTION_EFFICIENCY
+        if computes_in_bf16(workload.dtype):
+            efficiency = _ATTENTION_EFFICIENCY * spec.head_dim / (spec.head_dim + _HALF_EFFICIENCY_WIDTH)
+        attention = 2 * tokens * workload.seq_len * spec.attention_size / tp / (self._achieved_flops * efficiency)
+        no_recompute: Recompute = "none"
+        activation_bytes, moved_bytes = (
+            compute(
+                spec,
+                tp=tp,
+                dtype=workload.dtype,
+                recompute=policy,
+                compiled=workload.compiled,
+                residual_itemsize=residual_itemsize,
+            )
+            for compute, policy in (
+                (compute_layer_bytes_per_token, no_recompute),
+                (compute_offloaded_bytes_per_token, recompute),
+            )
         )
-        activation_bytes = compute_layer_bytes_per_token(
-            spec, tp=tp, dtype=workload.dtype, recompute="none", compiled=workload.compiled
-        )
-        elementwise = tokens * activation_bytes / (self._machine.device.memory_gbs * 1e9)
+        # Rows travel to their experts and back: about three accesses in the forward pass, and twice as many backward.
+        routed_bytes = 3 * spec.experts_per_token * spec.hidden_size / tp * workload.compute_itemsize
+        elementwise = tokens * (activation_bytes + routed_bytes) / (self._machine.device.memory_gbs * 1e9)
         forward = matmuls + attention + elementwise
         recompute_s = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
         backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
         exposed_fraction = 1 - calibration.exchanges_hidden
-        copy_s = 0.0
-        if offloaded:
-            moved_bytes = compute_offloaded_bytes_per_token(
-                spec, tp=tp, dtype=workload.dtype, recompute=recompute, compiled=workload.compiled
-            )
-            copy_s = tokens * moved_bytes / (_HOST_GBS * 1e9)
+        copy_s = tokens * moved_bytes / (_HOST_GBS * 1e9) if offloaded else 0.0
         return _PassCost(
             max(forward + calibration.layer_s, copy_s),
             max(backward, copy_s),
@@ -223,7 +255,8 @@ class CostModel:
         yield tokens, spec.attention_size / tp, h, is_float8
         widths = [(tokens, spec.shared_expert_size if spec.num_experts else spec.ffn_size, is_float8)]
         if spec.num_experts:
-            widths.append((tokens * spec.experts_per_token, spec.ffn_size, False))
+            # As many rows as products outside of the group would compute in the time.
+            widths.append((tokens * spec.experts_per_token / _GROUPED_EFFICIENCY, spec.ffn_size, False))
         for rows, width, is_narrow in widths:
             if width:
                 yield rows, h, ups * width / tp, is_narrow
@@ -238,7 +271,8 @@ class CostModel:
             return seconds
         quantized_bytes = rows * (inputs * _FLOAT8_INPUT_BYTES + outputs * _FLOAT8_GRADIENT_BYTES)
         quantized_bytes += inputs * outputs * _FLOAT8_WEIGHT_BYTES
-        return seconds / device.float8_speedup + quantized_bytes / 3 / (device.memory_gbs * 1e9)
+        quantization_s = quantized_bytes / (device.memory_gbs * 1e9 * _FLOAT8_BANDWIDTH)
+        return seconds / device.float8_speedup + quantization_s / 3
 
     def _estimate_head_s(self, layout: Layout, size: int) -> float:
         """Estimate the seconds of head and loss, forward and backward."""

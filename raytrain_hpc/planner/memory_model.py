@@ -67,7 +67,8 @@ class MemoryModel:
             own_stages = pipeline.get_stages_of_rank(rank)
             has_head = pipeline.num_stages - 1 in own_stages
             activations = self._activations.estimate(choice, rank, own_stages)
-            head_bytes = _compute_head_bytes(workload, tokens, layout.tp) if has_head else 0.0
+            residual_itemsize = workload.get_residual_itemsize(layout)
+            head_bytes = _compute_head_bytes(workload, tokens, layout.tp, residual_itemsize) if has_head else 0.0
             full = _estimate_rank(workload, choice, rank_parameters, activations, head_bytes, has_head=has_head)
             if choice.microbatches_per_rank > 1:
                 footprints.append(full)
@@ -129,20 +130,22 @@ def _estimate_rank(
     return MemoryFootprint(*(int(total) for total in (*totals, activations.held, working_bytes, host_bytes)))
 
 
-def _compute_head_bytes(workload: Workload, tokens: float, tp: int) -> float:
+def _compute_head_bytes(workload: Workload, tokens: float, tp: int, residual_itemsize: int) -> float:
     """Return the bytes of logits, loss and last norm at the start of the backward pass.
 
     Kept are the input and output of the last norm, and each logit in the compute dtype. In the state dtype the loss
     adds two values per logit, or three if the whole vocabulary is on one rank. A compiled loss instead keeps the logit
     and its gradient in the compute dtype, a third value if the vocabulary is padded to whole tiles, and the gradient of
-    the head's weights.
+    the head's weights. In chunks, the gradients of the head's input and weights are complete, and the logits are those
+    of one chunk: twice in the compute dtype, and if not compiled twice in the state dtype.
     """
     spec, state_itemsize, itemsize = workload.spec, workload.state_itemsize, workload.compute_itemsize
-    norm_bytes = tokens * spec.hidden_size * (state_itemsize / tp + itemsize)
+    norm_bytes = tokens * spec.hidden_size * (residual_itemsize / tp + itemsize)
     logits = tokens * spec.vocab_size / tp
-    if workload.loss_chunks > 1:  # of one chunk; and the gradients of the head's input and weights
+    if workload.loss_chunks > 1:
         grads = tokens * spec.hidden_size * itemsize + _count_head_elements(workload, tp) * state_itemsize
-        return norm_bytes + grads + logits / workload.loss_chunks * (2 * state_itemsize + 2 * itemsize)
+        logit_bytes = 2 * itemsize + (0 if workload.compiled else 2 * state_itemsize)
+        return norm_bytes + grads + logits / workload.loss_chunks * logit_bytes
     if workload.compiled:
         return (
             norm_bytes

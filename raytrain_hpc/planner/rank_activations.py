@@ -75,11 +75,12 @@ class ActivationModel:
         """Estimate the activations of a pipeline rank that has these stages."""
         workload, tp = self._workload, choice.layout.tp
         tokens, hidden_size = choice.batching.size * workload.seq_len / choice.layout.cp, workload.spec.hidden_size
-        offloads = choice.activation_offload != "none"
+        offloads, residual_itemsize = choice.activation_offload != "none", workload.get_residual_itemsize(choice.layout)
         kept, recomputed = (
-            self._get_layer_bytes(tp, policy, offloads).scale(tokens) for policy in ("none", choice.recompute)
+            self._get_layer_bytes(tp, policy, offloads, residual_itemsize).scale(tokens)
+            for policy in ("none", choice.recompute)
         )
-        boundary = _LayerBytes(2 * tokens * hidden_size / tp * workload.state_itemsize if choice.layout.pp > 1 else 0.0)
+        boundary = _LayerBytes(2 * tokens * hidden_size / tp * residual_itemsize if choice.layout.pp > 1 else 0.0)
         layer_counts = self._stage_cache.get_layer_counts(choice.layout.pipeline.num_stages)
         stages = {}
         for stage in own_stages:
@@ -137,14 +138,22 @@ class ActivationModel:
             host_bytes = max(host_bytes, held.host)
         return device_bytes, host_bytes
 
-    def _compute_layer_bytes(self, tp: int, recompute: Recompute, offloads: bool) -> _LayerBytes:
+    def _compute_layer_bytes(
+        self, tp: int, recompute: Recompute, offloads: bool, residual_itemsize: int
+    ) -> _LayerBytes:
         workload = self._workload
-        spec, dtype, compiled = workload.spec, workload.dtype, workload.compiled
-        total = compute_layer_bytes_per_token(spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled)
-        if not offloads:
-            return _LayerBytes(total)
-        host = compute_offloaded_bytes_per_token(spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled)
-        return _LayerBytes(total - host, host)
+        total, host = (
+            compute(
+                workload.spec,
+                tp=tp,
+                dtype=workload.dtype,
+                recompute=recompute,
+                compiled=workload.compiled,
+                residual_itemsize=residual_itemsize,
+            )
+            for compute in (compute_layer_bytes_per_token, compute_offloaded_bytes_per_token)
+        )
+        return _LayerBytes(total - host, host) if offloads else _LayerBytes(total)
 
 
 @lru_cache(maxsize=4096)

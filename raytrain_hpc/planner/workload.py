@@ -19,7 +19,8 @@ class Workload:
     """A model and a training step: `global_batch_size` sequences of `seq_len` tokens, computed in `dtype`.
 
     `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
-    parallelism. `loss_chunks`: parts of the positions for head and loss.
+    parallelism. `loss_chunks`: parts of the positions for head and loss. `residual_dtype`: of the residual stream in
+    bf16 and float8, unless ZeRO shards the weights.
     """
 
     spec: ModelSpec
@@ -31,6 +32,7 @@ class Workload:
     bucket_bytes: int = 25 << 20
     loss_chunks: int = 1
     float8_head: bool = False
+    residual_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def compute_itemsize(self) -> int:
@@ -41,6 +43,11 @@ class Workload:
     def state_itemsize(self) -> int:
         """Bytes per element of weights, gradients and moments."""
         return 8 if self.dtype == "fp64" else 4
+
+    def get_residual_itemsize(self, layout: Layout) -> int:
+        """Return the bytes per element of the residual stream, which FSDP2 casts to the compute dtype."""
+        is_narrow = self.residual_dtype == "bf16" or layout.dp_shard > 1
+        return 2 if self.compute_itemsize == 2 and is_narrow else self.state_itemsize
 
 
 @dataclass(frozen=True)
@@ -99,4 +106,5 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
         bucket_bytes=config.parallel.bucket_mib << 20,
         loss_chunks=train.loss_chunks,
         float8_head=train.float8_head,
+        residual_dtype=train.residual_dtype,
     )

@@ -1,4 +1,4 @@
-"""Planned memory and step times compared with measurements on one H100 (benchmarks/RESULTS.md)."""
+"""Planned memory and step times compared with measurements on one H100 and one H200 (benchmarks/RESULTS.md)."""
 
 from __future__ import annotations
 
@@ -42,16 +42,54 @@ MEASURED = {
 }
 
 
-def plan_estimate(overrides: tuple[str, ...]) -> Estimate:
+def make_batch(sequences: int, per_microbatch: int) -> tuple[str, str]:
+    return f"train.global_batch_size={sequences}", f"train.micro_batch_size={per_microbatch}"
+
+
+NARROW = (*BF16_COMPILED, "train.residual_dtype=bf16", "train.loss_chunks=4")
+# 12 layers with 64 experts each, 8 of them for a token, and 1 billion active weights.
+EXPERTS = (
+    *("model.hidden_size=2048", "model.num_layers=12", "model.num_heads=16", "model.ffn_size=1024"),
+    *("model.num_experts=64", "model.experts_per_token=8", "model.vocab_size=50304", "train.seq_len=4096"),
+)
+# The same of one H200.
+MEASURED_H200 = {
+    "llama": ((*LLAMA, *NARROW, *NO_RECOMPUTE, *make_batch(32, 16)), 109.5, 1.9421),
+    "llama, fp32 stream": ((*LLAMA, *BF16_COMPILED, *NO_RECOMPUTE, *make_batch(16, 4)), 50.1, 1.0116),
+    "llama, float8": (
+        (*LLAMA, *NARROW, *NO_RECOMPUTE, *make_batch(32, 16), "train.dtype=float8", "train.float8_head=true"),
+        84.7,
+        1.5147,
+    ),
+    "gpt2": ((*GPT2, *NARROW, *NO_RECOMPUTE, *make_batch(128, 128)), 45.4, 0.2349),
+    "llama 8b, full": (
+        ("model.preset=llama3_8b", "train.seq_len=4096", *NARROW, "train.loss_chunks=8", *FULL_RECOMPUTE)
+        + make_batch(1, 1),
+        119.9,
+        0.5423,
+    ),
+    "experts": ((*EXPERTS, *NARROW, "train.loss_chunks=8", *NO_RECOMPUTE, *make_batch(8, 4)), 115.0, 0.5661),
+}
+
+
+def plan_estimate(overrides: tuple[str, ...], device: str = "NVIDIA H100 80GB HBM3") -> Estimate:
     config = load_config(None, [*BASE_OVERRIDES, "cluster.device=cuda", *overrides])
     spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
-    return predict(config, spec, "NVIDIA H100 80GB HBM3")
+    return predict(config, spec, device)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_memory_is_within_five_percent_of_the_measurement(name: str) -> None:
     overrides, peak, _ = MEASURED[name]
     assert plan_estimate(overrides).footprint.allocated / 2**30 == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("name", MEASURED_H200)
+def test_memory_and_step_time_of_an_h200_are_predicted(name: str) -> None:
+    overrides, peak, seconds = MEASURED_H200[name]
+    estimate = plan_estimate(overrides, "NVIDIA H200")
+    assert estimate.footprint.allocated / 2**30 == pytest.approx(peak, rel=0.025)
+    assert estimate.step_s == pytest.approx(seconds, rel=0.1)
 
 
 def test_median_memory_error_is_below_one_and_a_half_percent() -> None:
