@@ -81,8 +81,12 @@ def cast_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def find_amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of x, rounded to bf16, without dimensions."""
-    return x.abs().amax().to(_WIDE)
+    """Return the largest magnitude of x rounded to bf16, in fp32 and without dimensions.
+
+    The compiler leaves out roundings between operations, but not where it stores a result. Were the magnitude in bf16,
+    what it computes before it stores it and what it computes from the stored number could get different scales.
+    """
+    return x.to(_WIDE).float().abs().amax()
 
 
 def multiply(a: Float8Tensor, b: Float8Tensor, *, fast_accumulation: bool = False) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.planner import comm_volume
 from raytrain_hpc.planner.activation_memory import (
     Recompute,
@@ -20,28 +18,16 @@ from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.model_state_memory import RankParameters, get_largest
 from raytrain_hpc.planner.pipeline_schedule import Action, PipelineSchedule, ScheduleName
 from raytrain_hpc.planner.pipeline_timeline import simulate
+from raytrain_hpc.planner.product_cost import BACKWARD_ATTENTION, ProductCost
 from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
-# Efficiency of fused attention relative to large matrix products: in fp32, and in bf16 with wide heads; narrow ones
-# lose as narrow products do.
-_EXACT_ATTENTION_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.7, 0.92
-_GROUPED_EFFICIENCY = 0.8  # of products of experts in one kernel
-# Width at which a product is half as efficient as large ones, because its tiles do not fill the device.
-_HALF_EFFICIENCY_WIDTH = 50.0
 # Per logit in bf16: cast to fp32 (6), softmax (8), gradient in place (8), cast back (6).
 _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
-# Bytes moved to quantize, per element: of an input (cast 3, transposed copy 2; the largest magnitude is found as it is
-# written), of an output's gradient (also read once, 2), of a weight (largest magnitude 4, cast 5, each in both passes,
-# transposed copy 2).
-_FLOAT8_INPUT_BYTES, _FLOAT8_GRADIENT_BYTES, _FLOAT8_WEIGHT_BYTES = 5, 7, 20
-_FLOAT8_BANDWIDTH = 0.55  # share of the memory bandwidth that these kernels reach (RESULTS.md)
-_COMPILE_SPEEDUP = 1.29  # of matrix products in compiled blocks (RESULTS.md)
 # Bytes moved per weight and microbatch where products cast weights: to bf16 in both passes (6 each), and the gradient
 # back (6).
 _WEIGHT_CAST_BYTES = 18
-_MAX_EFFICIENCY = 0.9  # upper limit of the fraction of the peak, for any calibration
 _HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps and activations
 _DISK_GBS = 2.0
 _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter: norm 1, scaling 2, AdamW 7
@@ -101,11 +87,7 @@ class CostModel:
 
     def __init__(self, workload: Workload, machine: Machine, calibration: Calibration):
         self._workload, self._machine, self._calibration = workload, machine, calibration
-        device = machine.device
-        self._peak_flops = (device.tflops if computes_in_bf16(workload.dtype) else device.exact_tflops) * 1e12
-        self._achieved_flops = self._peak_flops * min(
-            _MAX_EFFICIENCY, calibration.efficiency * (_COMPILE_SPEEDUP if workload.compiled else 1.0)
-        )
+        self._products = ProductCost(workload, machine.device, calibration)
         self._get_layer_cost = cache(self._estimate_layer)
         self._stages = StageCache(workload)
 
@@ -210,12 +192,8 @@ class CostModel:
         """
         workload, calibration = self._workload, self._calibration
         spec, tokens = workload.spec, micro_batch_size * workload.seq_len / cp
-        matmuls = sum(self._estimate_matmul_s(*matmul) for matmul in self._iter_matmuls(tokens, tp))
-        # Fused causal attention computes half of the scores; its backward pass takes 2.5 times as long.
-        efficiency = _EXACT_ATTENTION_EFFICIENCY
-        if computes_in_bf16(workload.dtype):
-            efficiency = _ATTENTION_EFFICIENCY * spec.head_dim / (spec.head_dim + _HALF_EFFICIENCY_WIDTH)
-        attention = 2 * tokens * workload.seq_len * spec.attention_size / tp / (self._achieved_flops * efficiency)
+        matmuls = self._products.estimate_layer(tokens, tp)
+        attention = self._products.estimate_attention(tokens, tp)
         no_recompute: Recompute = "none"
         activation_bytes, moved_bytes = (
             compute(
@@ -236,7 +214,9 @@ class CostModel:
         elementwise = tokens * (activation_bytes + routed_bytes) / (self._machine.device.memory_gbs * 1e9)
         forward = matmuls + attention + elementwise
         recompute_s = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
-        backward = 2 * matmuls + 2.5 * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
+        backward = (
+            2 * matmuls + BACKWARD_ATTENTION * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
+        )
         exposed_fraction = 1 - calibration.exchanges_hidden
         copy_s = tokens * moved_bytes / (_HOST_GBS * 1e9) if offloaded else 0.0
         return _PassCost(
@@ -247,38 +227,11 @@ class CostModel:
             exposed_fraction * self._estimate_ep_s(tokens, tp, ep),
         )
 
-    def _iter_matmuls(self, tokens: float, tp: int) -> Iterator[tuple[float, float, float, bool]]:
-        """Yield (rows, inputs, outputs, is_float8) of a layer's products on a rank, equal ones merged along rows."""
-        spec, is_float8 = self._workload.spec, self._workload.dtype == "float8"
-        h, ups = spec.hidden_size, spec.num_ffn_matrices - 1
-        yield tokens, h, (spec.attention_size + 2 * spec.kv_size) / tp, is_float8
-        yield tokens, spec.attention_size / tp, h, is_float8
-        widths = [(tokens, spec.shared_expert_size if spec.num_experts else spec.ffn_size, is_float8)]
-        if spec.num_experts:
-            # As many rows as products outside of the group would compute in the time.
-            widths.append((tokens * spec.experts_per_token / _GROUPED_EFFICIENCY, spec.ffn_size, False))
-        for rows, width, is_narrow in widths:
-            if width:
-                yield rows, h, ups * width / tp, is_narrow
-                yield rows, width / tp, h, is_narrow
-
-    def _estimate_matmul_s(self, rows: float, inputs: float, outputs: float, is_float8: bool) -> float:
-        """Estimate one of the three products of a linear layer, with a third of the quantization of all three."""
-        narrowest, device = min(rows, inputs, outputs), self._machine.device
-        efficiency = narrowest / (narrowest + _HALF_EFFICIENCY_WIDTH)
-        seconds = 2 * rows * inputs * outputs / (self._achieved_flops * efficiency)
-        if not is_float8 or not device.float8_speedup:
-            return seconds
-        quantized_bytes = rows * (inputs * _FLOAT8_INPUT_BYTES + outputs * _FLOAT8_GRADIENT_BYTES)
-        quantized_bytes += inputs * outputs * _FLOAT8_WEIGHT_BYTES
-        quantization_s = quantized_bytes / (device.memory_gbs * 1e9 * _FLOAT8_BANDWIDTH)
-        return seconds / device.float8_speedup + quantization_s / 3
-
     def _estimate_head_s(self, layout: Layout, size: int) -> float:
         """Estimate the seconds of head and loss, forward and backward."""
         spec, tokens = self._workload.spec, size * self._workload.seq_len / layout.cp
         rows = spec.vocab_size / layout.tp
-        matmul = self._estimate_matmul_s(tokens, spec.hidden_size, rows, self._workload.float8_head)
+        matmul = self._products.estimate(tokens, spec.hidden_size, rows, is_float8=self._workload.float8_head)
         logit_bytes = _COMPILED_LOGIT_BYTES if self._workload.compiled else _LOGIT_BYTES
         return 3 * matmul + logit_bytes * tokens * rows / (self._machine.device.memory_gbs * 1e9)
 

@@ -230,6 +230,8 @@ def configure_torch(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(is_deterministic)  # the compiler reads it too; loads it, which takes seconds
     else:
         torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
+    # Filling new tensors takes 2 % of a step of Llama 1B on an H200, and changes nothing that reads what was written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
         if is_deterministic:  # read when the first cuBLAS handle is created; without it torch refuses cuBLAS
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
