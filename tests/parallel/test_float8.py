@@ -107,11 +107,11 @@ def test_products_on_a_gpu_are_those_of_a_cpu(rows: int, columns: int, compiles:
 def test_compiled_code_undoes_the_scale_that_it_has_applied(device: str) -> None:
     """The product that is quantized is above 1.75, from where on the scale halves, and rounds to 1.75 in bf16.
 
-    On a GPU, the largest magnitude comes from one kernel, which has not rounded the product, and the cast is in another.
+    On a GPU, the largest magnitude comes from a kernel that has not rounded the product, and the cast is in another.
     """
     a, b = (torch.full((64, 64), 0.5, dtype=torch.bfloat16, device=device) for _ in range(2))
     a[3, 4], b[3, 4] = 1.015625, 1.7265625
-    assert 1.75 < a[3, 4].double() * b[3, 4].double() and a[3, 4] * b[3, 4] == 1.75
+    assert a[3, 4].double() * b[3, 4].double() > 1.75 and a[3, 4] * b[3, 4] == 1.75
     quantized = torch.compile(lambda a, b: float8_module.quantize(a * b, torch.float8_e4m3fn))(a, b)
     assert (quantized.data.float() * quantized.factor).max() == 1.75
     assert float8_module.find_amax(a).dtype == torch.float32, "of what a kernel stores for others"
