@@ -71,7 +71,6 @@ def dry_run_config(ranks: int, directory: str) -> Config:
                 f"train.global_batch_size={ranks // 2}",
                 "train.micro_batch_size=1",
                 "train.steps=20",
-                "train.compile=false",
                 "lr_scheduler.warmup_steps=2",
             ),
             *(f"cluster.workers={ranks}", f"cluster.spares={RANKS_PER_NODE}", "cluster.device=cuda"),
