@@ -5,17 +5,17 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from raytrain_hpc.cpu_limits import count_usable_cpus
+from raytrain_hpc.worker.host_info import get_package_version
 
 Value = str | int | float | bool | None | list[float]
 
 
 def describe_machine() -> str:
-    """Describe the machine and the package versions."""
-    packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "pyarrow", "numpy"))
+    """Describe the machine and the package versions. Benchmarks of one device run without Ray."""
+    packages = " ".join(f"{name} {get_package_version(name)}" for name in ("torch", "ray", "pyarrow", "numpy"))
     return f"{count_usable_cpus()} CPU cores, {platform.machine()}, Python {platform.python_version()}, {packages}"
 
 

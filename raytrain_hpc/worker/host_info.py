@@ -32,7 +32,7 @@ def collect_host_info(device: torch.device, path: str, marker: str, driver: tupl
     cpus, shared_memory = read_cpu_limits(), shutil.disk_usage("/dev/shm")
     return {
         "python": platform.python_version(),
-        "versions": {name: _get_version(name) for name in _PACKAGES},
+        "versions": {name: get_package_version(name) for name in _PACKAGES},
         "time": time.time(),
         "cpus": {**asdict(cpus), "usable": cpus.usable},
         "installed_gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
@@ -57,7 +57,7 @@ def _can_connect(address: tuple[str, int]) -> bool:
 
 def describe_process() -> dict[str, Any]:
     """Return the versions that this process runs, and the CPU of its host, for workers.json."""
-    versions = {"python": platform.python_version()} | {name: _get_version(name) for name in _PACKAGES}
+    versions = {"python": platform.python_version()} | {name: get_package_version(name) for name in _PACKAGES}
     return {"versions": versions, "cpu": _get_cpu_name()}
 
 
@@ -71,7 +71,7 @@ def _get_cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def _get_version(name: str) -> str:
+def get_package_version(name: str) -> str:
     """Return the version of an installed package, or "missing".
 
     That of torch with its build, "2.15.0+cu132", which the package's metadata may leave out.

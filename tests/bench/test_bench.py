@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def test_table_aligns_columns_and_json_keeps_unrounded_values():
     plain = json.loads(json.dumps(table.to_json()))
     assert plain["rows"] == [{"what": "a", "ratio": 0.98765, "each": [0.5, 123.456], "met": True, "goal": None}]
     assert "torch" in plain["machine"]
+
+
+def test_a_machine_without_ray_is_described(monkeypatch):
+    """Benchmarks of one device run there."""
+
+    def find(name):
+        if name == "ray":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("raytrain_hpc.worker.host_info.version", find)
+    assert "ray missing pyarrow 1.0" in Table("x", ("a",)).to_json()["machine"]
 
 
 def test_tiny_differences_are_shown_as_such():
