@@ -4,8 +4,8 @@ Each row runs in a process of its own, so that running out of memory ends one ro
 JSON lines, and rows that it has already are skipped; `--rows PATTERN` selects rows, several patterns separated by `|`.
 `--against plain,transformers,torchtitan` measures these peers after each row that they can run: with the same model,
 tokens and initial weights. `--compile-only JOBS` measures nothing, and fills the compiler's cache instead: by a step of
-each row with two layers, JOBS rows at a time, since layers share compiled code. `--dry-run` runs every row on a CPU
-with a tiny model, to test this script. Needs no Ray.
+each row with two layers, JOBS rows at a time, since layers share compiled code, and by a few steps of each peer.
+`--dry-run` runs every row on a CPU with a tiny model, to test this script. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,12 +160,19 @@ def measure(row: Row, peer: str | None, directory: Path, *, is_dry_run: bool) ->
     return result | {"overrides": list(row.overrides)}
 
 
-def compile_row(row: Row, directory: Path, *, is_dry_run: bool) -> dict[str, Any]:
-    """Train one step of a row with two layers, which fills the compiler's cache."""
+def compile_row(row: Row, peer: str | None, directory: Path, *, is_dry_run: bool) -> dict[str, Any]:
+    """Train one step of a row with two layers, which fills the compiler's cache. Peers need all layers, and two steps.
+
+    A peer that compiles its model as a whole has other code for another number of layers.
+    """
     import torch
 
+    from raytrain_hpc.bench.device_measurement import measure_peer
     from raytrain_hpc.bench.local_trainer import open_trainer
 
+    if peer is not None:
+        measured = measure_peer(build_config(row, 3, directory, is_dry_run=is_dry_run), peer, warmup=1)
+        return {"row": get_name(row, peer), "compiled": True, "loss": measured.losses[0]}
     shallow = replace(row, overrides=(*row.overrides, *SHALLOW))
     config = build_config(shallow, 1, directory, is_dry_run=is_dry_run)
     with open_trainer(config, torch.device("cpu" if is_dry_run else "cuda:0")) as trainer:
@@ -196,15 +205,18 @@ def run_in_process(row: Row, peer: str | None, timeout_s: float, log: Path, *opt
     name = get_name(row, peer)
     command = [sys.executable, __file__, "--one", row.name, *options]
     command += ["--against", peer] if peer else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"row": name, "error": f"no result within {timeout_s:g} s"}
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the process of a peer, which would keep the GPU
+            return {"row": name, "error": f"no result within {timeout_s:g} s"}
+    lines = output.splitlines()
+    if process.returncode or not lines:
         with log.open("a") as file:
-            file.write(f"# {name}\n{done.stderr}\n")
-        return {"row": name, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+            file.write(f"# {name}\n{errors}\n")
+        return {"row": name, "error": (errors.strip().splitlines() or ["no output"])[-1][:300]}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
@@ -221,13 +233,16 @@ def format_line(result: dict[str, Any]) -> str:
     return f"| {result['row']} | {result['tokens_per_sec']:.0f} | {numbers} | {share} | {kernel} | {power} |"
 
 
-def compile_rows(rows: Sequence[Row], jobs: int, timeout_s: float, log: Path, *options: str) -> None:
-    """Fill the compiler's cache with the code of rows, `jobs` at a time. Print the rows that fail."""
+def compile_rows(
+    rows: Sequence[Row], peers: Sequence[str], jobs: int, timeout_s: float, log: Path, *options: str
+) -> None:
+    """Fill the compiler's cache with the code of rows and their peers, `jobs` at a time. Print those that fail."""
+    sides = [(row, peer) for row in rows for peer in (None, *(peers if row.has_peers else ()))]
     with ThreadPoolExecutor(jobs) as executor:
-        runs = [executor.submit(run_in_process, row, None, timeout_s, log, *options, "--shallow") for row in rows]
+        runs = [executor.submit(run_in_process, *side, timeout_s, log, *options, "--shallow") for side in sides]
         for result in (run.result() for run in runs):
             if "error" in result:
-                print(f"{result['row']}, with two layers: {result['error']}", flush=True)
+                print(f"{result['row']}, compiled ahead: {result['error']}", flush=True)
 
 
 def run_one(arguments: argparse.Namespace, peer: str | None) -> None:
@@ -235,7 +250,7 @@ def run_one(arguments: argparse.Namespace, peer: str | None) -> None:
     row = next(row for row in ROWS if row.name == arguments.one)
     with tempfile.TemporaryDirectory() as directory:
         if arguments.shallow:
-            result = compile_row(row, Path(directory), is_dry_run=arguments.dry_run)
+            result = compile_row(row, peer, Path(directory), is_dry_run=arguments.dry_run)
         else:
             result = measure(row, peer, Path(directory), is_dry_run=arguments.dry_run)
     print(json.dumps(result))
@@ -270,7 +285,7 @@ def main() -> None:
     options = ["--dry-run"] if arguments.dry_run else []
     rows = [row for row in ROWS if any(fnmatch.fnmatch(row.name, part) for part in arguments.rows.split("|"))]
     if arguments.compile_only:
-        compile_rows(rows, arguments.compile_only, arguments.timeout, log, *options)
+        compile_rows(rows, peers, arguments.compile_only, arguments.timeout, log, *options)
         return
     print("| row | tok/s | MFU % | MFU %, full square | peak GiB | products | attention | power, clock |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
