@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test names with parameters
-    "bench/test_bench": (r"on_a_tiny_model\[\*documents",),
+    "bench/test_bench": (r"on_a_tiny_model\[llama3_1b, (documents|eager)",),
     "bench/test_peers": (r"cannot_be_imported_is_named\[raise",),
     "callbacks/test_built_in_callbacks": (r"equal_on_every_layout\[hsdp",),
     "callbacks/test_callback_state": (
