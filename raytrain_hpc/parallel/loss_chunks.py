@@ -22,12 +22,14 @@ from raytrain_hpc.parallel.vocab_parallel import make_vocabulary_shard
 
 
 def apply_loss_chunks(decoder: Decoder, num_chunks: int, axes: Mapping[str, Axis], *, is_compiled: bool) -> None:
-    """Make the head compute the loss in chunks of positions, in place; 1: it returns logits.
+    """Make the head compute the loss in chunks of positions, in place.
 
-    A tiled head returns logits: each tile of its weight is gathered once, for all positions.
+    1: it returns logits, except if their loss over ranks that share the vocabulary is to be compiled. A tiled head
+    returns logits: each tile of its weight is gathered once, for all positions.
     """
     head = decoder.head
-    if head is None or num_chunks == 1 or hasattr(head, "tiles"):
+    needs_head = num_chunks > 1 or (is_compiled and "tp" in axes)
+    if head is None or not needs_head or hasattr(head, "tiles"):
         return
     shard = make_vocabulary_shard(axes["tp"], decoder.spec.vocab_size) if "tp" in axes else None
     cross_entropy: ChunkCrossEntropy = CompiledCrossEntropy() if is_compiled else compute_chunk_cross_entropy

@@ -136,13 +136,14 @@ def _compute_head_bytes(workload: Workload, tokens: float, tp: int, residual_ite
     Kept are the input and output of the last norm, and each logit in the compute dtype. In the state dtype the loss
     adds two values per logit, or three if the whole vocabulary is on one rank. A compiled loss instead keeps the logit
     and its gradient in the compute dtype, a third value if the vocabulary is padded to whole tiles, and the gradient of
-    the head's weights. In chunks, the gradients of the head's input and weights are complete, and the logits are those
-    of one chunk: twice in the compute dtype, and if not compiled twice in the state dtype.
+    the head's weights. In chunks, or compiled with a sharded vocabulary, the gradients of the head's input and weights
+    are complete, and the logits are those of one chunk: twice in the compute dtype, and if not compiled twice in the
+    state dtype.
     """
     spec, state_itemsize, itemsize = workload.spec, workload.state_itemsize, workload.compute_itemsize
     norm_bytes = tokens * spec.hidden_size * (residual_itemsize / tp + itemsize)
     logits = tokens * spec.vocab_size / tp
-    if workload.loss_chunks > 1:
+    if workload.loss_chunks > 1 or (workload.compiled and tp > 1):
         grads = tokens * spec.hidden_size * itemsize + _count_head_elements(workload, tp) * state_itemsize
         logit_bytes = 2 * itemsize + (0 if workload.compiled else 2 * state_itemsize)
         return norm_bytes + grads + logits / workload.loss_chunks * logit_bytes
