@@ -68,25 +68,16 @@ def compute_layer_bytes_per_token(
     return norms + (matmul_itemsize * attention + masks) / tp + feed_forward
 
 
-def compute_offloaded_bytes_per_token(
-    spec: ModelSpec,
-    *,
-    tp: int,
-    dtype: str,
-    recompute: Recompute,
-    compiled: bool = False,
-    residual_itemsize: int | None = None,
+def compute_offloaded_bytes(
+    layer_bytes: float, input_bytes: float, *, recompute: Recompute, compiled: bool = False
 ) -> float:
-    """Return the part of `compute_layer_bytes_per_token` that `parallel.activation_offload` moves to the host.
+    """Return the part of what a layer keeps that `parallel.activation_offload` moves to the host.
 
-    That is all of it, but for products that selective recomputation keeps outside of autograd: those of blocks that are
-    not compiled stay on the device.
+    `layer_bytes`: all that it keeps; `input_bytes`: its input in the residual stream. That is all of it, but for
+    products that selective recomputation keeps outside of autograd: those of blocks that are not compiled stay on the
+    device.
     """
-    if recompute == "selective" and not compiled:
-        return (residual_itemsize or _get_residual_itemsize(dtype)) * spec.hidden_size / tp
-    return compute_layer_bytes_per_token(
-        spec, tp=tp, dtype=dtype, recompute=recompute, compiled=compiled, residual_itemsize=residual_itemsize
-    )
+    return input_bytes if recompute == "selective" and not compiled else layer_bytes
 
 
 def compute_deferred_bytes_per_token(spec: ModelSpec, *, tp: int, dtype: str) -> float:

@@ -9,7 +9,7 @@ from raytrain_hpc.planner import comm_volume
 from raytrain_hpc.planner.activation_memory import (
     Recompute,
     compute_layer_bytes_per_token,
-    compute_offloaded_bytes_per_token,
+    compute_offloaded_bytes,
 )
 from raytrain_hpc.planner.calibration import Calibration
 from raytrain_hpc.planner.flops import compute_flops_per_token
@@ -194,9 +194,8 @@ class CostModel:
         spec, tokens = workload.spec, micro_batch_size * workload.seq_len / cp
         matmuls = self._products.estimate_layer(tokens, tp)
         attention = self._products.estimate_attention(tokens, tp)
-        no_recompute: Recompute = "none"
-        activation_bytes, moved_bytes = (
-            compute(
+        kept_bytes, recomputed_bytes = (
+            compute_layer_bytes_per_token(
                 spec,
                 tp=tp,
                 dtype=workload.dtype,
@@ -204,20 +203,21 @@ class CostModel:
                 compiled=workload.compiled,
                 residual_itemsize=residual_itemsize,
             )
-            for compute, policy in (
-                (compute_layer_bytes_per_token, no_recompute),
-                (compute_offloaded_bytes_per_token, recompute),
-            )
+            for policy in ("none", recompute)
         )
         # Rows travel to their experts and back: about three accesses in the forward pass, and twice as many backward.
         routed_bytes = 3 * spec.experts_per_token * spec.hidden_size / tp * workload.compute_itemsize
-        elementwise = tokens * (activation_bytes + routed_bytes) / (self._machine.device.memory_gbs * 1e9)
+        elementwise = tokens * (kept_bytes + routed_bytes) / (self._machine.device.memory_gbs * 1e9)
         forward = matmuls + attention + elementwise
         recompute_s = {"none": 0.0, "selective": elementwise, "full": forward + calibration.layer_s}[recompute]
         backward = (
             2 * matmuls + BACKWARD_ATTENTION * attention + 2 * elementwise + 1.5 * calibration.layer_s + recompute_s
         )
         exposed_fraction = 1 - calibration.exchanges_hidden
+        input_bytes = residual_itemsize * spec.hidden_size / tp
+        moved_bytes = compute_offloaded_bytes(
+            recomputed_bytes, input_bytes, recompute=recompute, compiled=workload.compiled
+        )
         copy_s = tokens * moved_bytes / (_HOST_GBS * 1e9) if offloaded else 0.0
         return _PassCost(
             max(forward + calibration.layer_s, copy_s),

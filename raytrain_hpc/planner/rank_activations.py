@@ -10,7 +10,7 @@ from raytrain_hpc.planner.activation_memory import (
     Recompute,
     compute_deferred_bytes_per_token,
     compute_layer_bytes_per_token,
-    compute_offloaded_bytes_per_token,
+    compute_offloaded_bytes,
 )
 from raytrain_hpc.planner.pipeline_schedule import PipelineSchedule
 from raytrain_hpc.planner.pipeline_timeline import StageLoad, list_peak_loads
@@ -142,18 +142,19 @@ class ActivationModel:
         self, tp: int, recompute: Recompute, offloads: bool, residual_itemsize: int
     ) -> _LayerBytes:
         workload = self._workload
-        total, host = (
-            compute(
-                workload.spec,
-                tp=tp,
-                dtype=workload.dtype,
-                recompute=recompute,
-                compiled=workload.compiled,
-                residual_itemsize=residual_itemsize,
-            )
-            for compute in (compute_layer_bytes_per_token, compute_offloaded_bytes_per_token)
+        total = compute_layer_bytes_per_token(
+            workload.spec,
+            tp=tp,
+            dtype=workload.dtype,
+            recompute=recompute,
+            compiled=workload.compiled,
+            residual_itemsize=residual_itemsize,
         )
-        return _LayerBytes(total - host, host) if offloads else _LayerBytes(total)
+        if not offloads:
+            return _LayerBytes(total)
+        input_bytes = residual_itemsize * workload.spec.hidden_size / tp
+        host = compute_offloaded_bytes(total, input_bytes, recompute=recompute, compiled=workload.compiled)
+        return _LayerBytes(total - host, host)
 
 
 @lru_cache(maxsize=4096)
