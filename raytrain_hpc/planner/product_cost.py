@@ -11,7 +11,8 @@ from raytrain_hpc.planner.workload import Workload
 
 BACKWARD_ATTENTION = 2.5  # time of the backward pass of fused attention, relative to the forward pass
 
-# Measured on one H200 (benchmarks/RESULTS.md): efficiencies relative to large products, and the compiler's speedup.
+# Efficiencies relative to large products, and the compiler's speedup: fitted to measurements on an H100 and an H200
+# (benchmarks/RESULTS.md), within what keeps the predictions of published layouts.
 # Fused attention in fp32, and in bf16 with wide heads; narrow ones lose as narrow products do.
 _EXACT_ATTENTION_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.7, 0.92
 _GROUPED_EFFICIENCY = 0.8  # of products of experts in one kernel
