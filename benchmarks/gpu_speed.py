@@ -54,6 +54,7 @@ MOE_1B = (
     *("model.num_experts=64", "model.experts_per_token=8", "model.vocab_size=50304", "train.seq_len=4096"),
     *("train.compile=true", "train.global_batch_size=24", "train.micro_batch_size=6", CHUNKS, BF16_RESIDUAL),
 )
+CASTS = "train.weight_copies=false"
 FLOAT8_HEAD = ("train.dtype=float8", "train.float8_head=true")
 FULL_RECOMPUTE = "parallel.activation_checkpointing=full"
 SHALLOW = ("model.num_layers=2", "cluster.cpu_threads=2")  # of a row whose code is compiled ahead
@@ -64,6 +65,7 @@ TINY = (  # of a dry run, after the settings of a row
         "train.micro_batch_size=1",
         "train.dtype=fp32",
         "train.residual_dtype=fp32",
+        "train.weight_copies=auto",
         "train.float8_head=false",
         "train.compile=false",
         "cluster.device=cpu",
@@ -89,6 +91,7 @@ class Row:
 
 ROWS = (
     Row("llama3_1b, microbatch 4", (*LLAMA_1B, "train.micro_batch_size=4"), has_peers=True),
+    Row("llama3_1b, microbatch 4, casts", (*LLAMA_1B, "train.micro_batch_size=4", CASTS)),
     Row("llama3_1b, microbatch 8", (*LLAMA_1B, "train.micro_batch_size=8"), has_peers=True),
     Row("llama3_1b, microbatch 16, loss chunks", (*LLAMA_1B, "train.micro_batch_size=16", CHUNKS)),
     Row("llama3_1b, and bf16 residual", BEST_1B, 60.0),
@@ -104,6 +107,7 @@ ROWS = (
     Row("gpt2_124m, and bf16 residual", (*GPT2, "train.micro_batch_size=128", CHUNKS, BF16_RESIDUAL), 45.0),
     Row("llama3_8b, full recomputation", (*LLAMA_8B, FULL_RECOMPUTE), 50.0),
     Row("8 of 64 experts", MOE_1B, 40.0),
+    Row("8 of 64 experts, casts", (*MOE_1B, CASTS)),
     Row("llama3_1b, 131072 tokens", (*LONG_1B, FULL_RECOMPUTE), steps=3),
     Row("llama3_1b, 131072 tokens, offload", (*LONG_1B, FULL_RECOMPUTE, "parallel.activation_offload=cpu"), steps=3),
 )

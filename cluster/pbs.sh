@@ -4,7 +4,7 @@
 #   RUN_ARGS="conf/llama3_8b.yaml run.dir=/shared/runs/llama3_8b" qsub -V -l select=8:ncpus=64:ngpus=4 cluster/pbs.sh
 #
 # The shape above is that of Polaris (four A100 per node). Put site-specific settings (queue, account, file systems,
-# modules) on the qsub line or below "environment". With RESUBMIT=cluster/pbs.sh next to RUN_ARGS, a run that stopped
+# modules) on the qsub line or below "environment". NUM_GPUS: of a node, where Ray does not find them itself. With RESUBMIT=cluster/pbs.sh next to RUN_ARGS, a run that stopped
 # before its time limit is submitted again and resumes from the checkpoint.
 #PBS -N raytrain
 #PBS -l place=scatter:exclhost
@@ -43,7 +43,7 @@ trap 'rm -f "$STATUS_FILE"' EXIT
 status=0
 # shellcheck disable=SC2016  # the inner shell is the one to expand it
 mpiexec -n "$nodes" --ppn 1 \
-    ray symmetric-run --address "$address" --min-nodes "$nodes" --num-cpus "$cpus" -- \
+    ray symmetric-run --address "$address" --min-nodes "$nodes" --num-cpus "$cpus" ${NUM_GPUS:+--num-gpus "$NUM_GPUS"} -- \
     bash -c 'raytrain-hpc train "$@"; status=$?; echo "$status" >"$STATUS_FILE"; exit "$status"' \
     raytrain-hpc "${words[@]}" "cluster.address=$address" || status=$?
 

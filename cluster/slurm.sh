@@ -36,11 +36,22 @@ STATUS_FILE=$(mktemp)
 trap 'rm -f "$STATUS_FILE"' EXIT
 
 # symmetric-run starts the head here and a worker on every other node, and runs the command after -- on the head only.
-# --wait, --kill-on-bad-exit: end the other nodes' tasks once the driver has ended.
+# --wait, --kill-on-bad-exit: end the other nodes' tasks once the driver has ended. Where Slurm knows the switches of the
+# cluster (topology.conf), each node is labelled with its own, and ranks that communicate most are placed on one switch.
 status=0
-# shellcheck disable=SC2016  # the inner shell is the one to expand it
-srun --wait=60 --kill-on-bad-exit=1 \
-    ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
+# shellcheck disable=SC2016  # the inner shells are the ones to expand it
+srun --wait=60 --kill-on-bad-exit=1 bash -c '
+    case ${SLURM_TOPOLOGY_ADDR_PATTERN:-} in *switch*)
+        switches=${SLURM_TOPOLOGY_ADDR%.*} # from the top one down to that of this node
+        switch=${switches##*.}
+        set -- --labels "rack=${switch//[^A-Za-z0-9_-]/_}" "$@" ;;
+    esac
+    if [ -n "${ROCR_VISIBLE_DEVICES:-}" ]; then # set by Slurm on nodes with AMD GPUs; Ray reads the other one
+        export HIP_VISIBLE_DEVICES=$ROCR_VISIBLE_DEVICES
+        unset ROCR_VISIBLE_DEVICES
+    fi
+    exec ray symmetric-run "$@"' ray-on-node \
+    --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" -- \
     bash -c 'raytrain-hpc train "$@"; status=$?; echo "$status" >"$STATUS_FILE"; exit "$status"' \
     raytrain-hpc "$@" "cluster.address=$address" || status=$?
 

@@ -273,9 +273,8 @@ def plan(
         restart_s: Seconds to restart all workers from a checkpoint.
         pause_s: Seconds until the surviving ranks continue from memory.
     """
-    from raytrain_hpc.planner.hardware import get_preset_name, make_machine
-    from raytrain_hpc.planner.layout import get_min_world_size
-    from raytrain_hpc.planner.measured_links import load_calibration, load_links
+    from raytrain_hpc.planner.cluster_shape import build_cluster
+    from raytrain_hpc.planner.measured_links import load_calibration
     from raytrain_hpc.planner.plan import make_plan
 
     _complete_plannable(config)
@@ -287,18 +286,16 @@ def plan(
 
         running_cluster = inspect_running_cluster(config)
         return plan_cluster(running_cluster, load_calibration(running_cluster.device.name))
-    wants_gpus = nodes or gpus_per_node or config.cluster.device == "cuda" or config.train.dtype in ("bf16", "float8")
-    device_name = device or ("h100" if wants_gpus and config.cluster.device != "cpu" else "cpu")
-    if nodes is None and gpus_per_node is None:
-        world_size = workers or get_min_world_size(config)
-        gpus_per_node = 8 if device_name != "cpu" and world_size % 8 == 0 else world_size
-        nodes = world_size // gpus_per_node
-    nodes, gpus_per_node = nodes or 1, gpus_per_node or 8
-    if workers not in (None, nodes * gpus_per_node):
-        remedy = f"{nodes} nodes of {gpus_per_node} devices are {nodes * gpus_per_node}; leave one of them out"
-        raise ConfigError("workers", workers, "plan", remedy)
-    cluster = make_machine(device_name, nodes, gpus_per_node, inside, across, load_links(get_preset_name(device_name)))
-    return plan_cluster(cluster, load_calibration(get_preset_name(device_name)))
+    cluster = build_cluster(
+        config,
+        workers=workers,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        device=device,
+        inside=inside,
+        across=across,
+    )
+    return plan_cluster(cluster, load_calibration(cluster.device.name))
 
 
 def _complete_plannable(config: Config) -> None:

@@ -6,11 +6,12 @@ A container or a Slurm allocation usually has fewer CPUs than the machine, which
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _CGROUP_MOUNT = "sys/fs/cgroup"
+_KEPT_COUNT = "RAYTRAIN_AFFINITY_CPUS"  # environment variable
 _UNIFIED = ""  # the controller list of the version 2 hierarchy in /proc/self/cgroup
 
 
@@ -34,8 +35,20 @@ def count_usable_cpus() -> int:
 
 
 def read_cpu_limits(root: Path = Path("/")) -> CpuLimits:
-    """Return the CPU limits of this process. `root`: directory that contains proc/ and sys/."""
-    return CpuLimits(os.cpu_count() or 1, len(os.sched_getaffinity(0)), read_cpu_quota(root))
+    """Return the CPU limits of this process, without its binding to a NUMA node; see `keep_cpu_count`.
+
+    `root`: directory that contains proc/ and sys/.
+    """
+    affinity = int(os.environ.get(_KEPT_COUNT, "0")) or len(os.sched_getaffinity(0))
+    return CpuLimits(os.cpu_count() or 1, affinity, read_cpu_quota(root))
+
+
+def keep_cpu_count(environment: MutableMapping[str, str]) -> None:
+    """Remember the number of CPUs in the affinity mask, for this process and those that it starts.
+
+    Call before the process is bound to some of them: what is divided among all processes of the host is not less then.
+    """
+    environment[_KEPT_COUNT] = str(len(os.sched_getaffinity(0)))
 
 
 def read_cpu_quota(root: Path) -> float | None:

@@ -107,27 +107,31 @@ class WorkerFailedError(RaytrainError):
         *,
         node_id: str = "",
         detected_at: float = 0.0,
+        aborted_at: float = 0.0,
         last_seen: float | None = None,
         operation: str = "",
         stacks: dict[int, str] | None = None,
+        device: str = "",
     ):
         """Initialize the error.
 
         Args:
-            kind: died, node lost, preempted (lost after notice), raised, silent, frozen, interpreter held, stalled,
-                out of step, slow, corrupt, replicas differ, or deadlocked (no single rank could be identified as the
-                cause).
+            kind: died, crashed (by a fatal signal of its own), out of memory, node lost, preempted (lost after notice),
+                raised, silent, frozen, interpreter held, stalled, out of step, link down (it receives nothing), slow,
+                corrupt, replicas differ, or deadlocked (no single rank could be identified as the cause).
             node_id: Ray's identifier of the node, whose name is `node`.
             detected_at: Unix time of the detection.
+            aborted_at: Unix time at which all other ranks of the generation had ended it.
             last_seen: Unix time of the rank's last heartbeat, if known.
             operation: Collective in which the other ranks were waiting, if known.
             stacks: Thread stacks per rank.
+            device: State of the rank's GPU in one line, if known.
         """
         self.rank, self.node, self.pid, self.kind, self.reason = rank, node, pid, kind, reason
-        self.node_id, self.detected_at, self.last_seen = node_id, detected_at, last_seen
-        self.operation, self.stacks = operation, stacks or {}
+        self.node_id, self.detected_at, self.aborted_at = node_id, detected_at, aborted_at
+        self.last_seen, self.operation, self.stacks, self.device = last_seen, operation, stacks or {}, device
         self.ranks: tuple[int, ...] = (rank,)  # all ranks that failed together
-        super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}")
+        super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}" + f" (GPU: {device})" * bool(device))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.node, self.pid, self.kind, self.reason), self.__dict__

@@ -1,7 +1,8 @@
 """All private or undocumented names of torch that the package uses: why, and which versions have them.
 
-No other file may use one; tests/architecture checks that. Every name has a test in tests/test_torch_private.py, to be
-run with a new version of torch before the range in pyproject.toml is widened. "All versions" means 2.11 to 2.15.
+Those of process groups are in torch_private_groups.py. No other file may use one; tests/architecture checks that. Every
+name has a test in tests/test_torch_private.py, to be run with a new version of torch before the range in pyproject.toml
+is widened. "All versions" means 2.11 to 2.15.
 
 FSDP2 and DTensor are imported when a function needs them: they take 40 MiB in workers that use neither.
 """
@@ -118,40 +119,6 @@ def _get_attention_backend(name: str) -> Any:
     from torch.nn.attention import SDPBackend
 
     return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
-
-
-def dump_flight_recorder() -> str:
-    """Return the flight recorder's entries as JSON, for all backends. `_dump_fr_trace_json`: all versions."""
-    import torch._C._distributed_c10d as c10d
-
-    trace: str = c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
-    return trace
-
-
-def abort_nccl_groups() -> None:
-    """Abort all NCCL groups of this process, from any thread. Their kernels end and leave undefined tensors behind.
-
-    The public `ProcessGroup.abort` is for one group, and one at a time can deadlock (pytorch issue 119797). `_world`:
-    all versions. `_group_start`: the class that `nccl` names up to 2.14. The one that it names in 2.15 lacks it, and
-    torch itself aborts its groups between `_start_coalescing` and `_end_coalescing`.
-    """
-    if not dist.is_initialized():
-        return
-    groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if backend == "nccl"]
-    if groups:
-        device = torch.device("cuda")
-        backend: Any = groups[0]._get_backend(device)
-        has_group_calls = hasattr(backend, "_group_start")
-        if has_group_calls:
-            backend._group_start()
-        else:
-            groups[0]._start_coalescing(device)
-        for group in groups:
-            group.abort()
-        if has_group_calls:
-            backend._group_end()
-        else:
-            groups[0]._end_coalescing(device)
 
 
 @contextmanager
@@ -338,17 +305,31 @@ def raise_recompile_limits(count: int) -> None:
     config.accumulated_recompile_limit += count
 
 
-def record_memory_history(max_entries: int | None) -> None:
-    """Record allocations of GPU memory with their stacks, the newest `max_entries`; None: stop. All versions."""
+def has_memory_history(device: torch.device) -> bool:
+    """Return whether torch can record the allocations on a device: on GPUs, of Intel from 2.12 on."""
+    memory = getattr(torch.get_device_module(device), "memory", None)
+    return hasattr(memory, "_record_memory_history")
+
+
+def record_memory_history(device: torch.device, max_entries: int | None) -> None:
+    """Record allocations of GPU memory with their stacks, the newest `max_entries`; None: stop.
+
+    `_record_memory_history`: where `has_memory_history`.
+    """
+    memory: Any = torch.get_device_module(device).memory
     if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        memory._record_memory_history(enabled=None)
     else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+        memory._record_memory_history(max_entries=max_entries)
 
 
-def dump_memory_snapshot(path: str) -> None:
-    """Write what `record_memory_history` has recorded, as a pickle for torch's memory viewer. All versions."""
-    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+def dump_memory_snapshot(device: torch.device, path: str) -> None:
+    """Write what `record_memory_history` has recorded, as a pickle for torch's memory viewer.
+
+    `_dump_snapshot`: where `has_memory_history`.
+    """
+    memory: Any = torch.get_device_module(device).memory
+    memory._dump_snapshot(path)
 
 
 def is_storage_shared(storage: Any) -> bool:
@@ -376,3 +357,24 @@ def list_dcp_classes() -> dict[tuple[str, str], str]:
         (sharded_tensor, "TensorProperties"): "TensorProperties",
         (sharded_tensor, "MEM_FORMAT_ENCODING"): "_MEM_FORMAT_ENCODING",
     }
+
+
+def sleep_on_device(cycles: int) -> None:
+    """Start a kernel on the current GPU that only counts its clock, to inject a hang. `_sleep`: all versions."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def load_dynamo() -> None:
+    """Import TorchDynamo, which takes a second. The first DTensor of a process, or recomputed block, would.
+
+    All versions.
+    """
+    import torch._dynamo  # noqa: F401
+
+
+def load_symbolic_shapes() -> None:
+    """Import SymPy, which takes half a second and which the first backward pass from given gradients loads.
+
+    `torch.autograd._make_grads` does. All versions.
+    """
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401

@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 import weakref
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from raytrain_hpc import torch_private
+from raytrain_hpc import torch_private, torch_private_groups
 from raytrain_hpc.distributed.process_groups import init_process_groups
 from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward
 from raytrain_hpc.planner.layout import Layout
@@ -187,14 +188,14 @@ def test_persistent_buffers_are_those_of_the_state_dict() -> None:
 
 
 def record_all_reduce(rank: int, rendezvous: Any) -> tuple[dict[str, Any], list[float]]:
-    """Return the flight record of an all-reduce, and its result after `abort_nccl_groups`, which leaves gloo alone."""
+    """Return the flight record of an all-reduce, and its result after aborting the groups of accelerators only."""
     init_process_groups(rendezvous, rank, Layout(dp_replicate=2), CPU)
     assert [backend for backend, _ in dist.distributed_c10d._world.pg_map.values()] == ["gloo"]
-    torch_private.abort_nccl_groups()
+    torch_private_groups.abort_accelerator_groups()
     value = torch.full((3,), float(rank + 1))
     dist.all_reduce(value)
     deadline = time.monotonic() + 30.0
-    while not (entry := json.loads(torch_private.dump_flight_recorder())["entries"][-1])["retired"]:
+    while not (entry := json.loads(torch_private_groups.dump_flight_recorder())["entries"][-1])["retired"]:
         assert time.monotonic() < deadline, "another thread retires entries soon after their end"
         time.sleep(0.01)
     return entry, value.tolist()
@@ -367,3 +368,32 @@ def count_versions(rank: int, rendezvous: Any) -> list[list[int]]:
 def test_versions_of_compiled_functions(pool: WarmPool) -> None:
     """The second size makes it a variable, unless the first one is forgotten; no version comes after the limit."""
     assert pool.call(count_versions, 1) == [[[1, 2, 2], [1, 2, 2], [1, 2, 3]]]
+
+
+def test_groups_are_reconfigured_with_handles() -> None:
+    """Only torch 2.14 and later can."""
+    assert torch_private_groups.has_reconfigure() == (torch.__version__ >= "2.14")
+    if torch_private_groups.has_reconfigure():
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, enable_reconfigure=True)
+        try:
+            for number in (1, 2):
+                torch_private_groups.reconfigure(
+                    number, [torch_private_groups.get_reconfigure_handle()], timedelta(seconds=20)
+                )
+                total = torch.ones(2)
+                dist.all_reduce(total)
+                assert total.tolist() == [1.0, 1.0]
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_kernel_that_only_counts_the_clock() -> None:
+    assert callable(torch.cuda._sleep)
+    if torch.cuda.is_available():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch_private.sleep_on_device(10_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        assert begin.elapsed_time(end) > 1.0

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from raytrain_hpc.bench import torch_baseline
@@ -60,8 +61,13 @@ def run_platform(overrides: Sequence[str]) -> PlatformRun:
 
 
 @contextmanager
-def launch_platform(overrides: Sequence[str], name: str = "the platform") -> Iterator[TrainingProcess]:
-    """Start `raytrain-hpc train` as a training process. `overrides` name a running Ray cluster or cluster.workers=0."""
+def launch_platform(
+    overrides: Sequence[str], name: str = "the platform", environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[TrainingProcess]:
+    """Start `raytrain-hpc train` as a training process. `overrides` name a running Ray cluster or cluster.workers=0.
+
+    Without such, the run starts a Ray; then `environment` has a RAY_TMPDIR.
+    """
     with scratch_dir() as directory:
         run_dir = directory / "run"
         own_pid: list[int] = []  # with cluster.workers=0 the driver is the worker
@@ -77,7 +83,7 @@ def launch_platform(overrides: Sequence[str], name: str = "the platform") -> Ite
                 f"run.dir={run_dir}",
                 "fault.stall_timeout=1e6",
             ],
-            {},
+            dict(environment),
             directory / "output",
             lambda: [line["time/unix"] for line in read_jsonl(run_dir / "metrics.jsonl")],
             lambda: own_pid or _read_worker_pids(run_dir / "workers.json"),

@@ -30,6 +30,7 @@ from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, FULL_CONVENTION
 from raytrain_hpc.planner.hardware import find_device_preset, make_machine
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 from raytrain_hpc.planner.search import Estimate, estimate_layout
+from raytrain_hpc.torch_device import find_accelerator, get_device_name, is_accelerator
 
 MEMORY_GOAL = 5.0  # percent between planned and measured memory
 STEPS_PER_ROUND = 15
@@ -86,10 +87,10 @@ def run(rounds: int, against: Sequence[str] = ()) -> Table:
         MissingDependencyError: A library of `against` cannot be imported.
     """
     check_peers(against)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU: figures that need a GPU are missing"
+    device = find_accelerator() or torch.device("cpu")
+    name = get_device_name(device) if is_accelerator(device) else "CPU: figures that need a GPU are missing"
     table = Table("bench device: one process on one device", COLUMNS, notes=[name])
-    for case in GPU_CASES if device.type == "cuda" else CPU_CASES:
+    for case in GPU_CASES if is_accelerator(device) else CPU_CASES:
         measure_case(case, WARMUP_STEPS + STEPS_PER_ROUND * rounds, device, (PLAIN, *against), table)
     table.notes += [
         f"tok/s: median step after {WARMUP_STEPS}; MFU: of the dense bf16 peak, {CAUSAL_CONVENTION}; full square: "
@@ -114,8 +115,8 @@ def measure_case(case: Case, steps: int, device: torch.device, peers: Sequence[s
     release_memory()
     planned: list[Value] = [NOT_A_GPU, NOT_A_GPU, None]
     expected: Value = NOT_A_GPU
-    if device.type == "cuda":
-        plan = predict(config, spec, torch.cuda.get_device_name(device))
+    if is_accelerator(device):
+        plan = predict(config, spec, get_device_name(device))
         expected = config.train.global_batch_size * config.train.seq_len / plan.step_s
         planned_gib = plan.footprint.allocated / 2**30
         error_percent = 100 * (planned_gib / platform.peak_gib - 1)
@@ -137,12 +138,12 @@ def _add_row(
     planned: Sequence[Value],
 ) -> None:
     log_progress(f"{case.name} by {system}: {measured.tokens_per_sec:.0f} tok/s, {measured.peak_gib:.2f} GiB")
-    is_gpu = device.type == "cuda"
+    is_gpu = is_accelerator(device)
     spec = resolve_model_spec(config.model, vocab_size=None, seq_len=config.train.seq_len)
     mfu: list[Value] = [NOT_A_GPU, NOT_A_GPU]
     telemetry: list[Value] = [NOT_A_GPU, NOT_A_GPU]
     if is_gpu:
-        name, rate = torch.cuda.get_device_name(device), measured.tokens_per_sec
+        name, rate = get_device_name(device), measured.tokens_per_sec
         mfu = [compute_mfu_percent(config, spec, name, rate, causal=causal) for causal in (True, False)]
         values = measured.telemetry.power_w, measured.telemetry.sm_clock_mhz
         telemetry = [UNKNOWN if value is None else value for value in values]

@@ -27,7 +27,7 @@ from raytrain_hpc.observability.kernel_summary import KernelSummary
 from raytrain_hpc.observability.metrics import compute_mfu
 from raytrain_hpc.observability.peak_flops import get_peak_tflops
 from raytrain_hpc.planner.flops import compute_flops_per_token
-from raytrain_hpc.training.step_metrics import get_peak_memory_gib
+from raytrain_hpc.torch_device import get_device_module, get_peak_memory_gib, is_accelerator, synchronize
 
 WARMUP_STEPS = 5
 
@@ -55,12 +55,11 @@ def measure_platform(config: Config, device: torch.device, *, warmup: int = WARM
 
         def run_steps(steps: range) -> None:
             for step in steps:
-                if step == 1 and device.type == "cuda":  # exclude memory used by compilation and autotuning
-                    torch.cuda.reset_peak_memory_stats(device)
+                if step == 1 and is_accelerator(device):  # exclude memory used by compilation and autotuning
+                    get_device_module(device).reset_peak_memory_stats(device)
                 start = time.perf_counter()
                 result = trainer.train_step(step)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                synchronize(device)
                 seconds.append(time.perf_counter() - start)
                 waits.append(result.data_s / seconds[-1])
                 losses.append(result.loss)

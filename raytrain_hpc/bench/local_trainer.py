@@ -14,6 +14,7 @@ from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware_defaults import resolve_compile, resolve_dtype
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.torch_device import find_accelerator, is_accelerator
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.trainer import Trainer
 
@@ -24,16 +25,17 @@ def require_gpu(benchmark: str) -> torch.device:
     Raises:
         ClusterError: This machine has no usable GPU.
     """
-    if not torch.cuda.is_available():
+    device = find_accelerator()
+    if device is None:
         raise ClusterError(f"bench {benchmark}: this machine has no usable GPU; run it on a machine with one")
-    return torch.device("cuda", 0)
+    return device
 
 
 @contextmanager
 def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
     """Build the trainer of a run with one rank, and prefetch its data for all of train.steps."""
     release_memory()
-    has_accelerator = device.type == "cuda"
+    has_accelerator = is_accelerator(device)
     config = resolve_compile(resolve_dtype(config, has_bf16=has_accelerator), has_accelerator=has_accelerator)
     prepared = prepare_run(config, None, lambda line: None)
     layout, batching = prepared.resolve_layout(1)
@@ -56,4 +58,5 @@ def release_memory() -> None:
     """Free the GPU memory and the compiled code of trainers that are no longer used."""
     gc.collect()
     torch.compiler.reset()
-    torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,8 +13,9 @@ from raytrain_hpc.errors import MissingDependencyError, RunFailedError
 
 NANOGPT = "nanogpt"
 LIBRARIES = (TRANSFORMERS, TORCHTITAN)
+RECOVERY_PEERS = ("ray-train", "torchrun", "torchft", "nvrx", "torch-reconfigure")  # see `recovery_systems`
 # Words of --against that each benchmark knows.
-KNOWN_PEERS = {"step": (f"{NANOGPT}=DIR", *LIBRARIES), "device": LIBRARIES}
+KNOWN_PEERS = {"step": (f"{NANOGPT}=DIR", *LIBRARIES), "device": LIBRARIES, "recovery": RECOVERY_PEERS}
 _MODULES = {TRANSFORMERS: "transformers_baseline", TORCHTITAN: "torchtitan_baseline"}
 _REQUIREMENTS = {TRANSFORMERS: "transformers", TORCHTITAN: "'torchtitan>=0.3,<0.4' triton"}
 
@@ -30,12 +32,32 @@ def parse_peers(benchmark: str, words: Sequence[str]) -> dict[str, Path | None]:
         name, separator, directory = word.partition("=")
         pattern = f"{name}=DIR" if separator and directory else name
         if pattern not in known:
-            offer = (
-                f"it takes {', '.join(known)}" if known else "only `bench step` and `bench device` compare with peers"
-            )
+            offer = f"it takes {', '.join(known)}" if known else f"only {_list_benchmarks()} compare with other systems"
             raise ValueError(f"--against {word}: `bench {benchmark}` cannot use that; {offer}")
         peers[name] = Path(directory) if directory else None
     return peers
+
+
+def parse_pythons(words: Sequence[str], peers: Iterable[str]) -> dict[str, str]:
+    """Return the interpreters of `--python PEER=PATH`, repeated: name -> path.
+
+    Raises:
+        ValueError: A word has another form, or names no peer of this run.
+    """
+    pythons, peers = {}, list(peers)
+    for word in words:
+        name, separator, path = word.partition("=")
+        if not separator or name not in peers:
+            raise ValueError(f"--python {word}: expected PEER=PATH with a peer of --against ({', '.join(peers)})")
+        if shutil.which(path) is None:
+            raise ValueError(f"--python {word}: {path} is no program")
+        pythons[name] = path
+    return pythons
+
+
+def _list_benchmarks() -> str:
+    *others, last = (f"`bench {name}`" for name in KNOWN_PEERS)
+    return f"{', '.join(others)} and {last}"
 
 
 def check_peers(libraries: Iterable[str]) -> None:

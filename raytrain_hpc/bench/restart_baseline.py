@@ -3,19 +3,16 @@
     torchrun --max-restarts=3 ... restart_baseline.py JOB.json DIRECTORY
     python restart_baseline.py JOB.json DIRECTORY ray-train WORKERS CPU_SLOTS
 
-Rank 0 appends one line per step to DIRECTORY/steps.jsonl, with the Unix time of its end. Every rank writes its pid to
-DIRECTORY/RANK.pid.
+Steps and pids are written to DIRECTORY; see `step_report`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +20,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_hpc.bench.step_report import StepReport
 from raytrain_hpc.bench.torch_baseline import BaselineJob, build_model, build_optimizer, train_step
 
 CHECKPOINT_INTERVAL = 10  # steps between checkpoints
 
 
-def train_loop(job: BaselineJob, directory: Path, rank: int, world_size: int, on_checkpoint: Any = None) -> None:
-    """Train from the newest checkpoint to the end. Calls `on_checkpoint(step)` after each checkpoint, if given."""
+def train_loop(
+    job: BaselineJob,
+    directory: Path,
+    rank: int,
+    world_size: int,
+    on_checkpoint: Callable[[int], None] | None = None,
+    generation: int = 0,
+) -> None:
+    """Train from the newest checkpoint to the end. Calls `on_checkpoint(step)` after each checkpoint, if given.
+
+    Call when the process group is formed. `generation`: number of groups before it in this process.
+    """
     torch.set_num_threads(job.threads)
     model: nn.Module = DistributedDataParallel(build_model(job), gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, job)
@@ -40,19 +48,26 @@ def train_loop(job: BaselineJob, directory: Path, rank: int, world_size: int, on
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first_step = state["step"]
-    (directory / f"{rank}.pid").write_text(str(os.getpid()))
-    with (directory / "steps.jsonl").open("a") if rank == 0 else open(os.devnull, "w") as file:
-        for step in range(first_step, job.steps):
-            offset = (step * job.global_batch_size) % len(tokens) + rank * local_batch
-            train_step(model, optimizer, np.array(tokens[offset : offset + local_batch]), job)
-            print(json.dumps({"step": step + 1, "time/unix": time.time()}), file=file, flush=True)
-            if (step + 1) % CHECKPOINT_INTERVAL == 0:
-                if rank == 0:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                    torch.save(state, checkpoint.with_suffix(".new"))
-                    checkpoint.with_suffix(".new").rename(checkpoint)
-                if on_checkpoint is not None:
-                    on_checkpoint(step + 1)
+    report = StepReport(directory, rank, reports=rank == 0)
+    for step in range(first_step, job.steps):
+        report.raise_if_injected(step)
+        offset = (step * job.global_batch_size) % len(tokens) + rank * local_batch
+        loss = train_step(model, optimizer, np.array(tokens[offset : offset + local_batch]), job)
+        report.record(step + 1, average_over_ranks(loss), generation, world_size)
+        if (step + 1) % CHECKPOINT_INTERVAL == 0:
+            if rank == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                torch.save(state, checkpoint.with_suffix(".new"))
+                checkpoint.with_suffix(".new").rename(checkpoint)
+            if on_checkpoint is not None:
+                on_checkpoint(step + 1)
+
+
+def average_over_ranks(loss: float) -> float:
+    """Return the mean over ranks of the loss of their rows, which does not depend on the number of ranks."""
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def run_under_torchrun(job: BaselineJob, directory: Path) -> None:

@@ -14,6 +14,7 @@ from raytrain_hpc.bench.workloads import COMMON_OVERRIDES
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
+from raytrain_hpc.torch_device import get_device_name
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.trainer import Trainer
 
@@ -67,7 +68,7 @@ def measure_snapshots(config: Config, device: torch.device) -> Table:
         f"{gib:.1f} GiB of weights and moments; {len(seconds['none'])} steps per mode, in blocks of {STEPS_PER_BLOCK}, "
         "of which the first two are not measured; overlapped: as in a run, the copy overlaps with the next step; "
         "blocking: each step waits for its copy",
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        get_device_name(device),
     ]
     return table
 

@@ -9,13 +9,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from raytrain_hpc.observability.kernel_summary import KernelSummary
 from raytrain_hpc.observability.profiler import summarize_profile
+from raytrain_hpc.torch_device import synchronize
 
 
 def profile_step(train_step: Callable[[], object], device: torch.device) -> KernelSummary:
     """Run a step under torch's profiler. Return its kernels on a GPU, or its operators on a CPU."""
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    activity: ProfilerActivity = getattr(ProfilerActivity, device.type.upper())
     with profile(activities=[activity]) as profiler:
         train_step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
     return summarize_profile(profiler)

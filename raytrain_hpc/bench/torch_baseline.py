@@ -202,7 +202,7 @@ def measure_device(
     """Train, profile one more step, and write power, clock, kernels and peak memory of the device to `out`."""
     from raytrain_hpc.bench.step_profile import profile_step  # not in other runs, whose memory is compared
     from raytrain_hpc.bench.telemetry import sample_telemetry
-    from raytrain_hpc.training.step_metrics import get_peak_memory_gib
+    from raytrain_hpc.torch_device import get_peak_memory_gib
 
     device = torch.device(job.device)
     with sample_telemetry(device) as telemetry:

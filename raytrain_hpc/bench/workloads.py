@@ -12,6 +12,7 @@ from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import open_stream
+from raytrain_hpc.device_backends import is_accelerator_type
 from raytrain_hpc.planner.layout import resolve_batching, resolve_layout
 
 # Evaluation and samples at the end of a run are never measured. A constant learning rate is the same for both sides.
@@ -75,7 +76,7 @@ def build_baseline_job(config: Config, workers: int, directory: Path, peer: str 
         grad_clip=train.max_grad_norm,
         dtype=train.dtype,
         compile=train.compile is True,
-        device="cuda" if config.cluster.device == "cuda" else "cpu",
+        device=config.cluster.device if is_accelerator_type(config.cluster.device) else "cpu",
         peer=peer,
     )
 

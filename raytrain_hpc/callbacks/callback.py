@@ -29,8 +29,9 @@ class TrainingContext:
     """Facts about this rank in this generation, and its model, as `self.context` of a callback.
 
     `step`: committed steps; in `post_step` and later hooks of a step, this step included. `modules`: the model, by
-    pipeline stage; without a pipeline, stage 0 is the whole model. `parameters`: this rank's slices of the trainable
-    weights, by name; plain tensors, which must not be replaced.
+    pipeline stage; without a pipeline, stage 0 is the whole model. Its weights can be bf16 copies, current only during
+    passes (`train.weight_copies`). `parameters`: this rank's slices of the trainable weights, by name; plain tensors,
+    which must not be replaced.
     """
 
     config: Config

@@ -7,7 +7,7 @@ from typing import Any
 
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.errors import CallbackError
-from raytrain_hpc.torch_private import dump_memory_snapshot, record_memory_history
+from raytrain_hpc.torch_private import dump_memory_snapshot, has_memory_history, record_memory_history
 
 
 class MemorySnapshot(Callback):
@@ -26,9 +26,9 @@ class MemorySnapshot(Callback):
 
     def pre_step(self) -> None:
         """Begin to record before the first step."""
-        is_selected = self.context.rank in self._ranks and self.context.device.type == "cuda"
+        is_selected = self.context.rank in self._ranks and has_memory_history(self.context.device)
         if is_selected and not self._is_recording and self.context.step == self._first:
-            record_memory_history(self._max_entries)
+            record_memory_history(self.context.device, self._max_entries)
             self._is_recording = True
 
     def post_step(self, metrics: dict[str, Any]) -> None:
@@ -42,6 +42,6 @@ class MemorySnapshot(Callback):
             directory = self.context.run_dir / "memory"
             directory.mkdir(exist_ok=True)
             name = f"rank-{self.context.rank:05d}-step-{self.context.step:08d}.pickle"
-            dump_memory_snapshot(str(directory / name))
-            record_memory_history(None)
+            dump_memory_snapshot(self.context.device, str(directory / name))
+            record_memory_history(self.context.device, None)
             self._is_recording = False

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from raytrain_hpc.callbacks.callback import Callback
+from raytrain_hpc.torch_device import get_nvtx
 
 
 class NvtxRanges(Callback):
@@ -46,11 +45,11 @@ class NvtxRanges(Callback):
             self._pop()
 
     def _push(self, name: str) -> None:
-        if self.context.device.type == "cuda":
-            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        if (nvtx := get_nvtx(self.context.device)) is not None:
+            nvtx.range_push(name)
             self._depth += 1
 
     def _pop(self) -> None:
         if self._depth:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            get_nvtx(self.context.device).range_pop()
             self._depth -= 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
+from raytrain_hpc.cli.check import Check, Fact
+from raytrain_hpc.cli.wiring_checks import check_adapters, check_numa_nodes
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.ray_temp_dir import MAX_SOCKET_PATH_BYTES
@@ -24,23 +24,6 @@ _MIN_OPEN_FILES = 4096
 _SOCKET_PATH_RESERVE = 4  # bytes: process ids have up to 7 digits
 _MIN_RELATIVE_SPEED = 0.8  # relative to the median
 
-Fact = Mapping[str, Any]  # about one worker: its placement and `worker.host_info`
-CheckState = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Result of one check: its state, the finding, and a remedy if the state is not ok."""
-
-    name: str
-    state: CheckState
-    found: str
-    remedy: str = ""
-
-    def format_line(self) -> str:
-        """Return the line of a report for the terminal."""
-        return f"{self.state:<5} {self.name:<12} {self.found}" + (f" -> {self.remedy}" if self.remedy else "")
-
 
 def run_checks(
     cluster: Topology, facts: Sequence[Fact], query_interval: tuple[float, float], config: Config
@@ -51,6 +34,7 @@ def run_checks(
         _check_versions(facts),
         _check_cpus(facts, config.cluster.cpu_threads),
         _check_gpus(facts, config.cluster.device),
+        check_numa_nodes(facts),
         _check_clocks(facts, query_interval),
         _check_shared_memory(facts),
         _check_socket_paths(facts),
@@ -58,6 +42,7 @@ def run_checks(
         _check_directory(facts, config.run.dir),
         _check_network(facts),
         _check_ports(facts),
+        check_adapters(facts),
         _check_speed(facts, "arithmetic", "tflops", "TFLOP/s"),
         _check_speed(facts, "memory", "memory_gbs", "GB/s"),
     ]
@@ -66,7 +51,7 @@ def run_checks(
 def _check_cluster(cluster: Topology, facts: Sequence[Fact]) -> Check:
     hosts = len({fact["node"] for fact in facts})
     slots = ", ".join(str(node.slots) for node in cluster.nodes)
-    racks = sorted({node.rack for node in cluster.nodes} - {""})
+    racks = sorted(({str(fact["rack"]) for fact in facts} | {node.rack for node in cluster.nodes}) - {""})
     finding = f"{len(cluster.nodes)} {pluralize_nodes(len(cluster.nodes))} with {slots} {cluster.ray_resource} slots"
     finding += f", racks {', '.join(racks)}" if racks else ""
     return Check(
@@ -135,9 +120,9 @@ def _check_gpus(facts: Sequence[Fact], device: str) -> Check:
     unused, host = fullest["installed_gpus"], fullest["node"]
     if device == "cpu" or not unused:
         return Check("gpus", "ok", "none in use; workers train on CPUs")
-    if not fullest["cuda_build"]:
-        finding = f"node {host} has {unused}, but torch {fullest['versions'].get('torch')} is built without CUDA"
-        return Check("gpus", "warn", finding, "install torch's CUDA build, or set cluster.device=cpu")
+    if not fullest["accelerator_build"]:
+        finding = f"node {host} has {unused}, but torch {fullest['versions'].get('torch')} is built for CPUs only"
+        return Check("gpus", "warn", finding, "install torch's build for these GPUs, or set cluster.device=cpu")
     remedy = f"start Ray with --num-gpus={unused} and request GPUs for the job, or set cluster.device=cpu"
     return Check("gpus", "warn", f"node {host} has {unused}, but Ray offers none", remedy)
 

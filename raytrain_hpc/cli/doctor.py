@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from raytrain_hpc.cli.cluster_checks import Check, pluralize_nodes, run_checks
+from raytrain_hpc.cli.check import Check
+from raytrain_hpc.cli.cluster_checks import pluralize_nodes, run_checks
 from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.planner.link_fit import CollectiveTimings, compute_bus_gbs, fit_link

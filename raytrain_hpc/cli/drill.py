@@ -17,19 +17,40 @@ import click
 from raytrain_hpc.api import train
 from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_on_one_line, split_words
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
+from raytrain_hpc.device_backends import has_endless_kernel, is_accelerator_type
 from raytrain_hpc.driver.run_directory import read_run_directory
 from raytrain_hpc.errors import CheckpointError, ConfigError
 from raytrain_hpc.storage.location import get_modified_time
 
-FAULT_KINDS: tuple[FaultKind, ...] = ("kill", "stop", "hang", "gil", "exception", "skip_collective", "nan")
-INCIDENT_KINDS = {
-    "kill": "died",
-    "stop": "frozen",
-    "hang": "stalled",
-    "gil": "interpreter held",
-    "exception": "raised",
-    "skip_collective": "out of step",
-    "nan": "not finite",
+FAULT_KINDS: tuple[FaultKind, ...] = (
+    "kill",
+    "stop",
+    "hang",
+    "gil",
+    "exception",
+    "segfault",
+    "oom",
+    "skip_collective",
+    "resize_collective",
+    "network_down",
+    "nan",
+)
+GPU_FAULT_KINDS: tuple[FaultKind, ...] = ("gpu_hang", "gpu_error")  # with cluster.device naming one
+# Kinds of incident that name each fault. gloo ends a process that receives more than it has room for.
+INCIDENT_KINDS: dict[str, tuple[str, ...]] = {
+    "kill": ("died",),
+    "stop": ("frozen",),
+    "hang": ("stalled",),
+    "gil": ("interpreter held",),
+    "exception": ("raised",),
+    "segfault": ("crashed",),
+    "oom": ("out of memory",),
+    "skip_collective": ("out of step", "crashed"),
+    "resize_collective": ("out of step", "crashed"),
+    "network_down": ("link down",),
+    "gpu_hang": ("stalled",),
+    "gpu_error": ("raised",),
+    "nan": ("not finite",),
 }
 _MIN_STEPS_BETWEEN_FAULTS = 5
 
@@ -47,10 +68,11 @@ class InjectedFault:
     def attributed_correctly(self) -> bool:
         """Whether the incident names the right rank and the right kind of fault."""
         incident = self.incident
-        return incident is not None and (incident["kind"], incident["rank"]) == (
-            INCIDENT_KINDS[self.fault.kind],
-            self.rank,
-        )
+        if incident is None:
+            return False
+        # With the network of a node, all its ranks are cut off.
+        ranks = incident["ranks"] if incident["kind"] == "link down" else [incident["rank"]]
+        return self.rank in ranks and incident["kind"] in INCIDENT_KINDS[self.fault.kind]
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,7 @@ class DrillReport:
             "bitwise_equal": self.bitwise_equal,
             "kinds": {
                 kind: self._summarize_kind(kind)
-                for kind in FAULT_KINDS
+                for kind in FAULT_KINDS + GPU_FAULT_KINDS
                 if any(fault.fault.kind == kind for fault in self.injected)
             },
         }
@@ -117,7 +139,9 @@ class DrillReport:
         }
 
 
-def make_schedule(seed: int, num_faults: int, steps: int, world_size: int) -> list[InjectConfig]:
+def make_schedule(
+    seed: int, num_faults: int, steps: int, world_size: int, kinds: Sequence[FaultKind] = FAULT_KINDS
+) -> list[InjectConfig]:
     """Return `num_faults` faults of random kinds on random ranks, spread evenly over the steps.
 
     Raises:
@@ -133,7 +157,7 @@ def make_schedule(seed: int, num_faults: int, steps: int, world_size: int) -> li
     rng = random.Random(seed)
     return [
         InjectConfig(
-            rng.choice(FAULT_KINDS),
+            rng.choice(kinds),
             rng.randrange(world_size),
             interval * (number + 1) + rng.randrange(interval // 2),
         )
@@ -153,7 +177,8 @@ def run_drill(
     """
     faulty = deepcopy(config)
     faulty.cluster.workers = world_size
-    faulty.fault.inject = make_schedule(seed, num_faults, config.train.steps, world_size)
+    kinds = list_kinds(config.cluster.device, world_size)
+    faulty.fault.inject = make_schedule(seed, num_faults, config.train.steps, world_size, kinds)
     faulty.fault.max_failures = max(config.fault.max_failures, num_faults)
     if read_run_directory(config.run.dir).metrics.exists():
         raise ConfigError("run.dir", config.run.dir, config.origin("run.dir"), "holds a run; choose another run.dir")
@@ -166,6 +191,18 @@ def run_drill(
     reference.run.dir = f"{config.run.dir}-undisturbed"
     train(reference, quiet=quiet)
     return replace(result, bitwise_equal=fingerprint(config.run.dir) == fingerprint(reference.run.dir))
+
+
+def list_kinds(device: str, world_size: int) -> tuple[FaultKind, ...]:
+    """Return the kinds of faults that a run can have. `device`: cluster.device."""
+    kinds = set(FAULT_KINDS + GPU_FAULT_KINDS)
+    if not is_accelerator_type(device):
+        kinds -= set(GPU_FAULT_KINDS)
+    elif not has_endless_kernel(device):
+        kinds -= {"gpu_hang"}
+    if device != "cpu" or world_size < 3:  # of two ranks that do not hear each other, either can be cut off
+        kinds -= {"network_down"}
+    return tuple(kind for kind in FAULT_KINDS + GPU_FAULT_KINDS if kind in kinds)
 
 
 def fingerprint(run_dir: str | Path) -> str:
@@ -227,7 +264,11 @@ def _format_seconds(seconds: Sequence[float]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @print_errors_on_one_line
 def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
-    """Train with injected faults and report their cost: killed, frozen, hung and out-of-step ranks, exceptions, NaN."""
+    """Train with injected faults and report their cost.
+
+    Killed, frozen, hung, crashed, cut off and out-of-step ranks, exceptions, memory that runs out, NaN; with a GPU in
+    cluster.device also kernels that never end or fail.
+    """
     from raytrain_hpc.config.loader import load_config
 
     path, overrides = split_words(words)

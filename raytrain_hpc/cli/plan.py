@@ -24,7 +24,8 @@ from raytrain_hpc.cli.options import (
 @click.option("--nodes", type=click.IntRange(min=1), help="Plan for this number of nodes.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="Devices per node.  [default: 8]")
 @click.option(
-    "--device", help="a100, h100, h200, b200, mi300x, pvc or cpu; override its numbers as in h100,memory_gib=64."
+    "--device",
+    help="a100, h100, h200, b200, mi300x, mi250x, pvc, pvc-tile or cpu; override its numbers as in h100,memory_gib=64.",
 )
 @click.option("--running", is_flag=True, help="Plan for the Ray cluster that is running.")
 @click.option(

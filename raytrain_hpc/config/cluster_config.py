@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from raytrain_hpc.config.field import AUTO, Auto, Section, key
+from raytrain_hpc.device_backends import DeviceChoice
 
 
 @dataclass
@@ -28,7 +28,14 @@ class ClusterConfig(Section):
         minimum=1,
     )
     cpu_threads: int = key(1, "CPU threads per worker.", minimum=1)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device type; auto: cuda if the cluster has GPUs, else cpu.")
+    device: DeviceChoice = key(
+        "auto",
+        "Device type, as torch names it (cuda: GPUs of NVIDIA and AMD; xpu: of Intel); auto: GPUs if there are any.",
+    )
+    numa_binding: bool = key(
+        True,
+        "Keep the threads of a worker with a GPU on the CPUs of the GPU's NUMA node, if it may use half of them.",
+    )
     network_interface: str = key(
         AUTO,
         "Network interface for collectives, or several separated by commas; auto: the one with the node's Ray address.",

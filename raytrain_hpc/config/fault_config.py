@@ -13,12 +13,18 @@ FaultKind = Literal[
     "hang",
     "gil",
     "exception",
+    "segfault",
+    "oom",
     "skip_collective",
     "swap_collectives",
+    "resize_collective",
+    "network_down",
     "nan",
     "spike",
     "bitflip",
     "slow",
+    "gpu_hang",
+    "gpu_error",
     "node",
 ]
 
@@ -30,9 +36,12 @@ class InjectConfig(Section):
     kind: FaultKind = key(
         "kill",
         "kill: SIGKILL; stop: SIGSTOP; hang: infinite loop; gil: hold the interpreter lock forever; exception: raise; "
-        "skip_collective: skip one all-reduce; swap_collectives: reorder two of them; nan: a NaN gradient; spike: a "
-        "loss 100 times too high; bitflip: flip a bit of a weight after the step; slow: microbatches take three times "
-        "as long from then on; node: kill all Ray processes of the rank's node, which must not be the driver's.",
+        "segfault: access invalid memory; oom: allocate more memory than there is on the device; skip_collective: skip "
+        "one all-reduce; swap_collectives: reorder two of them; resize_collective: give one half of its tensor; "
+        "network_down: receive no packet of other ranks any more, on CPUs; nan: a NaN gradient; spike: a loss 100 "
+        "times too high; bitflip: flip a bit of a weight after the step; slow: microbatches take three times as long "
+        "from then on; gpu_hang: a kernel that never ends; gpu_error: an invalid memory access of a kernel; node: kill "
+        "all Ray processes of the rank's node, which must not be the driver's.",
     )
     rank: int = key(0, "Rank that it hits, modulo the world size.", minimum=0)
     step: int = key(1, "Step of the fault. It is injected once, even if the step is repeated.", minimum=1)

@@ -29,6 +29,7 @@ RULES: Mapping[str, Rule] = {
     "train.steps": "changeable",  # but not below the steps that are trained
     "train.deterministic": "changeable",  # rounding
     "train.compile": "changeable",
+    "train.weight_copies": "changeable",
     "train.callbacks": "changeable",
     "optimizer.*": "fixed",
     "lr_scheduler.*": "fixed",

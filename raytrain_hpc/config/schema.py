@@ -233,6 +233,7 @@ class LoggingConfig(Section):
     """Console, metrics, experiment trackers and samples."""
 
     interval: int = key(10, "Steps between log lines.", minimum=1)
+    verbose: bool = key(False, "Print the phases of each recovery too.")
     rank_stats_interval: int = key(
         10, "Steps between statistics over ranks of step times and memory; 0: none.", minimum=0
     )

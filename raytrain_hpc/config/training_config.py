@@ -8,6 +8,9 @@ from typing import Any, Literal
 from raytrain_hpc.config.field import AUTO, Auto, Section, key
 
 OPTIMIZER_NAMES = ("adamw", "sgd", "muon")  # all other names are paths of classes
+# Largest decay rate of a moment in bf16, which has 8 significant bits: with a larger one, the decrease of a step would
+# be rounded away.
+MAX_BF16_DECAY = 1 - 2.0**-8
 
 
 def computes_in_bf16(dtype: str) -> bool:
@@ -60,6 +63,13 @@ class TrainConfig(Section):
         "Dtype of the built-in decoder's residual stream with dtype=bf16 or float8. Weights that ZeRO shards give bf16 "
         "in any case.",
     )
+    weight_copies: bool | Auto = key(
+        AUTO,
+        "With dtype=bf16 or float8: keep a bf16 copy of the weights of the built-in decoder's products, made once per "
+        "step, instead of casting them for each microbatch: 2 bytes per weight. auto: unless blocks are "
+        "recomputed, and not of float8 products. Weights that ZeRO shards have none: they are cast as they are "
+        "gathered.",
+    )
     loss_chunks: int = key(
         1,
         "Parts into which the positions of a microbatch are split for the output head and the loss, so that logits of "
@@ -104,6 +114,11 @@ class OptimizerConfig(Section):
         0.1,
         "Weight decay of parameters with two or more dimensions. A class path has its own in optimizer.args.",
         minimum=0,
+    )
+    moment_dtype: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "Dtype of the moments of adamw and muon between steps. bf16: rounded after each step, half the memory, for "
+        "decay rates up to 0.996: of larger ones a step's decrease would be rounded away.",
     )
     muon_momentum: float = key(0.95, "Decay rate of the momentum of name=muon.", minimum=0)
     muon_lr_factor: float = key(

@@ -12,7 +12,7 @@ from raytrain_hpc.config.schema import (
     OptimizerConfig,
     get_fields,
 )
-from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
+from raytrain_hpc.config.training_config import MAX_BF16_DECAY, OPTIMIZER_NAMES
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.storage.location import parse_location
@@ -131,6 +131,9 @@ def _check_train(config: Config) -> None:
     if t.residual_dtype == "bf16" and t.dtype in ("fp32", "fp64"):
         remedy = f"train.dtype={t.dtype} computes in it; set train.dtype=bf16 or float8, or this to fp32"
         raise _make_error(config, "train.residual_dtype", remedy)
+    if t.weight_copies is True and t.dtype in ("fp32", "fp64"):
+        remedy = f"train.dtype={t.dtype} casts no weights; set train.dtype=bf16 or float8, or this to auto"
+        raise _make_error(config, "train.weight_copies", remedy)
     if t.float8_head and t.dtype != "float8":
         raise _make_error(config, "train.float8_head", "needs train.dtype=float8; set that, or this to false")
 
@@ -149,6 +152,23 @@ def _check_optimizer(config: Config) -> None:
     if scheduler.batch_scaling != "none" and scheduler.base_batch_size == 0:
         remedy = "lr_scheduler.batch_scaling needs the global batch size at which optimizer.lr was tuned"
         raise _make_error(config, "lr_scheduler.base_batch_size", remedy)
+
+
+def _check_moment_dtype(config: Config) -> None:
+    optimizer = config.optimizer
+    if optimizer.moment_dtype == "fp32":
+        return
+    if optimizer.name not in ("adamw", "muon"):
+        remedy = f"optimizer.name={optimizer.name}: this is for adamw and muon; set it to fp32"
+        raise _make_error(config, "optimizer.moment_dtype", remedy)
+    names = ["beta1", "beta2"] + ["muon_momentum"] * (optimizer.name == "muon")
+    for name in names:
+        if getattr(optimizer, name) > MAX_BF16_DECAY:
+            remedy = (
+                "optimizer.moment_dtype=bf16 has 8 significant bits, and would round the decrease of a step away; set "
+                f"this to at most {MAX_BF16_DECAY:.3f}, or the moments to fp32"
+            )
+            raise _make_error(config, f"optimizer.{name}", remedy)
 
 
 def _check_optimizer_name(config: Config) -> None:
@@ -263,6 +283,7 @@ _RULES = (
     _check_train,
     _check_optimizer,
     _check_optimizer_name,
+    _check_moment_dtype,
     _check_parameter_groups,
     _check_lora,
     _check_parallel,

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from raytrain_hpc.torch_private import abort_nccl_groups
+from raytrain_hpc.distributed.peer_links import PeerSocket, read_socket_name, shut_down
+from raytrain_hpc.torch_private_groups import abort_accelerator_groups
 
 Endpoint = tuple[str, int]  # address and port
 
@@ -30,11 +31,11 @@ class Connection(NamedTuple):
 class CollectiveAbort:
     """A callable that aborts all collectives of this rank in one generation. `is_aborted`: whether it has done so."""
 
-    def __init__(self, sockets: Mapping[int, str]):
-        """Arm the abort. `sockets`: the sockets to other ranks, descriptor -> name, from `find_peer_sockets`."""
+    def __init__(self, sockets: Mapping[int, PeerSocket]):
+        """Arm the abort. `sockets`: to other ranks, by descriptor, from `find_peer_sockets`."""
         self._lock = threading.Lock()
         self._is_disarmed, self.is_aborted = False, False
-        self._sockets = sockets
+        self.sockets = sockets
 
     def __call__(self) -> None:
         """Abort: collectives in progress on this rank raise an error. Callable from any thread; no-op if disarmed."""
@@ -42,9 +43,8 @@ class CollectiveAbort:
             if self._is_disarmed:
                 return
             self.is_aborted = True
-            for descriptor, name in self._sockets.items():
-                _shut_down(descriptor, name)
-            abort_nccl_groups()
+            shut_down(self.sockets)
+            abort_accelerator_groups()
 
     def disarm(self) -> None:
         """Disable the abort. Call before the groups are destroyed: their descriptors may then become other files."""
@@ -54,17 +54,17 @@ class CollectiveAbort:
 
 def find_peer_sockets(
     own_connections: Sequence[Connection], endpoints: Sequence[Collection[Endpoint]], rank: int
-) -> dict[int, str]:
-    """Return the sockets to other ranks among all connections of this process, descriptor -> name.
+) -> dict[int, PeerSocket]:
+    """Return the sockets to other ranks among all connections of this process, by descriptor.
 
     `endpoints`: the local endpoints of each rank, by rank. A socket belongs to a process group if its remote endpoint
     is a local one of another rank; connections to the store or to Ray are left out.
     """
-    peer_endpoints = {endpoint for peer_rank, peer in enumerate(endpoints) if peer_rank != rank for endpoint in peer}
+    ranks = {endpoint: peer_rank for peer_rank, peer in enumerate(endpoints) if peer_rank != rank for endpoint in peer}
     return {
-        connection.descriptor: connection.name
+        connection.descriptor: PeerSocket(connection.name, ranks[connection.remote_endpoint])
         for connection in own_connections
-        if connection.remote_endpoint in peer_endpoints
+        if connection.remote_endpoint in ranks
     }
 
 
@@ -72,7 +72,7 @@ def list_connections() -> list[Connection]:
     """Return all TCP connections of this process."""
     connections = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        name = _read_socket_name(descriptor)
+        name = read_socket_name(descriptor)
         if not name.startswith("socket:"):
             continue
         # OSError: not connected, or closed meanwhile.
@@ -92,19 +92,3 @@ def list_connections() -> list[Connection]:
 def _to_endpoint(address: Any) -> Endpoint:
     """Return (address, port), with an IPv4-mapped IPv6 address as IPv4, so that both sides have the same form."""
     return address[0].removeprefix("::ffff:"), address[1]
-
-
-def _read_socket_name(descriptor: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # closed meanwhile
-        return ""
-
-
-def _shut_down(descriptor: int, name: str) -> None:
-    """Shut down a connection, unless its descriptor has been closed and reused since."""
-    with contextlib.suppress(OSError):  # closed or no longer connected
-        duplicate = os.dup(descriptor)
-        with socket.socket(fileno=duplicate) as connection:
-            if _read_socket_name(duplicate) == name:
-                connection.shutdown(socket.SHUT_RDWR)

@@ -9,6 +9,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from raytrain_hpc.torch_device import synchronize
+
 _MIN_SECONDS, _MAX_REPEATS = 0.05, 40  # per size: target measuring time, and limit of repetitions
 
 
@@ -44,8 +46,7 @@ def _time_once(run: Callable[[], object], device: torch.device) -> float:
     dist.barrier()
     start = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 

@@ -18,7 +18,7 @@ def enable_flight_recorder() -> None:
 
 def read_calls(since_ns: int) -> list[CollectiveCall]:
     """Return the collectives entered since `since_ns` (as `time.time_ns`), oldest first; no point-to-point calls."""
-    from raytrain_hpc.torch_private import dump_flight_recorder  # imports torch
+    from raytrain_hpc.torch_private_groups import dump_flight_recorder  # imports torch
 
     entries: list[dict[str, Any]] = json.loads(dump_flight_recorder()).get("entries", [])
     return [

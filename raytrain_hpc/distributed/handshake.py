@@ -6,16 +6,18 @@ One all-gather carries everything, because each one costs milliseconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from raytrain_hpc.distributed.abort import Connection, find_peer_sockets, list_connections
+from raytrain_hpc.distributed.peer_links import PeerSocket
 from raytrain_hpc.distributed.process_groups import ParallelContext
-from raytrain_hpc.snapshot.shared_memory import SharedMemoryHandle
+from raytrain_hpc.snapshot.shared_file import SnapshotHandles
 from raytrain_hpc.state.reshard import parse_indexes
 from raytrain_hpc.state.shard_index import StateIndex
+from raytrain_hpc.torch_device import is_accelerator
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,18 @@ class PeerInfo:
     """Information about all ranks of a generation. The lists are by rank.
 
     `destination_indexes`: the state that each rank needs. `source_indexes`: the state that it has in memory. `handles`:
-    the shared memory of its snapshots. `peer_sockets`: this rank's own sockets to other ranks, descriptor -> name.
+    the shared memory of its snapshots, None: it takes none there. `peer_sockets`: this rank's own sockets to other
+    ranks, by descriptor.
     """
 
     destination_indexes: list[StateIndex]
     source_indexes: list[StateIndex]
-    handles: list[Sequence[SharedMemoryHandle]]
-    peer_sockets: Mapping[int, str]
+    handles: list[SnapshotHandles | None]
+    peer_sockets: Mapping[int, PeerSocket]
 
 
 def exchange_peer_info(
-    destination: StateIndex, source: StateIndex, context: ParallelContext, handles: Sequence[SharedMemoryHandle] = ()
+    destination: StateIndex, source: StateIndex, context: ParallelContext, handles: SnapshotHandles | None = None
 ) -> PeerInfo:
     """Exchange indexes, handles and socket addresses with all ranks. Collective.
 
@@ -41,7 +44,7 @@ def exchange_peer_info(
     """
     if context.world_group is None:
         return PeerInfo([destination], [source], [handles], {})
-    own_connections: list[Connection] = [] if context.device.type == "cuda" else list_connections()
+    own_connections: list[Connection] = [] if is_accelerator(context.device) else list_connections()
     message = (
         json.dumps(destination.to_json()),
         json.dumps(source.to_json()),

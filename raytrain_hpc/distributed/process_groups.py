@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from raytrain_hpc.distributed.rendezvous import DECISION_KEY, FORMED, Rendezvous
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline_parallel import StageGroups
 from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.torch_device import get_backend
 from raytrain_hpc.torch_private import clear_dtensor_caches, init_fake_process_group
 
 
@@ -97,7 +97,7 @@ def init_process_groups(
     store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
     prefixed_store = PrefixStore(f"generation-{rendezvous.generation}", store)
     _wait_for_all_ranks(prefixed_store, layout.world_size, rendezvous.timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = get_backend(device).process_group
     dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=layout.world_size, timeout=timeout)
     return build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)
 
@@ -325,9 +325,3 @@ def destroy_process_groups() -> None:
         dist.destroy_process_group()
         clear_dtensor_caches()
         gc.collect()
-
-
-def set_network_interface(name: str) -> None:
-    """Make gloo and NCCL use one network interface. Call before the first group is created."""
-    for backend in ("GLOO", "NCCL"):
-        os.environ[f"{backend}_SOCKET_IFNAME"] = name

@@ -11,10 +11,11 @@ from typing import Any
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.config.validation import validate_config
+from raytrain_hpc.device_backends import has_endless_kernel
 from raytrain_hpc.driver.backend import ExecutionBackend
 from raytrain_hpc.driver.run_setup import PreparedRun, check_optimizer
 from raytrain_hpc.elastic.recovery import get_min_workers
-from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.errors import ConfigError, LayoutError
 from raytrain_hpc.planner.explain import describe_fit, explain_estimate
 from raytrain_hpc.planner.hardware import Machine, make_machine
 from raytrain_hpc.planner.hardware_defaults import check_float8, resolve_compile, resolve_dtype
@@ -39,7 +40,7 @@ def resolve_for_backend(
     workers is lowered to the largest legal one. Raises LayoutError if no layout is legal, as `resolve_auto_layout`.
     """
     wanted = backend.world_size
-    if prepared.config.train.dtype == "float8" and backend.cluster.device == "cpu":
+    if prepared.config.train.dtype == "float8" and not backend.cluster.has_accelerators:
         print_line("train.dtype=float8 is emulated on CPUs: slow, for tests")
     try:
         resolved = resolve_auto_layout(prepared, wanted, backend.cluster, print_line)
@@ -63,11 +64,11 @@ def list_free_settings(prepared: PreparedRun, cluster: Topology) -> dict[str, Se
     """Return the settings of the layout that the planner chooses on `cluster`, with the values to choose from."""
     space = build_search_space(
         prepared.config,
-        has_accelerator=cluster.device == "cuda",
+        has_accelerator=cluster.has_accelerators,
         data_parallel_only=prepared.custom is not None,
     )
     fixed = {"micro_batch_size"} if prepared.stored_batching is not None else set()  # the batch is split already
-    if cluster.device == "cpu":  # of unknown memory: activations are kept
+    if not cluster.has_accelerators:  # of unknown memory: activations are kept
         fixed |= _ACTIVATION_SETTINGS
     return {name: values for name, values in space.items() if name not in fixed}
 
@@ -81,9 +82,10 @@ def resolve_auto_layout(
     the parallel axes that are not set. The chosen layout and its expected step time are printed. Raises LayoutError if
     no layout is legal, and ConfigError if other settings do not fit the chosen one or a device lacks float8.
     """
-    has_accelerator = cluster.device == "cuda"
+    has_accelerator = cluster.has_accelerators
     config = copy(resolve_dtype(prepared.config, has_bf16=cluster.has_bf16))
     check_float8(config, cluster.without_float8)
+    _check_injected_faults(config, cluster)
     free_settings = list_free_settings(replace(prepared, config=config), cluster)
     if prepared.custom is not None:  # train.compile=auto compiles the built-in decoder only
         config = resolve_compile(config, has_accelerator=False)
@@ -103,6 +105,21 @@ def resolve_auto_layout(
     validate_config(config)  # what was chosen may not fit settings that were checked without it
     check_optimizer(config, prepared.custom)
     return replace(prepared, config=config)
+
+
+def _check_injected_faults(config: Config, cluster: Topology) -> None:
+    """Raise ConfigError if `fault.inject` has a fault that workers on the devices of `cluster` cannot have."""
+    kinds, origin = [fault.kind for fault in config.fault.inject], config.origin("fault.inject")
+    gpu_faults = [kind for kind in kinds if kind.startswith("gpu_")]
+    if gpu_faults and not cluster.has_accelerators:
+        raise ConfigError("fault.inject", gpu_faults[0], origin, "needs a GPU, and the workers of this run have none")
+    if "gpu_hang" in kinds and not has_endless_kernel(cluster.device):
+        raise ConfigError("fault.inject", "gpu_hang", origin, f"torch has no endless kernel for {cluster.device}")
+    if "network_down" in kinds and cluster.has_accelerators:
+        remedy = (
+            "needs workers on CPUs: the data of GPUs does not pass the sockets of the process; use cluster.device=cpu"
+        )
+        raise ConfigError("fault.inject", "network_down", origin, remedy)
 
 
 def refit_activation_memory(

@@ -10,6 +10,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
 from raytrain_hpc.elastic.device_allocation import Allowance
 from raytrain_hpc.elastic.recovery import Candidate
+from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
@@ -43,6 +44,9 @@ class WorkerGroup(Protocol):
 
     def list_candidates(self) -> list[Candidate]:
         """Return the ready workers, draining ones included, with the state parts held since their last generation."""
+
+    def list_held_parts(self) -> tuple[StatePart, ...]:
+        """Return the state parts that nodes hold of workers that are lost, for workers that start there."""
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         """Set the workers of the next generation in rank order, and return host and device facts of each rank.

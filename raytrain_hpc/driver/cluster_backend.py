@@ -6,14 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 
 import ray
 
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.driver.capacity_view import CapacityView
-from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, read_snapshot
+from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, SnapshotReader
 from raytrain_hpc.driver.cluster_room import find_room, wait_for_room
 from raytrain_hpc.driver.coordinator_client import CoordinatorClient
 from raytrain_hpc.driver.ray_backend import RayWorkerGroup
@@ -112,7 +111,7 @@ def open_ray_backend(
 def _join_runs(config: Config, coordinator: CoordinatorClient, stack: ExitStack) -> ClusterMonitor:
     """Report to the coordinator of the runs on the cluster until `stack` is closed; wait for the first allowance."""
     stack.callback(coordinator.leave)
-    monitor = ClusterMonitor(partial(read_snapshot, config), coordinator.report)
+    monitor = ClusterMonitor(SnapshotReader(config), coordinator.report)
     stack.callback(monitor.close)
     coordinator.wait_until_known()
     return monitor

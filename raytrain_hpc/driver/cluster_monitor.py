@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ray.exceptions import RayError
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.device_backends import get_ray_resource
 from raytrain_hpc.driver.ray_topology import follows_cluster, read_topology, resolve_world_size
 from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.errors import ClusterError
@@ -34,7 +35,7 @@ class NodeSlots:
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """The live nodes as of `time` (monotonic seconds), whose slots are units of `resource`, "GPU" or "CPU".
+    """The live nodes as of `time` (monotonic seconds), whose slots are units of `resource`, such as GPU or CPU.
 
     `fixed_workers`: those that the run wants on any cluster; None: as many as there is room for.
     """
@@ -45,15 +46,24 @@ class ClusterSnapshot:
     fixed_workers: int | None = None
 
 
-def read_snapshot(config: Config) -> ClusterSnapshot:
-    """Read the live nodes from Ray. Nodes without slots are left out: all of them if the run needs GPUs of none."""
-    now = time.monotonic()  # what is reserved after this moment may be missing
-    try:
-        topology, free = read_topology(config), get_free_resources()
-    except ClusterError:  # no node has a GPU, yet or any more
-        return ClusterSnapshot((), now, "GPU", get_fixed_world_size(config))
-    num_fixed = None if follows_cluster(config, topology.device) else resolve_world_size(config, topology)
-    return ClusterSnapshot(tuple(_list_slots(topology, free)), now, topology.ray_resource, num_fixed)
+class SnapshotReader:
+    """Reader of the live nodes from Ray. A run keeps the type of its devices, whatever joins later."""
+
+    def __init__(self, config: Config):
+        self._config, self._device = config, ""
+
+    def __call__(self) -> ClusterSnapshot:
+        """Read the live nodes. Nodes without slots are left out: all of them if the run needs GPUs of none."""
+        config, now = self._config, time.monotonic()  # what is reserved after this moment may be missing
+        try:
+            topology, free = read_topology(config, self._device), get_free_resources()
+        except ClusterError:  # no node has a GPU, yet or any more
+            resource = get_ray_resource(self._device or config.cluster.device)
+            return ClusterSnapshot((), now, resource, get_fixed_world_size(config))
+        if topology.has_accelerators:
+            self._device = topology.device
+        num_fixed = None if follows_cluster(config, topology.device) else resolve_world_size(config, topology)
+        return ClusterSnapshot(tuple(_list_slots(topology, free)), now, topology.ray_resource, num_fixed)
 
 
 def _list_slots(topology: Topology, free: dict[str, dict[str, float]]) -> list[NodeSlots]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -13,8 +14,10 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.node_agent import HeartbeatPaths, NodeAgent, NodeHealth
+from raytrain_hpc.driver.held_memory import HeldSnapshot
+from raytrain_hpc.driver.node_agent import NodeAgent, NodeHealth, WatchedProcess, WatchedRanks
 from raytrain_hpc.driver.ray_topology import get_raylet_addresses
+from raytrain_hpc.elastic.death_report import DeathReport
 from raytrain_hpc.elastic.watchdog import (
     Suspect,
     WorkerHealth,
@@ -22,11 +25,12 @@ from raytrain_hpc.elastic.watchdog import (
     find_lost_nodes,
     is_waiting_for_data,
 )
+from raytrain_hpc.runtime.control_channel import Record
 
 _POLL_INTERVAL_S = 0.1  # between the reply of a remote agent and the next request
 _MAX_POLLS_PER_S = 1000  # to all agents together
 _RESTART_DELAY_S = 5.0  # between the death of an agent and the first request to its replacement
-_STACKS_TIMEOUT_S = 1.0
+_STACKS_TIMEOUT_S, _MEMORY_TIMEOUT_S, _DEATHS_TIMEOUT_S = 1.0, 0.5, 0.3
 _ORPHAN_TIMEOUT_S = 300.0  # long, because a driver that waits for unavailable storage polls no agent
 _REPLY_DUE_S, _CONNECT_TIMEOUT_S = 0.1, 0.02  # longer than a healthy agent, or a running raylet, takes
 _MIN_SETTLE_S, _SETTLE_STEPS = 10.0, 3.0
@@ -39,7 +43,7 @@ class _RemoteAgent:
 
     def __init__(self, config: Config, node: str, raylet_address: tuple[str, int] | None):
         self._config, self._node, self._raylet_address = config, node, raylet_address
-        self._heartbeats: HeartbeatPaths = {}
+        self._watched: WatchedRanks = {}
         self.last_health = NodeHealth([], {})
         self.actor: Any = None
         self._reply: Any = None
@@ -47,15 +51,20 @@ class _RemoteAgent:
         self._last_reply_time, self._has_replied = 0.0, False
         self._start_actor()
 
-    def watch(self, heartbeats: HeartbeatPaths) -> None:
-        """Replace the ranks that the agent watches."""
-        self._heartbeats, self.last_health = heartbeats, NodeHealth([], {})
-        self.actor.watch.remote(heartbeats)
+    def watch(self, ranks: WatchedRanks, memory_step: int | None) -> None:
+        """Replace the ranks that the agent watches. `memory_step`: see `NodeAgent.watch`."""
+        self._watched, self.last_health = ranks, NodeHealth([], {})
+        self.actor.watch.remote(ranks, memory_step)
 
     @property
     def pending_reply(self) -> Any:
         """The Ray reference of the outstanding request, or None."""
         return self._reply
+
+    @property
+    def has_replied(self) -> bool:
+        """Whether the agent has replied since it was started."""
+        return self._has_replied
 
     def receive_reply(self) -> None:
         """Store the reply to the outstanding request, which must be ready; restart the agent if it has died."""
@@ -67,7 +76,7 @@ class _RemoteAgent:
             pass
         except RayError:
             self._start_actor()
-            self.actor.watch.remote(self._heartbeats)
+            self.actor.watch.remote(self._watched)
             self._last_reply_time += _RESTART_DELAY_S
         self._reply = None
 
@@ -124,20 +133,22 @@ class HealthMonitor:
         for node in new_nodes:
             self._remote_agents[node] = _RemoteAgent(self._config, node, raylet_addresses.get(node))
 
-    def begin_generation(self, ranks: Iterable[dict[str, Any]]) -> None:
+    def begin_generation(self, ranks: Iterable[dict[str, Any]], memory_step: int | None) -> None:
         """Watch the ranks of a new generation instead of those of the last one.
 
-        Each entry of `ranks` has the keys rank, node_id, pid and pulse (the path of its heartbeat file).
+        Each entry of `ranks` has the keys rank, node_id and those of WatchedProcess. `memory_step`: the step that they
+        restore from memory.
         """
-        by_node: dict[str, dict[int, tuple[int, str]]] = {self._local_node: {}}
+        by_node: dict[str, dict[int, WatchedProcess]] = {self._local_node: {}}
         for info in ranks:
-            by_node.setdefault(info["node_id"], {})[info["rank"]] = info["pid"], info["pulse"]
+            process = WatchedProcess(info["pid"], info["pulse"], info.get("pci_address", ""))
+            by_node.setdefault(info["node_id"], {})[info["rank"]] = process
         for node in self._remote_agents.keys() - by_node.keys():
-            self._remote_agents[node].watch({})
-        self._local_agent.watch(by_node.pop(self._local_node))
+            self._remote_agents[node].watch({}, None)
+        self._local_agent.watch(by_node.pop(self._local_node), memory_step)
         self.start_agents(by_node)
-        for node, heartbeats in by_node.items():
-            self._remote_agents[node].watch(heartbeats)
+        for node, watched in by_node.items():
+            self._remote_agents[node].watch(watched, memory_step)
 
     def find_suspects(self) -> list[Suspect]:
         """Return the ranks that the last readings of all agents report as unresponsive, and request new readings.
@@ -166,6 +177,17 @@ class HealthMonitor:
         return {
             rank: health for node_health in self._collect_node_health() for rank, health in node_health.workers.items()
         }
+
+    def describe_device(self, rank: int) -> str:
+        """Return the last known state of the GPU of a rank in one line, "" if nothing is known of it."""
+        readings = self._collect_node_health()
+        return next((reading.devices[rank].describe() for reading in readings if rank in reading.devices), "")
+
+    def list_last_seen(self, reply_times: Sequence[float]) -> list[float]:
+        """Return the Unix time of the last sign of life of each rank: its last reply, or beat that its agent read."""
+        health = self.collect_health()
+        beats = [health[rank].last_beat_unix if rank in health else 0.0 for rank in range(len(reply_times))]
+        return [max(reply, beat) for reply, beat in zip(reply_times, beats, strict=True)]
 
     def _poll_agents(self) -> None:
         """Receive the replies that have arrived and send the next requests, without blocking."""
@@ -213,12 +235,47 @@ class HealthMonitor:
 
     def collect_stacks(self) -> dict[int, str]:
         """Return the thread stacks of every rank whose agent replies within a second."""
-        replies = [agent.actor.collect_stacks.remote() for agent in self._remote_agents.values()]
-        stacks = self._local_agent.collect_stacks()
-        ready, _ = ray.wait(replies, num_returns=len(replies), timeout=_STACKS_TIMEOUT_S) if replies else ([], [])
+        return self._collect_by_rank("collect_stacks", _STACKS_TIMEOUT_S)
+
+    def explain_deaths(self) -> dict[int, DeathReport]:
+        """Return why ranks have died, of those whose agent knows it and replies within 0.3 s."""
+        return self._collect_by_rank("explain_deaths", _DEATHS_TIMEOUT_S)
+
+    def collect_snapshots(self) -> dict[str, list[HeldSnapshot]]:
+        """Return the complete snapshots that agents hold, by node id, of those that reply within half a second."""
+        replies = self._ask_agents(lambda actor: actor.list_snapshots.remote(), _MEMORY_TIMEOUT_S)
+        return {self._local_node: self._local_agent.list_snapshots(), **replies}
+
+    def recall_metrics(self, after_step: int) -> list[Record]:
+        """Return the metrics of the steps after `after_step` that rank 0 has kept on its node, in order."""
+        replies = self._ask_agents(lambda actor: actor.recall_metrics.remote(after_step), _MEMORY_TIMEOUT_S)
+        numbered = [pair for of_node in replies.values() for pair in of_node]
+        numbered += self._local_agent.recall_metrics(after_step)
+        # Later generations run steps again; a later entry of a step replaces an earlier one.
+        by_step = {metrics["step"]: metrics for _, metrics in sorted(numbered, key=lambda pair: pair[0])}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _collect_by_rank(self, method: str, timeout_s: float) -> dict[int, Any]:
+        """Call a method of all agents that returns something by rank, and merge what arrives within `timeout_s`."""
+        replies = self._ask_agents(lambda actor: getattr(actor, method).remote(), timeout_s)
+        merged: dict[int, Any] = getattr(self._local_agent, method)()
+        for of_node in replies.values():
+            merged |= of_node
+        return merged
+
+    def _ask_agents(self, ask: Callable[[Any], Any], timeout_s: float) -> dict[str, Any]:
+        """Call a method of the agents of other nodes, and return the replies within `timeout_s` by node id.
+
+        Agents that are still starting are not waited for: they have nothing to report.
+        """
+        node_of_reply = {ask(agent.actor): node for node, agent in self._remote_agents.items() if agent.has_replied}
+        pending = list(node_of_reply)
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
+        replies = {}
         for reply in ready:
-            stacks |= _get_stacks(reply)
-        return stacks
+            with contextlib.suppress(RayError):  # the agent has died with its node
+                replies[node_of_reply[reply]] = ray.get(reply)
+        return replies
 
     def kill_rank(self, node: str, rank: int) -> None:
         """Kill the process of a rank through the agent of its node."""
@@ -232,12 +289,3 @@ class HealthMonitor:
         self._local_agent.close()
         for node in list(self._remote_agents):
             self.remove_node(node)
-
-
-def _get_stacks(reply: Any) -> dict[int, str]:
-    """Return the stacks in an agent's reply, or none if the agent has died with its node."""
-    try:
-        stacks: dict[int, str] = ray.get(reply)
-    except RayError:
-        return {}
-    return stacks

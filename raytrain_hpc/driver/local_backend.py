@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.device_backends import is_accelerator_type
 from raytrain_hpc.driver.backend import RegroupRequest, T
 from raytrain_hpc.elastic.device_allocation import UNLIMITED, Allowance
 from raytrain_hpc.elastic.recovery import Candidate
+from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.planner.hardware import find_device_preset
 from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.torch_device import find_accelerator, get_device_name, get_memory_gib, has_bf16, is_accelerator
 from raytrain_hpc.training.factory import build_rank_trainer
 from raytrain_hpc.training.float8_support import list_without_float8
 from raytrain_hpc.worker.host_info import describe_process
@@ -55,6 +58,10 @@ class LocalWorkerGroup:
         """Return this process as the only candidate, with no state in memory."""
         return [Candidate(0, _NODE_ID, os.getpid())]
 
+    def list_held_parts(self) -> tuple[StatePart, ...]:
+        """Return no parts: this process is the node."""
+        return ()
+
     def recall_metrics(self, after_step: int, until_step: int) -> list[dict[str, Any]]:
         """Return no metrics: all records have been handled."""
         return []
@@ -68,9 +75,6 @@ class LocalWorkerGroup:
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         """Return host and device facts of this process, which is rank 0."""
-        use_cuda = self._device.type == "cuda"
-        device_name = torch.cuda.get_device_name(self._device) if use_cuda else "cpu"
-        memory_gib = torch.cuda.get_device_properties(self._device).total_memory / 2**30 if use_cuda else None
         host = socket.gethostname()
         now = time.time()
         return [
@@ -82,8 +86,8 @@ class LocalWorkerGroup:
                 "address": "127.0.0.1",
                 "host": host,
                 "pid": os.getpid(),
-                "device": device_name,
-                "memory_gib": memory_gib,
+                "device": get_device_name(self._device),
+                "memory_gib": get_memory_gib(self._device),
                 "began": now,
                 "imported": now,
                 **describe_process(),
@@ -111,19 +115,24 @@ class LocalBackend:
     world_size, follows_cluster, uses_existing_cluster = 1, False, False
 
     def __init__(self, config: Config):
-        device = config.cluster.device
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ClusterError("cluster.device=cuda: this machine has no usable GPU; use cluster.device=cpu")
-        use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        self._device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
-        device_name = find_device_preset(torch.cuda.get_device_name(self._device)) if use_cuda else ""
-        has_bf16 = use_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-        nodes, without_float8 = (Node(_NODE_ID, "127.0.0.1", 1),), list_without_float8(self._device)
-        self.cluster = Topology(nodes, self._device.type, device_name, has_bf16, without_float8)
+        self._device = _choose_device(config.cluster.device)
+        nodes, device = (Node(_NODE_ID, "127.0.0.1", 1),), self._device
+        preset = find_device_preset(get_device_name(device)) if is_accelerator(device) else ""
+        self.cluster = Topology(nodes, device.type, preset, has_bf16(device), list_without_float8(device))
 
     def create_worker_group(self, config: Config) -> LocalWorkerGroup:
         """Create the worker group of one rank."""
         return LocalWorkerGroup(self._device)
+
+
+def _choose_device(requested: str) -> torch.device:
+    """Return the device of this process. `requested`: cluster.device. Raises ClusterError if there is none such."""
+    if requested == "cpu":
+        return torch.device("cpu")
+    accelerator = find_accelerator()
+    if is_accelerator_type(requested) and (accelerator is None or accelerator.type != requested):
+        raise ClusterError(f"cluster.device={requested}: this machine has no usable GPU; use cluster.device=cpu")
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 class DirectControlChannel(ControlChannel):

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import RegroupRequest, T
 from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.coordinator_client import CoordinatorClient
+from raytrain_hpc.driver.data_feeder import DataFeeder
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
-from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
+from raytrain_hpc.driver.root_cause import CONSEQUENCE, LINK_DOWN, NODE_KINDS, cascade_order
+from raytrain_hpc.driver.stall_attribution import attribute_stall
+from raytrain_hpc.driver.state_locations import StateLocations
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo, call_on_nodes, recall_metrics
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
+from raytrain_hpc.elastic.death_report import OUT_OF_MEMORY, is_out_of_memory
 from raytrain_hpc.elastic.device_allocation import Allowance
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault, describe_pending_call
 from raytrain_hpc.elastic.recovery import Candidate
-from raytrain_hpc.elastic.state_partition import StatePart, compute_state_partition
-from raytrain_hpc.elastic.watchdog import Suspect, is_deadlocked
+from raytrain_hpc.elastic.state_partition import StatePart
+from raytrain_hpc.elastic.watchdog import Suspect
 from raytrain_hpc.errors import CheckpointCorruptedError, RaytrainError, WorkerFailedError
 from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _POLL_INTERVAL_S = 0.05  # between two checks of health and requests; `ray.wait` returns at once when a rank ends
-_REPLY_TIMEOUT_S = 0.3
-_NODE_KINDS = ("node lost", PREEMPTED)  # of failures that concern a whole node
-_ABORT_DELAY_S = 0.2  # a collective whose peer has died fails sooner
+_REPLY_TIMEOUT_S, _ABORT_DELAY_S = 0.3, 0.2  # a collective whose peer has died fails before it is aborted
 
 
 class RayWorkerGroup:
@@ -55,15 +56,13 @@ class RayWorkerGroup:
     ):
         """Initialize the group. `capacity`: of a cluster that the run follows; `coordinator`: of the runs on it."""
         self._coordinator = coordinator or CoordinatorClient(config)
-        self._config, self._pool, self._store, self._ray_readers = config, pool, store, ray_readers
+        self._config, self._pool, self._store = config, pool, store
         self._capacity, self._death_messages = capacity, DeathMessageFilter()
         self._health, self._stragglers = HealthMonitor(config), StragglerDetector(config.fault.straggler_factor)
         self._workers: list[Worker] = []
         self._rank_of_run: dict[Any, int] = {}  # reference of each rank's run call -> rank
-        self._feeder: Any = None
-        self._generation = 0
-        self._state_partitions: dict[int, list[int]] = {}  # generation -> part of the state of each rank
-        self._past_ranks: dict[tuple[int, int], int] = {}  # (generation, worker id) -> rank
+        self._feeder = DataFeeder(is_enabled=ray_readers)
+        self._generation, self._locations = 0, StateLocations(self._health)
         self._microbatch_counts: list[int] = []  # of each rank, per step
         self._poller = RecordPoller([], lambda record: None)
         self._broken_calls: dict[int, Sequence[CollectiveCall]] = {}  # rank -> its last collectives, if it failed
@@ -102,6 +101,8 @@ class RayWorkerGroup:
         self._pool.poll_started()
         self._pool.drain_monitor.announce(self._health.find_preempted_nodes())
         draining_nodes = self._pool.drain_monitor.get_draining_nodes()
+        staying = [worker for worker in self._pool.ready if worker.info["node_id"] not in draining_nodes]
+        held_by_node = self._locations.list_held(staying)
         return [
             Candidate(
                 worker.worker_id,
@@ -113,6 +114,7 @@ class RayWorkerGroup:
                 worker.info["rack"],
                 worker.info.get("has_local_files", False),
                 self._config.train.compile is True and worker.warmup.is_cold,
+                held_by_node.get(node_id, ()),
             )
             for worker in self._pool.ready
         ]
@@ -165,22 +167,27 @@ class RayWorkerGroup:
         return outcomes[0].outcome
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[Record]:
-        """Return the metrics of these steps from the memory of the first survivor that has reached `until_step`."""
+        """Return the metrics of these steps from the first survivor that has reached `until_step`, or from a node."""
         survivors = [worker for worker in self._workers if worker in self._pool.ready]
-        return recall_metrics(survivors, after_step, until_step)
+        return recall_metrics(survivors, after_step, until_step, self._health.recall_metrics)
+
+    def list_held_parts(self) -> tuple[StatePart, ...]:
+        """Return the state parts that nodes hold of workers that are lost."""
+        return self._locations.list_held_parts()
 
     def call_on_nodes(self, function: Callable[[], T], timeout_s: float) -> dict[str, T]:
         """Call a function in one member per node, and return the results by node id."""
         return call_on_nodes(self._workers, function, timeout_s)
 
     def discard_state(self) -> None:
-        """Forget which states the workers hold in memory."""
+        """Forget which states the workers and nodes hold in memory."""
+        self._locations.forget_held()
         for worker in self._pool.ready:
             worker.states = ()
 
     def close(self) -> None:
         """Kill all actors and agents, and release the slots."""
-        self._kill_feeder()
+        self._feeder.stop()
         self._health.close()
         self._pool.close()
         self._death_messages.remove()
@@ -188,26 +195,22 @@ class RayWorkerGroup:
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
         """Start the run calls of all members, and watch the new ranks."""
+        spec = self._locations.plan_restore(spec, self._workers)
         self.discard_state()  # members report theirs when they end; that of other workers becomes outdated
         self._generation = spec.generation
-        self._state_partitions[spec.generation] = compute_state_partition(spec.layout)
-        self._past_ranks |= {(spec.generation, worker.worker_id): rank for rank, worker in enumerate(self._workers)}
+        self._locations.begin_generation(spec, self._workers)
         self._microbatch_counts = spec.num_microbatches_by_rank
         rendezvous = self._store.create_rendezvous(spec.generation)
-        self._kill_feeder()
-        if self._ray_readers and spec.block_plan.num_groups:
-            from raytrain_hpc.data.loader.ray_loader import start_feeder  # slow import that few runs need
-
-            self._feeder = start_feeder(spec.stream_spec, spec.block_plan)
+        feeder = self._feeder.restart(spec)
         spec_ref = self._pool.put_spec(spec)
         self._pool.spare_warmup.begin_run(self._workers)
         self._rank_of_run = {
-            worker.actor.run.remote(spec_ref, rank, rendezvous, self._feeder): rank
+            worker.actor.run.remote(spec_ref, rank, rendezvous, feeder): rank
             for rank, worker in enumerate(self._workers)
         }
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)
         self._poller, self._broken_calls = RecordPoller([worker.actor for worker in self._workers], on_record), {}
-        self._health.begin_generation({"rank": rank, **worker.info} for rank, worker in enumerate(self._workers))
+        self._health.begin_generation([{"rank": r, **w.info} for r, w in enumerate(self._workers)], spec.memory_step)
 
     def _leave_node(self, node_id: str) -> None:
         """End the agent and all actors on a node that is lost or drained."""
@@ -215,12 +218,6 @@ class RayWorkerGroup:
         self._pool.leave_node(node_id)
         if self._capacity is not None:
             self._capacity.exclude_node(node_id)
-
-    def _kill_feeder(self) -> None:
-        """Kill the actor that feeds data to the ranks of the last generation, if there is one."""
-        if self._feeder is not None:
-            ray.kill(self._feeder, no_restart=True)  # its readers end with it
-            self._feeder = None
 
     def _call_all_ranks(self, method: str) -> None:
         """Call a method of every rank's actor without waiting."""
@@ -230,19 +227,10 @@ class RayWorkerGroup:
     def _collect_outcome(self, run_ref: Any, rank: int) -> GenerationOutcome:
         """Return the outcome of a rank whose run call has ended, and note the states that it holds. Raises RayError."""
         outcome: GenerationOutcome = ray.get(run_ref)
-        self._workers[rank].states = tuple(self._list_states(rank, outcome))
+        self._workers[rank].states = tuple(self._locations.list_states(self._workers[rank], outcome))
         if outcome.outcome == "broken":
             self._broken_calls[rank] = outcome.calls
         return outcome
-
-    def _list_states(self, rank: int, outcome: GenerationOutcome) -> Iterator[StatePart]:
-        """Yield the states in a rank's memory, its own and replicas. They can be those of an earlier generation."""
-        past_rank = self._past_ranks.get((outcome.snapshot_generation, self._workers[rank].worker_id))
-        if past_rank is not None:
-            partition = self._state_partitions[outcome.snapshot_generation]
-            for owner, steps in {past_rank: outcome.steps, **outcome.replica_steps}.items():
-                for step in steps:
-                    yield StatePart(outcome.snapshot_generation, partition[owner], max(partition) + 1, step)
 
     def _get_failure(self, run_ref: Any, rank: int) -> RaytrainError | None:
         """Return the error with which a rank's run call ended, or None if it ended well."""
@@ -254,14 +242,16 @@ class RayWorkerGroup:
                 return cause
             return self._build_failure(rank, "raised", extract_last_line(error))
         except RayError as error:
-            return self._build_failure(rank, "died", describe_actor_death(error))
+            kind = OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else "died"
+            return self._build_failure(rank, kind, describe_actor_death(error))
         if outcome.outcome == "damaged":
             return CheckpointCorruptedError(outcome.reason)
         if outcome.outcome == "differs":
             return self._build_failure(
                 rank, "corrupt" if rank in outcome.divergent_ranks else "replicas differ", outcome.reason
             )
-        return self._build_failure(rank, "raised", outcome.reason) if outcome.outcome == "broken" else None
+        kind = OUT_OF_MEMORY if is_out_of_memory(outcome.reason) else "raised"
+        return self._build_failure(rank, kind, outcome.reason) if outcome.outcome == "broken" else None
 
     def _find_unresponsive_ranks(self) -> list[WorkerFailedError]:
         """Return failures of ranks on lost nodes, else of stalled ranks, else of ranks that send no records."""
@@ -286,7 +276,7 @@ class RayWorkerGroup:
             previous, self._workers[rank].slowdown = self._workers[rank].slowdown, factor
             if previous > 1.0:  # reported and acted on in an earlier generation
                 continue
-            keys = ("kind", "rank", "node", "node_id", "pid", "reason")
+            keys = ("kind", "rank", "node", "node_id", "pid", "reason", "device")
             on_record({"type": "incident", "operation": "training", **{key: getattr(failure, key) for key in keys}})
         return evicted
 
@@ -300,66 +290,53 @@ class RayWorkerGroup:
         }
 
     def _attribute_stall(self, suspects: Sequence[Suspect]) -> list[WorkerFailedError]:
-        """Return failures of the suspects that hold up the other ranks, or none if that cannot be decided yet."""
+        """Return failures of the ranks that hold up the other ranks, or none if that cannot be decided yet."""
         detected, by_rank = time.time(), {suspect.rank: suspect for suspect in suspects}
-        kinds: dict[int, str] = {suspect.rank: suspect.kind for suspect in suspects if suspect.kind != "stalled"}
-        calls = self._query_collectives(rank for rank in range(len(self._workers)) if rank not in kinds)
-        fault = attribute_fault(calls)
-        if not kinds and fault:
-            kinds = {rank: fault.kind for rank in fault.ranks if rank in by_rank}
-        if not kinds and not fault:  # no rank differs from the rest: suspects that wait in no collective have stalled
-            kinds = {rank: "stalled" for rank in by_rank if not any(call.is_pending for call in calls.get(rank, ()))}
-            kinds = {} if len(kinds) == len(self._workers) or kinds.keys() - calls.keys() else kinds
-        if not kinds and is_deadlocked(suspects, len(self._workers)):
-            kinds = {min(by_rank): "deadlocked"}
-        if not kinds:
+        found = attribute_stall(suspects, self._workers, self._health.local_node)
+        if found is None:
             return []
-        stacks, operation = self._health.collect_stacks(), fault.operation if fault else describe_pending_call(calls)
-        failures = []
-        for rank, kind in sorted(kinds.items()):
-            failure = self._build_failure(rank, kind, f"no sign of life for {by_rank[rank].silent_s:.1f} s")
-            failure.last_seen, failure.operation, failure.stacks = detected - by_rank[rank].silent_s, operation, stacks
+        stacks, failures = self._health.collect_stacks(), []
+        for rank, kind in sorted(found.kinds.items()):
+            silent_s = by_rank[rank].silent_s if rank in by_rank else 0.0
+            failure = self._build_failure(rank, kind, found.reason or f"no sign of life for {silent_s:.1f} s")
+            failure.last_seen, failure.operation, failure.stacks = detected - silent_s, found.operation, stacks
             failures.append(failure)
         return failures
-
-    def _query_collectives(self, ranks: Iterable[int]) -> dict[int, Sequence[CollectiveCall]]:
-        """Return the last collectives of these ranks, without those that do not reply within 0.3 s."""
-        refs = {rank: self._workers[rank].actor.recent_calls.remote() for rank in ranks}
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_REPLY_TIMEOUT_S) if refs else ([], [])
-        calls: dict[int, Sequence[CollectiveCall]] = {}
-        for rank, ref in refs.items():
-            with contextlib.suppress(RayError):
-                calls |= {rank: ray.get(ref)} if ref in ready else {}
-        return calls
 
     def _abort_generation(self, detected: float, known_failures: Sequence[WorkerFailedError]) -> RaytrainError:
         """End all ranks after a failure, replace the failed workers, and return the root cause for the caller to raise.
 
         Ranks of `known_failures` are killed first. The root cause is the failure lowest in `cascade_order`, then rank.
         """
-        last_seen, failures = list(self._poller.seen_at), {failure.rank: failure for failure in known_failures}
+        failures, last_seen = {f.rank: f for f in known_failures}, self._health.list_last_seen(self._poller.seen_at)
         for failure in known_failures:
             self._health.kill_rank(failure.node_id, failure.rank)
         self._store.abort_generation(self._generation)
-        exits = self._collect_exits()
+        exits, aborted = self._collect_exits(), time.time()
         for rank, error in exits.items():
             if not isinstance(error, WorkerFailedError):  # the run may continue: replace the workers that cannot
                 for stuck in (rank for rank, exit in exits.items() if getattr(exit, "kind", "raised") != "raised"):
                     self._pool.replace_worker(self._workers[stuck])
                 return error
             failures.setdefault(rank, error)
+        self._explain_deaths(failures)
         self._attribute_out_of_step(failures)
         root_cause = min(failures.values(), key=lambda failure: (cascade_order(failure), failure.rank))
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
         for rank in root_cause.ranks:
             self._pool.replace_worker(self._workers[rank])
-        left_nodes = {failure.node_id for failure in failures.values() if failure.kind in _NODE_KINDS}
+        left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}
+        if len({worker.info["node_id"] for worker in self._workers}) > 1:
+            cut_off = {failure.node_id for failure in failures.values() if failure.kind == LINK_DOWN}
+            self._pool.drain_monitor.announce(cut_off)  # for Ray they are alive: use them no more in this run
+            left_nodes |= cut_off
         if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
             left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))
         for node_id in left_nodes:
             self._leave_node(node_id)
         self._poller.fetch_remaining(_REPLY_TIMEOUT_S, exclude=root_cause.ranks)
-        root_cause.detected_at = detected
+        self._locations.collect_held(self._pool.ready, {failure.kind for failure in failures.values()})
+        root_cause.detected_at, root_cause.aborted_at = detected, aborted
         root_cause.last_seen = last_seen[root_cause.rank] if root_cause not in known_failures else root_cause.last_seen
         root_cause.operation = root_cause.operation or describe_pending_call(self._broken_calls)
         return root_cause
@@ -383,6 +360,14 @@ class RayWorkerGroup:
         silent, reason = (self._rank_of_run[ref] for ref in pending), f"did not end within {settle_s:g} s"
         return failures | {rank: self._build_failure(rank, "silent", reason) for rank in silent}
 
+    def _explain_deaths(self, failures: dict[int, WorkerFailedError]) -> None:
+        """Tell crashes and the work of the kernel's out-of-memory killer from other deaths."""
+        dead_ranks = {rank for rank, failure in failures.items() if failure.kind == "died"}
+        reports = self._health.explain_deaths() if dead_ranks else {}
+        for rank in dead_ranks & reports.keys():
+            failures[rank] = self._build_failure(rank, reports[rank].kind, reports[rank].reason)
+            failures[rank].stacks = reports[rank].stacks
+
     def _attribute_out_of_step(self, failures: dict[int, WorkerFailedError]) -> None:
         """Attribute failures that are broken collectives only to the ranks that called a different collective."""
         cascade = all(error.kind == "raised" and cascade_order(error) == CONSEQUENCE for error in failures.values())
@@ -395,6 +380,6 @@ class RayWorkerGroup:
         info = self._workers[rank].info
         if kind in ("died", "node lost") and self._pool.drain_monitor.was_announced(info["node_id"]):
             kind, reason = PREEMPTED, f"{reason}; the removal of its node was announced"
-        failure = WorkerFailedError(rank, info["node"], info["pid"], kind, reason, node_id=info["node_id"])
-        failure.detected_at, failure.last_seen = time.time(), self._poller.seen_at[rank]
-        return failure
+        device, last_seen = self._health.describe_device(rank), self._health.list_last_seen(self._poller.seen_at)[rank]
+        names = {"node": info["node"], "pid": info["pid"], "node_id": info["node_id"], "device": device}
+        return WorkerFailedError(rank, kind=kind, reason=reason, detected_at=time.time(), last_seen=last_seen, **names)

@@ -49,8 +49,7 @@ def compute_startup_times(
     recorder: RunRecorder, timestamps: Mapping[str, float], rank_infos: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     """Return the seconds of each startup phase, which ends when its last rank ends it; {} without a committed step."""
-    # A rank of a script that was lost while it attached has reported its groups, but no model.
-    built = [record["model"] for record in recorder.ready_records.values() if "model" in record]
+    built = [record["unix"] for record in recorder.ready_records.values()]
     if not built or recorder.totals.first_step_unix is None:
         return {}
     ends = {

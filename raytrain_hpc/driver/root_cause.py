@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from raytrain_hpc.elastic.death_report import CRASHED, OUT_OF_MEMORY
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.errors import WorkerFailedError
 
 CONSEQUENCE = 3
+LINK_DOWN = "link down"  # of a node, if the run has several
+NODE_KINDS = ("node lost", PREEMPTED)  # of failures that concern a whole node
 _PRIMARY_KINDS = (
     "died",
+    CRASHED,
+    OUT_OF_MEMORY,
     "node lost",
     PREEMPTED,
+    LINK_DOWN,
     "corrupt",
     "slow",
     "deadlocked",

@@ -106,9 +106,9 @@ def compute_state_bytes_per_rank(prepared: PreparedRun, layout: Layout) -> int |
     """Return the bytes of weights, gradients and optimizer state on the fullest rank; None for a caller's model."""
     if prepared.custom:
         return None
-    config = prepared.config
-    parameters = count_max_rank_parameters(prepared.model_spec, layout, config.train.seq_len)
-    return compute_state_bytes(parameters, layout, config.train.dtype, config.optimizer.name, config.parallel.offload)
+    config, model_spec = prepared.config, prepared.model_spec
+    parameters = count_max_rank_parameters(model_spec, layout, config.train.seq_len)
+    return compute_state_bytes(parameters, layout, make_workload(config, model_spec), config.parallel.offload)
 
 
 def _describe_own_data(dataset: SampleDataset, order: str) -> str:

@@ -99,8 +99,9 @@ def _remove_local_directory(config: Config) -> None:
 
 
 def find_memory_step(workers: WorkerGroup) -> int | None:
-    """Return the newest step whose whole state the workers hold together. Call between generations."""
-    return find_newest_complete_step(candidate.state_parts for candidate in workers.list_candidates())
+    """Return the newest step whose whole state is in memory, of workers or nodes. Call between generations."""
+    in_workers = [candidate.state_parts for candidate in workers.list_candidates()]
+    return find_newest_complete_step([*in_workers, workers.list_held_parts()])
 
 
 def is_checkpoint_due(config: Config, step: int) -> bool:

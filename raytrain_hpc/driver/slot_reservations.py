@@ -27,7 +27,7 @@ class Slot:
 
 
 class SlotReservations:
-    """Reserver of slots, each of which takes one unit of `resource` ("GPU" or "CPU")."""
+    """Reserver of slots, each of which takes one unit of `resource`, such as GPU or CPU."""
 
     def __init__(self, resource: str):
         self._resource = resource

@@ -46,7 +46,7 @@ from raytrain_hpc.errors import (
     RunFailedError,
     WorkerFailedError,
 )
-from raytrain_hpc.observability.console import Console, format_incident
+from raytrain_hpc.observability.console import Console, format_incident, format_recovery
 from raytrain_hpc.optim.lr_scheduler import LearningRate, LRSchedule
 from raytrain_hpc.planner.flops import compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
@@ -365,21 +365,20 @@ class Supervisor:
         previous_step = run.recorder.committed_step
         if record["type"] == "incident":
             run.incidents.record_incident(record, run.lease.generation, previous_step)
-            self._console.print_line(
-                f"incident: {format_incident(record | {'step': previous_step})}: {record['reason']}"
-            )
+            device = f" (GPU: {record['device']})" if record.get("device") else ""
+            what = format_incident(record | {"step": previous_step})
+            self._console.print_line(f"incident: {what}: {record['reason']}{device}")
             return
         run.recorder.handle_record(record)
+        if record["type"] == "ready":
+            run.incidents.record_ready(record)
         if record["type"] == "step":
             run.deadline.record_step(record["metrics"]["time/step_s"])
         if run.recorder.committed_step == previous_step:
             return
         self._record_start()
-        if (incident := run.incidents.record_commit(record["metrics"]["time/unix"])) is not None:
-            self._console.print_line(
-                f"{format_incident(incident)}; recovered in {incident['recovered_s']:.2f} s on "
-                f"{incident['world_after']} of {incident['world']} workers, {incident['steps_lost']} steps lost"
-            )
+        if (incident := run.incidents.record_commit(record["metrics"])) is not None:
+            self._console.print_line(format_recovery(incident, verbose=self._config.logging.verbose))
 
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
         """Record a failed generation, with the steps that the driver had not fetched from its ranks.

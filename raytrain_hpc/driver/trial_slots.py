@@ -50,7 +50,7 @@ def connect_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
             count = partial(count_slots, topology=topology, has_readers=True)
             yield TrialSlots(free, count, words, environment) if is_shared else TrialSlots(free, count)
             return
-        free = topology.total_slots if topology.device == "cuda" else count_usable_cpus()
+        free = topology.total_slots if topology.has_accelerators else count_usable_cpus()
         # As for a Ray that a run starts for itself: no readers of Ray Data, which would need CPUs besides.
         words += ("data.engine=local",) if config.data.engine == AUTO else ()
         count = partial(count_slots, topology=topology, has_readers=config.data.engine == "ray")
@@ -62,7 +62,7 @@ def count_slots(config: Config, *, topology: Topology, has_readers: bool) -> int
     from raytrain_hpc.driver.ray_topology import resolve_world_size
 
     workers = resolve_world_size(config, topology) + config.cluster.spares
-    if topology.device == "cuda":
+    if topology.has_accelerators:
         return workers
     return workers * config.cluster.cpu_threads + int(has_readers and config.data.engine != "local")
 
@@ -70,8 +70,8 @@ def count_slots(config: Config, *, topology: Topology, has_readers: bool) -> int
 def count_local_slots(config: Config) -> TrialSlots:
     """Return the slots of runs without Ray. On a GPU there is one: all of them would use the first GPU."""
     if config.cluster.device != "cpu":
-        import torch
+        from raytrain_hpc.torch_device import find_accelerator
 
-        if torch.cuda.is_available():
+        if find_accelerator() is not None:
             return TrialSlots(1, lambda trial: 1)
     return TrialSlots(count_usable_cpus(), lambda trial: trial.cluster.cpu_threads * get_min_world_size(trial))

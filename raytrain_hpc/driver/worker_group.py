@@ -76,8 +76,16 @@ def call_on_nodes(workers: Sequence[Worker], function: Callable[[], T], timeout_
     return results
 
 
-def recall_metrics(workers: Sequence[Worker], after_step: int, until_step: int) -> list[dict[str, Any]]:
-    """Return the metrics of steps after `after_step` from the memory of the first worker that reached `until_step`."""
+def recall_metrics(
+    workers: Sequence[Worker],
+    after_step: int,
+    until_step: int,
+    recall_from_nodes: Callable[[int], list[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Return the metrics of the steps after `after_step` up to `until_step` that are in memory.
+
+    Those of the first worker that reached `until_step`; if none answers, `recall_from_nodes(after_step)`.
+    """
     for worker in workers:
         if any(state.step >= until_step for state in worker.states):
             try:
@@ -87,7 +95,7 @@ def recall_metrics(workers: Sequence[Worker], after_step: int, until_step: int) 
                 return [metrics for metrics in recalled if metrics["step"] <= until_step]
             except RayError:
                 continue
-    return []
+    return [metrics for metrics in recall_from_nodes(after_step) if metrics["step"] <= until_step]
 
 
 @dataclass(frozen=True)
@@ -332,7 +340,7 @@ class ActorPool:
         self._reservations.close()
 
     def _start_worker(self, slot: Slot) -> None:
-        gpus = 1 if self._cluster.device == "cuda" else 0
+        gpus = 1 if self._cluster.has_accelerators else 0
         actor = self._actor_class.options(
             num_cpus=0 if gpus else 1,
             num_gpus=gpus,

@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from raytrain_hpc.device_backends import BACKENDS
+
 # Texts in the exceptions that a rank raises because another rank failed.
-_PEER_FAILURE_PATTERNS = ("GenerationAbortedError", "gloo", "Connection closed by peer", "NCCL", "ECONNRESET")
+_PEER_FAILURE_PATTERNS = (
+    *("GenerationAbortedError", "Connection closed by peer", "ECONNRESET"),
+    *(text for backend in BACKENDS.values() for text in backend.failure_texts),
+)
 
 
 @dataclass(frozen=True)

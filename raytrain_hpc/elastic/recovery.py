@@ -29,6 +29,7 @@ class Candidate:
     that was not a member of that generation. `slowdown`: time per microbatch relative to the median of the other ranks
     when it was last detected as slow, else 1. `rack`: "" if unknown. `has_local_files`: whether its node had files of
     local checkpoints when it started. `is_cold`: its first step has to compile, while the other ranks wait.
+    `node_parts`: parts that the agent of its node holds and no ready worker does.
     """
 
     worker_id: int
@@ -40,6 +41,12 @@ class Candidate:
     rack: str = ""
     has_local_files: bool = False
     is_cold: bool = False
+    node_parts: tuple[StatePart, ...] = ()
+
+    @property
+    def reachable_parts(self) -> tuple[StatePart, ...]:
+        """The parts that the worker has, or can open on its node."""
+        return (*self.state_parts, *self.node_parts)
 
     @property
     def site(self) -> Site:
@@ -127,7 +134,7 @@ def _plan_largest(
             members = None if layout is None else _select_members(candidates, world_size, layout.tp)
             if layout is None or members is None:
                 continue
-            step, sites = find_newest_complete_step(m.state_parts for m in members), [m.site for m in members]
+            step, sites = find_newest_complete_step(m.reachable_parts for m in members), [m.site for m in members]
             held_parts = [[state.part for state in m.state_parts if state.step == step] for m in members]
             placement = assign_ranks(
                 place_ranks(layout, sites, estimate_bytes_by_axis(layout, batching)),
@@ -162,16 +169,22 @@ def _find_legal_layout(config: Config, world_size: int, batching: Batching) -> L
 def _select_members(candidates: Sequence[Candidate], world_size: int, group_size: int) -> list[Candidate] | None:
     """Select `world_size` candidates, sorted by rack, node and pid, or None if too few whole groups fit on nodes.
 
-    Groups of `group_size` ranks (the tensor-parallel size) stay on one node. Nodes with most workers that hold state
-    come first; on a node, those that hold state, and of them those that alone hold most parts of a step. If none has
-    state in memory, those with files of local checkpoints count as holders. If there are none either, whole nodes are
-    left as spares if possible; see `select_active_workers`.
+    Groups of `group_size` ranks (the tensor-parallel size) stay on one node. Nodes with most workers that can reach
+    state come first; on a node, those that hold it themselves, and of them those that alone hold most parts of a step.
+    If no state is in memory, those with files of local checkpoints count instead. If there are none either, whole nodes
+    are left as spares if possible; see `select_active_workers`.
     """
     by_node: dict[str, list[Candidate]] = {}
     holder_counts = Counter(state for candidate in candidates for state in candidate.state_parts)
     sole_parts = {c.worker_id: sum(holder_counts[state] == 1 for state in c.state_parts) for c in candidates}
-    is_holder = {c.worker_id: bool(c.state_parts) if holder_counts else c.has_local_files for c in candidates}
-    for candidate in sorted(candidates, key=lambda c: (not is_holder[c.worker_id], -sole_parts[c.worker_id], c.pid)):
+    has_state = any(candidate.reachable_parts for candidate in candidates)
+    is_holder = {c.worker_id: bool(c.reachable_parts) if has_state else c.has_local_files for c in candidates}
+
+    def rank_on_node(candidate: Candidate) -> tuple[bool, bool, int, int]:
+        worker_id = candidate.worker_id
+        return not candidate.state_parts, not is_holder[worker_id], -sole_parts[worker_id], candidate.pid
+
+    for candidate in sorted(candidates, key=rank_on_node):
         by_node.setdefault(candidate.node_id, []).append(candidate)
     holders_per_node = {node: sum(is_holder[c.worker_id] for c in workers) for node, workers in by_node.items()}
     workers_per_node = {node: len(workers) for node, workers in by_node.items()}

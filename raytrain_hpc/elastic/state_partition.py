@@ -80,15 +80,44 @@ class _ReplicaCounts:
         raise ValueError(f"no other node or process can hold a replica of rank {source}'s state")
 
 
-def find_newest_complete_step(parts_by_worker: Iterable[Sequence[StatePart]]) -> int | None:
-    """Return the newest step for which these workers together hold all parts of the state, or None.
+def find_complete_generation(step: int, parts_by_holder: Iterable[Sequence[StatePart]]) -> int | None:
+    """Return the newest generation of which all parts of the state after `step` are held, or None."""
+    complete = _find_complete_states(parts_by_holder)
+    return max((generation for generation, complete_step in complete if complete_step == step), default=None)
+
+
+def assign_missing_parts(
+    generation: int, step: int, own_parts: Sequence[Sequence[StatePart]], node_parts: Sequence[Sequence[StatePart]]
+) -> list[list[StatePart]]:
+    """Return which parts of a generation's state after `step` each member has to open on its node.
+
+    `own_parts[r]`, `node_parts[r]`: in the memory of member r, and held by its node. Only parts that no member has
+    itself are opened, each by one member, evenly.
+    """
+    assigned: list[list[StatePart]] = [[] for _ in own_parts]
+    own = {part for parts in own_parts for part in parts}
+    nearby = {part for parts in node_parts for part in parts if (part.generation, part.step) == (generation, step)}
+    for missing in sorted(nearby - own):
+        holders = [member for member, parts in enumerate(node_parts) if missing in parts]
+        assigned[min(holders, key=lambda member: len(assigned[member]))].append(missing)
+    return assigned
+
+
+def find_newest_complete_step(parts_by_holder: Iterable[Sequence[StatePart]]) -> int | None:
+    """Return the newest step for which these holders together have all parts of the state, or None.
 
     Parts of different generations are never combined, because each generation has its own partition.
     """
+    return max((step for _, step in _find_complete_states(parts_by_holder)), default=None)
+
+
+def _find_complete_states(parts_by_holder: Iterable[Sequence[StatePart]]) -> list[tuple[int, int]]:
+    """Return the generations and steps of which all parts are held."""
     parts_held: dict[tuple[int, int], set[int]] = {}
     num_parts: dict[int, int] = {}
-    for state_part in (state_part for worker_parts in parts_by_worker for state_part in worker_parts):
+    for state_part in chain.from_iterable(parts_by_holder):
         parts_held.setdefault((state_part.generation, state_part.step), set()).add(state_part.part)
         num_parts[state_part.generation] = state_part.num_parts
-    complete = (step for (generation, step), parts in parts_held.items() if len(parts) == num_parts[generation])
-    return max(complete, default=None)
+    return [
+        (generation, step) for (generation, step), parts in parts_held.items() if len(parts) == num_parts[generation]
+    ]

@@ -46,6 +46,7 @@ class WorkerHealth:
     num_samples: int = 0  # stack samples of the training loop, taken in phase "training"
     num_waiting_samples: int = 0  # samples in which the loop was waiting for other ranks
     num_urgent_records: int = 0  # records that the driver should fetch immediately
+    last_beat_unix: float = 0.0  # Unix time at which the heartbeat thread last ran, by the clock of its node
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raytrain_hpc.config.model_spec import VOCAB_SIZE_MULTIPLE
 from raytrain_hpc.model.autocast import cast_for_autocast
+from raytrain_hpc.torch_device import is_on_accelerator
 
 IGNORE_INDEX = -100  # of targets outside the loss
 
@@ -143,7 +144,7 @@ class ChunkedLoss:
         else in fp32.
         """
         x, padded, num_rows = cast_for_autocast(x), cast_for_autocast(weight), len(weight)
-        if x.is_cuda and num_rows % VOCAB_SIZE_MULTIPLE:  # the product is faster
+        if is_on_accelerator(x) and num_rows % VOCAB_SIZE_MULTIPLE:  # the product is faster
             padded = F.pad(padded, (0, 0, 0, -num_rows % VOCAB_SIZE_MULTIPLE))
         loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, -2), padded, targets.flatten(), self, num_rows, torch.is_grad_enabled()

@@ -20,6 +20,7 @@ from raytrain_hpc.model.autocast import cast_for_autocast
 from raytrain_hpc.model.cross_entropy import IGNORE_INDEX, ChunkedLoss
 from raytrain_hpc.model.moe import MixtureOfExperts
 from raytrain_hpc.state.keyed_rng import fold_in, keyed_dropout
+from raytrain_hpc.torch_device import is_on_accelerator
 
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim / 2] or [b, t, 1, head_dim / 2]
 
@@ -136,7 +137,7 @@ def compute_logits(x: Tensor, table: Tensor, product: Callable[[Tensor, Tensor],
     """
     product = F.linear if product is None else product
     rows = table.shape[0]
-    padding = -rows % VOCAB_SIZE_MULTIPLE if x.is_cuda else 0
+    padding = -rows % VOCAB_SIZE_MULTIPLE if is_on_accelerator(x) else 0
     if not padding:
         return product(x, table)
     return product(x, F.pad(cast_for_autocast(table), (0, 0, 0, padding)))[..., :rows]

@@ -14,7 +14,9 @@ from raytrain_hpc.observability.metrics import compute_mean_rates
 # Kinds of incidents that do not read as a predicate of a rank.
 _PREDICATES = {
     "node lost": "lost with the node",
+    "link down": "cut off from the network",
     "preempted": "preempted with the node",
+    "out of memory": "ran out of memory",
     "interpreter held": "held the interpreter lock",
     "replicas differ": "found different from other replicas",
 }
@@ -71,6 +73,23 @@ def format_incident(incident: Mapping[str, Any]) -> str:
     subject = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} " if ranks else ""
     kind = str(incident["kind"])
     return f"{subject}{_PREDICATES.get(kind, kind)} at step {incident['step'] + 1}"
+
+
+def format_recovery(incident: Mapping[str, Any], *, verbose: bool = False) -> str:
+    """Format a completed incident: "rank 1 died at step 12; recovered in 0.41 s on 1 of 2 workers, 0 steps lost".
+
+    With `verbose`, the seconds of each phase follow.
+    """
+    phases = f" ({format_phases(incident['phases'])})" if verbose else ""
+    return (
+        f"{format_incident(incident)}; recovered in {incident['recovered_s']:.2f} s{phases} on "
+        f"{incident['world_after']} of {incident['world']} workers, {incident['steps_lost']} steps lost"
+    )
+
+
+def format_phases(phases: Mapping[str, float | None]) -> str:
+    """Format the seconds of each phase of a recovery that is known: "detect 0.05, abort 0.02"."""
+    return ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items() if seconds is not None)
 
 
 class Console:

@@ -11,13 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain_hpc.device_backends import BACKENDS
+
 GEMM, ATTENTION, COMMUNICATION, OTHER = KINDS = ("GEMM", "attention", "communication", "other")
 # Parts of lower-case names, in the order in which they are tried. Inductor names its pointwise and reduction kernels
 # after neighboring operations too, and nodes of autograd are named after the operators that they call. Kernels of
 # attention are also named after the library that they are built with.
 _PARTS_OF_NAMES = {
     OTHER: ("triton_poi_", "triton_red_", "triton_per_", "autograd::", "backward0"),
-    COMMUNICATION: ("nccl", "gloo:", "c10d::", "c10d_functional::"),
+    COMMUNICATION: (
+        *(backend.process_group for backend in BACKENDS.values()),
+        "oneapi::ccl",
+        "c10d::",
+        "c10d_functional::",
+    ),
     ATTENTION: ("flash", "fmha", "sdpa", "attention", "attn"),
     GEMM: (
         "gemm",

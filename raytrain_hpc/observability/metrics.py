@@ -26,7 +26,7 @@ METRIC_KEYS = {
     "time/optimizer_s": "Part of time/step_s: the optimizer step.",
     "time/checkpoint_s": "Time of a checkpoint after the step: the copy; writing is asynchronous.",
     "memory/peak_gib": "Peak memory of rank 0's device; on CPU, peak resident memory of its process.",
-    "memory/weights_gib": "Weights on rank 0 between steps.",
+    "memory/weights_gib": "Weights on rank 0 between steps, without bf16 copies.",
     "memory/gradients_gib": "Gradients passed to the optimizer on rank 0.",
     "memory/moments_gib": "Optimizer moments of rank 0, including offloaded ones.",
     "elastic/world_size": "Number of ranks in the step.",

@@ -15,7 +15,8 @@ _PRESETS_BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\bH200\b(?!.*\b(PCIe|NVL|MIG)\b)", "h200"),
     (r"\bB200\b(?!.*\bMIG\b)", "b200"),
     (r"\bMI300X\b", "mi300x"),
-    (r"\bMax 1550\b|\bPVC\b", "pvc"),
+    (r"\bMI250X\b", "mi250x"),
+    (r"\bMax 1550\b|\bPVC\b", "pvc-tile"),
 )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_hpc.torch_device import is_accelerator
 from raytrain_hpc.torch_private import foreach_norm
 
 Region = tuple[slice, ...] | None  # part of a rank's slice; None: all of it
@@ -17,7 +18,8 @@ Region = tuple[slice, ...] | None  # part of a rank's slice; None: all of it
 _SQUARE_BITS = 52  # of a square, as a fraction of the power of two above the largest
 _DIGIT_BITS = 26  # a sum of squares is kept in two digits: 2**37 squares add up within 64 bits
 _ROW_ELEMENTS = 2048  # squares that add up within 64 bits
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}  # elements squared at a time: within a cache, and in few kernels
+_CACHED_ELEMENTS = 1 << 18  # elements squared at a time on a CPU: within a cache
+_KERNEL_ELEMENTS = 1 << 25  # on an accelerator: in few kernels
 
 
 class GradientNorm:
@@ -59,7 +61,8 @@ class ExactGradientNorm(GradientNorm):
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
-        chunks = list(_split_into_chunks(self._select_regions(gradients), _CHUNK_ELEMENTS[self._device.type]))
+        max_elements = _KERNEL_ELEMENTS if is_accelerator(self._device) else _CACHED_ELEMENTS
+        chunks = list(_split_into_chunks(self._select_regions(gradients), max_elements))
         largest = torch.zeros((), dtype=torch.float64, device=self._device)
         if chunks:
             bounds = [torch.aminmax(chunk) for chunk in chunks]

@@ -20,6 +20,7 @@ from raytrain_hpc.optim.newton_schulz import orthogonalize_each
 from raytrain_hpc.optim.offload import MomentStorage, OnDevice, Slices
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.torch_device import is_on_accelerator
 
 MakeShards = Callable[[Mapping[str, Tensor]], ShardedState]
 
@@ -72,7 +73,7 @@ class Muon(Optimizer):
         if self._exchange is None or self._make_shards is None:
             raise RuntimeError("Muon: call connect before the first step")
         updates = self._advance_momenta(gradients)
-        is_accelerated = any(update.is_cuda for update in updates.values())
+        is_accelerated = any(is_on_accelerator(update) for update in updates.values())
         orthogonalize = partial(orthogonalize_each, batched=is_accelerated and not self._elastic)
         self._exchange.run(self._make_shards(updates), orthogonalize)
         for group in self._groups:
@@ -100,4 +101,5 @@ class Muon(Optimizer):
         return {name: self._get_compute_form(update) for name, update in updates.items()}
 
     def _get_compute_form(self, update: Tensor) -> Tensor:
-        return update.bfloat16() if update.is_cuda and not self._elastic and update.dtype == torch.float32 else update
+        is_narrowed = is_on_accelerator(update) and not self._elastic and update.dtype == torch.float32
+        return update.bfloat16() if is_narrowed else update

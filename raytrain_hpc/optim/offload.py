@@ -23,6 +23,7 @@ from torch import Tensor
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError, OffloadError
 from raytrain_hpc.optim.mmap_buffer import PAGE, MmapBuffer, get_free_bytes, round_up_to_page
+from raytrain_hpc.torch_device import get_device_module, is_on_accelerator
 
 CHUNK_BYTES = 32 * 2**20  # of moments per chunk
 
@@ -43,7 +44,7 @@ class OptimizerChunk:
 
 
 class MomentStorage(Protocol):
-    """Storage of moments. `slices`: the weights on the device; moments have their names, shapes and dtypes."""
+    """Storage of moments. `slices`: the weights on the device; moments have their names and shapes."""
 
     slices: Slices
     moments: dict[str, dict[str, Tensor]]
@@ -62,9 +63,10 @@ class MomentStorage(Protocol):
 class OnDevice:
     """Moments on the device of the weights: one chunk, and no copies."""
 
-    def __init__(self, slices: Slices, kinds: Iterable[str]):
+    def __init__(self, slices: Slices, kinds: Iterable[str], dtype: torch.dtype | None = None):
+        """`dtype`: of the moments, as in all storages; None: that of the weights."""
         self.slices = slices
-        self.moments = {kind: {name: torch.zeros_like(s) for name, s in slices.items()} for kind in kinds}
+        self.moments = {kind: {name: torch.zeros_like(s, dtype=dtype) for name, s in slices.items()} for kind in kinds}
 
     def iter_chunks(self, gradients: Slices, targets: Slices | None = None) -> Iterator[OptimizerChunk]:
         """Yield all tensors as one chunk."""
@@ -85,21 +87,25 @@ class OnDevice:
 class CpuOffload:
     """Moments in host memory. Weights and gradients are copied there by chunks, and new weights copied back."""
 
-    def __init__(self, slices: Slices, kinds: Sequence[str], chunk_bytes: int = CHUNK_BYTES):
-        self.slices, self._kinds, self._chunk_bytes = slices, kinds, chunk_bytes
-        for name, tensor in slices.items():
-            if tensor.numel() and not _is_dense(tensor):
-                raise ModelError(f"{name}: elements with gaps between them cannot be offloaded; make it contiguous")
+    def __init__(
+        self,
+        slices: Slices,
+        kinds: Sequence[str],
+        chunk_bytes: int = CHUNK_BYTES,
+        dtype: torch.dtype | None = None,
+    ):
+        self.slices, self._kinds, self._chunk_bytes, self._dtype = slices, kinds, chunk_bytes, dtype
+        check_dense(slices)
         self.moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         for name, tensor in slices.items():
             for kind in kinds:
-                flat = self._allocate_zeros(tensor.numel(), tensor.dtype)
+                flat = self._allocate_zeros(tensor.numel(), dtype or tensor.dtype)
                 self.moments[kind][name] = flat.as_strided(tensor.shape, tensor.stride())
 
     def iter_chunks(self, gradients: Slices, targets: Slices | None = None) -> Iterator[OptimizerChunk]:
         """Yield chunks of at most `chunk_bytes` of moments."""
         flat_gradients = {
-            name: _flatten(_match_layout(self.slices[name], gradient)) for name, gradient in gradients.items()
+            name: flatten(_match_layout(self.slices[name], gradient)) for name, gradient in gradients.items()
         }
         targets = targets or self.slices
         chunks = [self._make_chunk(runs, flat_gradients, targets) for runs in self._plan_chunks(gradients)]
@@ -126,7 +132,7 @@ class CpuOffload:
 
     def _to_host(self, chunk: OptimizerChunk) -> OptimizerChunk:
         """Return a chunk with weights and gradients in host memory."""
-        devices = {weight.device for weight in chunk.weights if weight.is_cuda}
+        devices = {weight.device for weight in chunk.weights if is_on_accelerator(weight)}
         if not devices:
             return chunk
         host_chunk = replace(
@@ -135,12 +141,12 @@ class CpuOffload:
             gradients=[_copy_to_pinned(gradient) for gradient in chunk.gradients],
         )
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            get_device_module(device).current_stream(device).synchronize()
         return host_chunk
 
     def _make_chunk(self, runs: Sequence[tuple[str, slice]], gradients: Slices, targets: Slices) -> OptimizerChunk:
-        weights = [_flatten(targets[name])[run] for name, run in runs]
-        moments = {kind: [_flatten(tensors[name])[run] for name, run in runs] for kind, tensors in self.moments.items()}
+        weights = [flatten(targets[name])[run] for name, run in runs]
+        moments = {kind: [flatten(tensors[name])[run] for name, run in runs] for kind, tensors in self.moments.items()}
         return OptimizerChunk(
             weights, [gradients[name][run] for name, run in runs], moments, [name for name, _ in runs]
         )
@@ -154,11 +160,11 @@ class CpuOffload:
         runs, remaining_bytes = list[tuple[str, slice]](), self._chunk_bytes
         for name in names:
             tensor = self.slices[name]
-            bytes_per_element = tensor.dtype.itemsize * len(self._kinds)
-            max_elements = max(PAGE, self._chunk_bytes // bytes_per_element // PAGE * PAGE)
+            itemsize = (self._dtype or tensor.dtype).itemsize
+            max_elements = max(PAGE, self._chunk_bytes // (itemsize * len(self._kinds)) // PAGE * PAGE)
             for start in range(0, tensor.numel(), max_elements):
                 stop = min(start + max_elements, tensor.numel())
-                needed_bytes = round_up_to_page((stop - start) * tensor.dtype.itemsize) * len(self._kinds)
+                needed_bytes = round_up_to_page((stop - start) * itemsize) * len(self._kinds)
                 if runs and needed_bytes > remaining_bytes:
                     yield runs
                     runs, remaining_bytes = [], self._chunk_bytes
@@ -174,9 +180,16 @@ class DiskOffload(CpuOffload):
     Raises OSError if the directory has no space for them.
     """
 
-    def __init__(self, slices: Slices, kinds: Sequence[str], directory: str, chunk_bytes: int = CHUNK_BYTES):
-        self._buffer = MmapBuffer(directory, compute_file_bytes(slices, kinds))
-        super().__init__(slices, kinds, chunk_bytes)
+    def __init__(
+        self,
+        slices: Slices,
+        kinds: Sequence[str],
+        directory: str,
+        chunk_bytes: int = CHUNK_BYTES,
+        dtype: torch.dtype | None = None,
+    ):
+        self._buffer = MmapBuffer(directory, compute_file_bytes(slices, kinds, dtype))
+        super().__init__(slices, kinds, chunk_bytes, dtype)
 
     def release_memory(self) -> None:
         """Release all pages to the file."""
@@ -192,20 +205,22 @@ class DiskOffload(CpuOffload):
         self._buffer.release(_list_moments(chunk))
 
 
-def make_moment_storage(config: Config, rank: int, slices: Slices, kinds: Sequence[str]) -> MomentStorage:
+def make_moment_storage(
+    config: Config, rank: int, slices: Slices, kinds: Sequence[str], dtype: torch.dtype | None = None
+) -> MomentStorage:
     """Create the storage that `parallel.offload` asks for. Raises OffloadError if the disk has no space."""
     mode, directory = config.parallel.offload, config.parallel.offload_dir
     on_host = all(tensor.device.type == "cpu" for tensor in slices.values())
     if mode == "none" or (mode == "cpu" and on_host):
-        return OnDevice(slices, kinds)
+        return OnDevice(slices, kinds, dtype)
     if mode == "cpu":
-        return CpuOffload(slices, kinds)
+        return CpuOffload(slices, kinds, dtype=dtype)
     try:
-        return DiskOffload(slices, kinds, directory)
+        return DiskOffload(slices, kinds, directory, dtype=dtype)
     except OSError as error:
         free_bytes = get_free_bytes(directory)
         free_text = "" if free_bytes is None else f" ({free_bytes / 2**30:.2f} GiB free)"
-        needed_gib = compute_file_bytes(slices, kinds) / 2**30
+        needed_gib = compute_file_bytes(slices, kinds, dtype) / 2**30
         remedy = (
             f"{error.strerror or error}: rank {rank} needs {needed_gib:.2f} GiB for optimizer state{free_text}; "
             "choose a directory on another disk, shard over more ranks or use parallel.offload=cpu"
@@ -213,9 +228,10 @@ def make_moment_storage(config: Config, rank: int, slices: Slices, kinds: Sequen
         raise OffloadError("parallel.offload_dir", directory, config.origin("parallel.offload_dir"), remedy) from error
 
 
-def compute_file_bytes(slices: Slices, kinds: Sequence[str]) -> int:
-    """Return the size of the file that holds the moments of these slices."""
-    return sum(round_up_to_page(tensor.nbytes) for tensor in slices.values()) * len(kinds)
+def compute_file_bytes(slices: Slices, kinds: Sequence[str], dtype: torch.dtype | None = None) -> int:
+    """Return the size of the file that holds the moments of these slices. `dtype`: of the moments."""
+    sizes = (tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in slices.values())
+    return sum(round_up_to_page(size) for size in sizes) * len(kinds)
 
 
 def _list_moments(chunk: OptimizerChunk) -> list[Tensor]:
@@ -227,7 +243,7 @@ def _copy_to_pinned(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _flatten(tensor: Tensor) -> Tensor:
+def flatten(tensor: Tensor) -> Tensor:
     """Return a 1-dimensional view of the elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -238,7 +254,14 @@ def _match_layout(weight: Tensor, gradient: Tensor) -> Tensor:
     return gradient if has_same_layout else torch.empty_like(weight).copy_(gradient)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def check_dense(slices: Slices) -> None:
+    """Raise ModelError if there are gaps between the elements of a weight: fused kernels would write into them."""
+    for name, tensor in slices.items():
+        if tensor.numel() and not is_dense(tensor):
+            raise ModelError(f"{name}: elements with gaps between them cannot be updated; make it contiguous")
+
+
+def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a range of memory without gaps, in any order."""
     last_offset = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last_offset + 1 == tensor.numel()

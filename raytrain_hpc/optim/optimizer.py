@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raytrain_hpc.config.parameter_groups import find_group
 from raytrain_hpc.config.schema import AUTO, OptimizerConfig
 from raytrain_hpc.config.training_config import ParameterGroupConfig
-from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk
+from raytrain_hpc.optim.offload import MomentStorage, OptimizerChunk, check_dense
 from raytrain_hpc.optim.whole_vectors import run_on_whole_vectors
 from raytrain_hpc.state.sharded_state import to_local
 from raytrain_hpc.torch_private import fused_adamw_, sgd
@@ -82,6 +82,8 @@ class Optimizer:
     ):
         self._parameters, self._config, self._storage = parameters, config, storage
         self._groups = split_into_groups(parameters, canonical_names or {}, config.groups, config.weight_decay)
+        if config.name in ("adamw", "muon"):
+            check_dense(storage.slices)
         self._elastic = elastic
         self.moments = storage.moments
         self.other_state: dict[str, dict[str, Tensor]] = {}

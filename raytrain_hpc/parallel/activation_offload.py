@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.torch_device import get_device_module, is_accelerator
 from raytrain_hpc.torch_private import get_version
 
 # Smallest storage that moves: below, a copy costs more than the memory is worth. On CPUs, tests move small ones too.
-_MIN_BYTES = {"cpu": 1 << 10, "cuda": 1 << 18}
+_MIN_BYTES, _MIN_BYTES_ON_CPU = 1 << 18, 1 << 10
 
 
 class ActivationOffload:
@@ -36,7 +37,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device):
         self._engine = _CopyEngine(device)
-        self._min_bytes = _MIN_BYTES.get(device.type, 0)
+        self._min_bytes = _MIN_BYTES if is_accelerator(device) else _MIN_BYTES_ON_CPU
         self._newest: _BlockActivations | None = None
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
@@ -126,7 +127,7 @@ class _BlockActivations:
         self._storages: WeakValueDictionary[int, _SavedStorage] = WeakValueDictionary()
         self._is_in_use = False
         self._copying: list[Tensor] = []  # must not be released before the copy is done
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None  # an Event of the device
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
         """Return what autograd is to keep instead of a tensor."""
@@ -188,16 +189,17 @@ class _CopyEngine:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, to the device
-        if device.type == "cuda":
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._module = get_device_module(device)
+        self._streams: tuple[Any, Any] | None = None  # to the host, to the device
+        if is_accelerator(device):
+            self._streams = self._module.Stream(device), self._module.Stream(device)
 
     def can_move(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a plain one on this device, so that its bytes, shape and strides are all of it."""
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         return is_plain and tensor.device.type == self._device.type and not tensor.is_conj() and not tensor.is_neg()
 
-    def copy_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def copy_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Start to copy; return the copies and an event of their end. Sources must be kept until then.
 
         Page-locked memory that is released is used again: torch's allocator for it knows which copies use it.
@@ -205,28 +207,27 @@ class _CopyEngine:
         copies = [allocate_host_bytes(source.numel(), pinned=self._streams is not None) for source in sources]
         return copies, self._copy(sources, copies, 0)
 
-    def copy_to_device(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def copy_to_device(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Start to copy; return the copies and an event of their end. Use or release them only after a wait for it."""
         copies = [torch.empty_like(source, device=self._device) for source in sources]
         return copies, self._copy(sources, copies, 1)
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: Any) -> None:
         """Make the stream of the passes wait for an event. None: it has taken place."""
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            self._module.current_stream(self._device).wait_event(event)
 
-    def _copy(self, sources: Sequence[Tensor], copies: Sequence[Tensor], direction: int) -> torch.cuda.Event | None:
+    def _copy(self, sources: Sequence[Tensor], copies: Sequence[Tensor], direction: int) -> Any:
         if self._streams is None:
             for source, copy in zip(sources, copies, strict=True):
                 copy.copy_(source)
             return None
         stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(stream):
             for source, copy in zip(sources, copies, strict=True):
                 copy.copy_(source, non_blocking=True)
-        event: torch.cuda.Event = stream.record_event()
-        return event
+        return stream.record_event()
 
 
 def allocate_host_bytes(count: int, *, pinned: bool) -> Tensor:

@@ -26,7 +26,12 @@ from raytrain_hpc.parallel.segment_attention import (
     attend_segments_backward,
     find_segments,
 )
-from raytrain_hpc.parallel.varlen_attention import OffsetFinder, attend_varlen, attend_varlen_backward
+from raytrain_hpc.parallel.varlen_attention import (
+    OffsetFinder,
+    attend_varlen,
+    attend_varlen_backward,
+    has_varlen_kernel,
+)
 
 _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()  # gloo closes a group with its last reference
 _find_offsets = OffsetFinder()
@@ -117,7 +122,7 @@ def _(
 
 @torch.library.custom_op("raytrain_hpc::document_attend", mutates_args=())
 def _document_attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    if q.is_cuda:
+    if has_varlen_kernel(q):
         out, lse = attend_varlen(q, k, v, _find_offsets(documents))
     else:
         out, lse = attend_segments(q, k, v, SegmentMask(find_segments(documents, documents), causal=True))
@@ -133,7 +138,7 @@ def _(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
 def _document_attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.is_cuda:
+    if has_varlen_kernel(q):
         gradients = attend_varlen_backward(grad_out, q, k, v, out, lse, _find_offsets(documents))
     else:
         mask = SegmentMask(find_segments(documents, documents), causal=True)

@@ -19,7 +19,9 @@ from raytrain_hpc.parallel.gradient_sync import CompositeSync, GradientSync, NoS
 from raytrain_hpc.parallel.mesh_axis import ExpertMesh
 from raytrain_hpc.parallel.reduction_order import ReductionOrder, ReductionOrders
 from raytrain_hpc.parallel.source_gradients import SourceGradients, get_source_gradients
+from raytrain_hpc.parallel.weight_copies import WeightCopies
 from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.workload import keeps_weight_copies
 from raytrain_hpc.torch_private import is_persistent_buffer
 
 
@@ -34,13 +36,14 @@ def apply_data_parallel(
     expert_mesh: ExpertMesh | None,
     reduction_orders: ReductionOrders | None,
     weight_grad_store: WeightGradStore | None,
+    weight_copies: WeightCopies,
 ) -> GradientSync:
     """Shard or replicate the parameters of all stages, allocate them on `device`, and return their gradient sync.
 
     Call last: it needs the final parameters. `blocks`: the units of sharding of each stage. `expert_mesh`: the ranks
     that share an expert, None without expert parallelism. `reduction_orders`: fix the order of gradient additions
     (train.deterministic=elastic), None leaves it unspecified. `weight_grad_store`: of schedules that split backward
-    passes.
+    passes. `weight_copies`: gets copies if there are to be any.
     """
     replica_group = mesh["copies"].get_group() if mesh is not None and layout.num_state_replicas > 1 else None
     bucket_mib = config.parallel.bucket_mib
@@ -60,14 +63,14 @@ def apply_data_parallel(
     else:
         for module in stages.values():
             _allocate_parameters(module, device) if _is_meta(module) else module.to(device)
+            _copy_weights(module, weight_copies, config, layout)
         if make_bucket := _get_bucket_factory(replica_group, dense_order):
-            syncs.append(
-                DDPSync(_get_parameters(stages, lambda name: name not in expert_names), make_bucket, bucket_mib)
-            )
+            dense = _get_weights(stages, lambda name: name not in expert_names, weight_copies)
+            syncs.append(DDPSync(dense, make_bucket, bucket_mib, weight_copies.get_module_parameter))
     if expert_names and expert_mesh is not None:
-        experts = _get_parameters(stages, expert_names.__contains__)
+        experts = _get_weights(stages, expert_names.__contains__, weight_copies)
         if make_bucket := _get_bucket_factory(expert_mesh.replica_group, expert_order, source_gradients, experts):
-            syncs.append(DDPSync(experts, make_bucket, bucket_mib))
+            syncs.append(DDPSync(experts, make_bucket, bucket_mib, weight_copies.get_module_parameter))
     if len(syncs) > 1:
         return CompositeSync(syncs)
     return syncs[0] if syncs else NoSync()
@@ -127,12 +130,23 @@ def _apply_fsdp(
     )
 
 
-def _get_parameters(
-    stages: Mapping[int, nn.Module], is_selected: Callable[[str], bool]
+def _copy_weights(module: nn.Module, weight_copies: WeightCopies, config: Config, layout: Layout) -> None:
+    train, recompute = config.train, config.parallel.activation_checkpointing
+    copies_dense, copies_experts = keeps_weight_copies(train.weight_copies, train.dtype, layout, recompute)
+    if copies_dense or copies_experts:
+        weight_copies.replace_weights(module, include_float8=copies_dense)
+
+
+def _get_weights(
+    stages: Mapping[int, nn.Module], is_selected: Callable[[str], bool], weight_copies: WeightCopies
 ) -> dict[int, dict[str, nn.Parameter]]:
-    """Return parameters by stage and name."""
+    """Return the weights of the modules' parameters by stage and name."""
     return {
-        stage: {name: parameter for name, parameter in module.named_parameters() if is_selected(name)}
+        stage: {
+            name: weight_copies.get_weight(parameter)
+            for name, parameter in module.named_parameters()
+            if is_selected(name)
+        }
         for stage, module in stages.items()
     }
 

@@ -58,8 +58,13 @@ class DDPSync:
         parameters: Mapping[int, Mapping[str, nn.Parameter]],
         make_bucket: Callable[[list[nn.Parameter]], GradientBucket],
         bucket_mib: int,
+        get_module_parameter: Callable[[nn.Parameter], nn.Parameter] = lambda weight: weight,
     ):
-        """`parameters`: by pipeline stage, then by name, in the order of the forward pass; frozen ones are ignored."""
+        """`parameters`: by pipeline stage, then by name, in the order of the forward pass; frozen ones are ignored.
+
+        `get_module_parameter`: returns the parameter whose gradient autograd computes. If that is a copy, it must have
+        a hook that moves the gradient.
+        """
         self._names: dict[Tensor, str] = {}
         self._buckets: list[GradientBucket] = []
         self._buckets_of_stage: dict[int, list[int]] = {}
@@ -75,11 +80,11 @@ class DDPSync:
         self._is_last_pass, self._slot, self._stage = False, 0, 0  # of the current backward pass
         self._pass_parameters: set[Tensor] = set()  # those with a gradient in the current backward pass
         for index, bucket in enumerate(self._buckets):
-            for parameter in bucket.parameters:
-                # Weak reference: the garbage collector finds no cycle through these hooks, so a strong one would keep
-                # the process group alive forever.
-                hook = partial(_post_accumulate_grad, weakref.ref(self), index)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for position, parameter in enumerate(bucket.parameters):
+                # No strong reference: the garbage collector finds no cycle through these hooks, so that would keep the
+                # process group alive forever.
+                hook = partial(_post_accumulate_grad, weakref.ref(self), index, position)
+                get_module_parameter(parameter).register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:
@@ -111,11 +116,13 @@ class DDPSync:
     def free_gathered_weights(self) -> None:
         """Do nothing: every replica has whole weights."""
 
-    def on_grad_accumulated(self, index: int, parameter: Tensor) -> None:
-        """Pass a gradient to its bucket. Called by hooks of autograd after it has accumulated the gradient.
+    def on_grad_accumulated(self, index: int, position: int) -> None:
+        """Pass the gradient of a parameter, by its position in a bucket, to the bucket.
 
-        Raises ModelError for a second gradient of a parameter in one backward pass.
+        Called by hooks of autograd after it has accumulated the gradient. Raises ModelError for a second gradient of a
+        parameter in one backward pass.
         """
+        parameter = self._buckets[index].parameters[position]
         if parameter in self._pass_parameters:
             raise ModelError(
                 f"model: {self._names[parameter]} got two gradients in one backward pass, and the first may already be "
@@ -139,9 +146,9 @@ class DDPSync:
         self._num_started = max(self._num_started, end)
 
 
-def _post_accumulate_grad(sync: weakref.ref[DDPSync], index: int, parameter: Tensor) -> None:
+def _post_accumulate_grad(sync: weakref.ref[DDPSync], index: int, position: int, _: Tensor) -> None:
     if (sync_object := sync()) is not None:
-        sync_object.on_grad_accumulated(index, parameter)
+        sync_object.on_grad_accumulated(index, position)
 
 
 class AllReduceBucket:

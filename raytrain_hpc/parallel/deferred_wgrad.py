@@ -28,14 +28,18 @@ from raytrain_hpc.parallel.float8_linear import (
     quantize_input,
     restore_shape,
 )
+from raytrain_hpc.parallel.weight_copies import WeightCopies
 
 WeightGradFn = Callable[[], None]
+AccumulateFn = Callable[[Tensor, Tensor], None]  # adds a gradient to that of a weight
 
 
 class WeightGradStore:
     """A store of weight gradients that backward passes have deferred."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_copies: WeightCopies | None = None) -> None:
+        """`weight_copies`: those of the stages that the store is attached to."""
+        self.accumulate: AccumulateFn = (weight_copies or WeightCopies()).accumulate
         self._pending: list[WeightGradFn] = []
 
     def pop_all(self) -> list[WeightGradFn]:
@@ -105,7 +109,7 @@ class _DeferredLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         input_dtype, compute_dtype = ctx.dtypes
         grad_out = gradients[0]
-        ctx.store.put(partial(_add_weight_grad, ctx.weight, grad_out, x))
+        ctx.store.put(partial(_add_weight_grad, ctx.store.accumulate, ctx.weight, grad_out, x))
         grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return (grad_out @ ctx.weight.to(compute_dtype)).to(input_dtype), None, grad_bias, None
 
@@ -121,7 +125,8 @@ class _DeferredFloat8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         grad_out = quantize_grad(gradients[0])
-        ctx.store.put(partial(_add_float8_weight_grad, ctx.weight, grad_out, Float8Tensor(*ctx.saved_tensors)))
+        accumulate, x = ctx.store.accumulate, Float8Tensor(*ctx.saved_tensors)
+        ctx.store.put(partial(_add_float8_weight_grad, accumulate, ctx.weight, grad_out, x))
         return restore_shape(compute_input_grad(grad_out, ctx.weight), gradients[0]).to(ctx.dtype), None, None
 
 
@@ -143,31 +148,25 @@ class _DeferredGroupedLinear(torch.autograd.Function):
         rows, sizes = ctx.saved_tensors
         input_dtype, compute_dtype = ctx.dtypes
         grad_out = gradients[0]
-        ctx.store.put(partial(_add_grouped_weight_grad, ctx.weight, grad_out, rows, sizes, ctx.use_kernel))
+        operands = (ctx.weight, grad_out, rows, sizes, ctx.use_kernel)
+        ctx.store.put(partial(_add_grouped_weight_grad, ctx.store.accumulate, *operands))
         transposed = ctx.weight.to(compute_dtype).transpose(1, 2)
         grad_rows = grouped_linear(grad_out, transposed, sizes, ctx.use_kernel)
         return grad_rows.to(input_dtype), None, None, None, None
 
 
 @torch.no_grad()
-def _add_weight_grad(weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    _accumulate(weight, grad_out.flatten(0, -2).t() @ x.flatten(0, -2))
+def _add_weight_grad(accumulate: AccumulateFn, weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    accumulate(weight, grad_out.flatten(0, -2).t() @ x.flatten(0, -2))
 
 
 @torch.no_grad()
-def _add_float8_weight_grad(weight: Tensor, grad_out: Float8Tensor, x: Float8Tensor) -> None:
-    _accumulate(weight, compute_weight_grad(grad_out, x))
+def _add_float8_weight_grad(accumulate: AccumulateFn, weight: Tensor, grad_out: Float8Tensor, x: Float8Tensor) -> None:
+    accumulate(weight, compute_weight_grad(grad_out, x))
 
 
 @torch.no_grad()
-def _add_grouped_weight_grad(weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: Tensor, use_kernel: bool) -> None:
-    _accumulate(weight, compute_grouped_weight_grad(grad_out, rows, sizes, use_kernel))
-
-
-def _accumulate(weight: Tensor, grad: Tensor) -> None:
-    grad = grad.to(weight.dtype)
-    if weight.grad is not None:
-        weight.grad.add_(grad)
-    else:
-        # FSDP2 of torch 2.15 accumulates the gradients of bf16 weights in fp32 here, that of 2.13 elsewhere.
-        weight.grad = grad.to(weight.grad_dtype or grad.dtype)
+def _add_grouped_weight_grad(
+    accumulate: AccumulateFn, weight: Tensor, grad_out: Tensor, rows: Tensor, sizes: Tensor, use_kernel: bool
+) -> None:
+    accumulate(weight, compute_grouped_weight_grad(grad_out, rows, sizes, use_kernel))

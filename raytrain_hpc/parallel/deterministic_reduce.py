@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raytrain_hpc.parallel.blocking_collectives import all_gather_flat, wait_all
 from raytrain_hpc.parallel.reduction_order import ContributionAssignment, PartitionedSum, ReductionOrder, Slots
+from raytrain_hpc.torch_device import get_device_module, is_on_accelerator
 
 # Returns the gradients of the last backward pass by source rank and parameter, and removes them.
 TakeGradients = Callable[[], list[list[Tensor | None]]]
@@ -311,5 +312,5 @@ def _split_rows(tensor: Tensor, num_ranks: int) -> Tensor:
 def _record_use(tensors: Iterable[Tensor]) -> None:
     """Keep memory that another stream allocated from being used again before the current stream has read it."""
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if is_on_accelerator(tensor):
+            tensor.record_stream(get_device_module(tensor.device).current_stream(tensor.device))

@@ -18,9 +18,9 @@ from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.grouped_linear import ALIGNMENT_BYTES
 from raytrain_hpc.model.moe import Experts, MixtureOfExperts, invert_order, reorder_rows
 from raytrain_hpc.parallel.mesh_axis import Axis
-from raytrain_hpc.planner.hardware_defaults import has_grouped_mm
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import ShardSpec, SliceMapping
+from raytrain_hpc.torch_device import has_grouped_mm
 
 
 class ExpertParallelDispatcher:
@@ -179,9 +179,7 @@ def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], *, is_elas
 
 def apply_grouped_kernel(decoder: Decoder, dtype: str, device: torch.device) -> None:
     """Multiply the rows of all experts in one kernel, in place, where the device has one. `dtype`: train.dtype."""
-    if device.type != "cuda" or not computes_in_bf16(dtype):
-        return
-    if not has_grouped_mm(torch.cuda.get_device_capability(device), is_rocm=torch.version.hip is not None):
+    if not computes_in_bf16(dtype) or not has_grouped_mm(device):
         return
     for experts in decoder.modules():
         if isinstance(experts, Experts):

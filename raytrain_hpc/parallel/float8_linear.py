@@ -29,6 +29,7 @@ from raytrain_hpc.model.decoder import Decoder, Head, compute_logits
 from raytrain_hpc.model.lora import TARGET_MODULES
 from raytrain_hpc.parallel.tensor_parallel import ReplicatedKVLinear, RowParallelLinear
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
+from raytrain_hpc.torch_device import is_on_accelerator
 from raytrain_hpc.torch_private import scaled_mm, unsafe_view
 
 SIZE_MULTIPLE = 16  # that GPUs need of the sizes of a float8 product
@@ -106,7 +107,7 @@ def multiply(a: Float8Tensor, b: Float8Tensor, *, fast_accumulation: bool = Fals
 
 def _has_kernel(x: Tensor) -> bool:
     """Return whether the device of x multiplies in float8. CPUs have the operation too, but round in their own way."""
-    return x.is_cuda
+    return is_on_accelerator(x)
 
 
 def transpose(x: Float8Tensor, *, multiple: int = 1) -> Float8Tensor:

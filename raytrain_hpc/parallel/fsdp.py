@@ -233,13 +233,14 @@ class _FreeTileHook:
     """Forward hooks that reshard a tile after a recomputed forward pass.
 
     FSDP2 keeps weights gathered during recomputation for the backward pass that follows, which would be all tiles of a
-    block at once.
+    block at once. The hooks are not compiled, like those of FSDP2: freeing memory cannot be recomputed.
     """
 
     def __init__(self, tile: nn.Module):
         self._in_backward = False
-        tile.register_forward_pre_hook(self._pre_forward, prepend=True)  # before FSDP2 all-gathers
-        tile.register_forward_hook(self._post_forward)
+        disable: Callable[..., Any] = torch.compiler.disable  # FSDP2 has loaded the compiler already
+        tile.register_forward_pre_hook(disable(self._pre_forward), prepend=True)  # before FSDP2 all-gathers
+        tile.register_forward_hook(disable(self._post_forward))
 
     def _pre_forward(self, tile: nn.Module, inputs: Any) -> None:
         self._in_backward = not isinstance(tile.weight, DTensor)  # gathered: the backward pass of this tile needs it

@@ -53,6 +53,7 @@ from raytrain_hpc.parallel.sharded_lora import apply_lora
 from raytrain_hpc.parallel.tensor_parallel import apply_tensor_parallel, list_partial_grads, name_head_weight
 from raytrain_hpc.parallel.tied_gradients import all_reduce_gradients, sum_tied_gradients
 from raytrain_hpc.parallel.tiled_linear import apply_tiling
+from raytrain_hpc.parallel.weight_copies import WeightCopies
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_spec import ShardSpec
 
@@ -65,7 +66,8 @@ class ParallelModel:
 
     `shard_specs`: by local name, those of sharded parameters, tiles, LoRA base weights and heads; any other parameter
     is the whole tensor of its own name. `partial_grads`: parameters whose gradients must be summed over the "tp" axis
-    after the backward passes. `parameters`: all parameters by local name; DTensors if FSDP2 shards them.
+    after the backward passes. `parameters`: all weights by local name: those of copies, not the copies; DTensors if
+    FSDP2 shards them.
     """
 
     modules: dict[int, nn.Module]
@@ -74,9 +76,14 @@ class ParallelModel:
     shard_specs: Mapping[str, ShardSpec] = field(default_factory=dict)
     partial_grads: list[str] = field(default_factory=list)
     weight_grad_store: WeightGradStore = field(default_factory=WeightGradStore)
+    weight_copies: WeightCopies = field(default_factory=WeightCopies)
 
     def __post_init__(self) -> None:
-        named = [pair for module in self.modules.values() for pair in module.named_parameters()]
+        named = [
+            (name, self.weight_copies.get_weight(parameter))
+            for module in self.modules.values()
+            for name, parameter in module.named_parameters()
+        ]
         self.parameters: dict[str, nn.Parameter] = dict(named)
         if len(named) != len(self.parameters):
             raise ValueError("two stages of a rank have a parameter of the same name")
@@ -91,10 +98,11 @@ class ParallelModel:
         """Embedding tables on this rank. With tied embeddings, the last pipeline stage has a copy of the table."""
         return [p for name, p in self.parameters.items() if self.get_shard_spec(name).name == "embedding.weight"]
 
-    def set_training_mode(self, is_training: bool) -> None:
-        """Put all stages into training or evaluation mode, if they are not: a switch visits every submodule."""
+    def prepare_passes(self, *, is_training: bool) -> None:
+        """Prepare all stages for the passes of a step or of an evaluation, in which weights do not change."""
+        self.weight_copies.refresh()
         for module in self.modules.values():
-            if module.training != is_training:
+            if module.training != is_training:  # a switch visits every submodule
                 module.train(is_training)
 
     def get_shard_spec(self, name: str) -> ShardSpec:
@@ -142,7 +150,8 @@ def parallelize(
     `reduction_orders`: of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
     random bits come from keys, not from generator state. `module_plan`: of a module that is no Decoder.
     """
-    weight_grad_store, plan = WeightGradStore(), module_plan or {}
+    weight_copies, plan = WeightCopies(), module_plan or {}
+    weight_grad_store = WeightGradStore(weight_copies)
     blocks: dict[int, list[nn.Module]] = {}
     shard_specs: dict[str, ShardSpec] = {}
     partial_grads: list[str] = []
@@ -169,10 +178,11 @@ def parallelize(
         expert_mesh=expert_mesh,
         reduction_orders=reduction_orders,
         weight_grad_store=weight_grad_store if _defers_wgrad(layout) else None,
+        weight_copies=weight_copies,
     )
     for line in describe_parallelism(config, layout):
         _log.info(line)
-    return ParallelModel(stages, gradient_sync, axes, shard_specs, partial_grads, weight_grad_store)
+    return ParallelModel(stages, gradient_sync, axes, shard_specs, partial_grads, weight_grad_store, weight_copies)
 
 
 def _shard_stage(

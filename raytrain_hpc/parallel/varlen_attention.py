@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain_hpc.torch_device import has_varlen_attention
 from raytrain_hpc.torch_private import flash_attention, flash_attention_backward
 
 _MAX_HEAD_DIM = 256  # of FlashAttention-2, in multiples of 8
@@ -20,10 +21,10 @@ _MAX_BATCHES = 8  # that a pipeline may have in flight between a forward pass an
 
 def has_varlen_kernel(q: Tensor) -> bool:
     """Return whether FlashAttention computes attention with queries q [b, heads, t, head_dim]: on GPUs from Ampere."""
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+    if q.dtype not in (torch.float16, torch.bfloat16) or not has_varlen_attention(q.device):
         return False
     head_dim = q.shape[-1]
-    return head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and torch.cuda.get_device_capability(q.device)[0] >= 8
+    return head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
 def compute_offsets(documents: Tensor) -> Tensor:

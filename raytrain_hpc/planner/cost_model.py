@@ -25,12 +25,16 @@ from raytrain_hpc.planner.workload import LayoutChoice, Workload
 # Per logit in bf16: cast to fp32 (6), softmax (8), gradient in place (8), cast back (6).
 _LOGIT_BYTES = 28
 _COMPILED_LOGIT_BYTES = 10  # write (2), read for maximum and sum (4), gradient in one pass (4)
-# Bytes moved per weight and microbatch where products cast weights: to bf16 in both passes (6 each), and the gradient
-# back (6).
-_WEIGHT_CAST_BYTES = 18
+# Bytes moved per weight and microbatch where products cast weights, besides the sum of gradients in fp32 (8): the cast
+# (6), a gradient written in bf16 and widened (8), and read for the sum (4). With copies: a gradient written and read in
+# bf16 (4) per microbatch, and the copy per step (6).
+_WEIGHT_CAST_BYTES, _BF16_GRADIENT_BYTES, _WEIGHT_COPY_BYTES = 18, 4, 6
 _HOST_GBS = 25.0  # a device's share of host memory bandwidth, for offloaded optimizer steps and activations
 _DISK_GBS = 2.0
 _OPTIMIZER_ACCESSES_PER_PARAMETER = 10  # elements read or written per parameter: norm 1, scaling 2, AdamW 7
+# Bytes moved per parameter to read and write both moments, in fp32 and in bf16. In bf16 they are also written in fp32,
+# read and written by the kernel, and read to be rounded, where they are updated.
+_MOMENT_BYTES, _BF16_MOMENT_BYTES, _WIDE_MOMENT_BYTES = 16, 8, 32
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,8 @@ class CostModel:
                 * machine.estimate_transfer_s(message_bytes, across=machine.nodes > 1)
             )
             pipeline_s = transfers_s * (microbatches * (1 - self._calibration.exchanges_hidden) + layout.pp - 1)
-        # FSDP2 casts the weights once per step, or as it gathers them.
-        is_cast = workload.compute_itemsize < workload.state_itemsize and layout.dp_shard == 1
-        weight_bytes = 2 * workload.state_itemsize + is_cast * _WEIGHT_CAST_BYTES
-        accumulation_s = (
-            (rank_parameters.dense + rank_parameters.experts) * weight_bytes / (machine.device.memory_gbs * 1e9)
-        )
         return StepCost(
-            compute=microbatches * (slowest.compute + accumulation_s),
+            compute=microbatches * slowest.compute + self._estimate_weights_s(choice, rank_parameters),
             tensor=microbatches * slowest.tensor,
             context=microbatches * slowest.context,
             experts=microbatches * slowest.experts,
@@ -148,6 +146,18 @@ class CostModel:
             * workload.seq_len
         )
         return flops / (seconds * machine.num_devices * machine.device.tflops * 1e12)
+
+    def _estimate_weights_s(self, choice: LayoutChoice, rank_parameters: RankParameters) -> float:
+        """Estimate the casts of weights and the accumulation of their gradients in a step."""
+        workload, layout, microbatches = self._workload, choice.layout, choice.microbatches_per_rank
+        # FSDP2 casts the weights once per step, or as it gathers them.
+        is_cast = workload.compute_itemsize < workload.state_itemsize and layout.dp_shard == 1
+        parameters, moved_bytes = (rank_parameters.dense, rank_parameters.experts), 0.0
+        for count, is_copied in zip(parameters, workload.keeps_weight_copies(choice), strict=True):
+            cast_bytes = _BF16_GRADIENT_BYTES if is_copied else is_cast * _WEIGHT_CAST_BYTES
+            moved_bytes += count * microbatches * (2 * workload.state_itemsize + cast_bytes)
+            moved_bytes += count * is_copied * _WEIGHT_COPY_BYTES
+        return moved_bytes / (self._machine.device.memory_gbs * 1e9)
 
     def _estimate_passes_by_rank(self, choice: LayoutChoice) -> list[_PassCost]:
         """Estimate, for each pipeline rank, the passes of a microbatch through its stages."""
@@ -346,7 +356,12 @@ class CostModel:
         expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else shards
         parameters = rank_parameters.dense / shards + rank_parameters.experts / expert_shards
         gbs = {"none": self._machine.device.memory_gbs, "cpu": _HOST_GBS, "disk": _DISK_GBS}[choice.offload]
-        return parameters * _OPTIMIZER_ACCESSES_PER_PARAMETER * self._workload.state_itemsize / (gbs * 1e9)
+        moved_bytes = float(_OPTIMIZER_ACCESSES_PER_PARAMETER * self._workload.state_itemsize)
+        if self._workload.moment_dtype == "bf16":
+            # Moments on disk are widened in host memory.
+            wide_gbs = _HOST_GBS if choice.offload == "disk" else gbs
+            moved_bytes += _BF16_MOMENT_BYTES - _MOMENT_BYTES + _WIDE_MOMENT_BYTES * gbs / wide_gbs
+        return parameters * moved_bytes / (gbs * 1e9)
 
 
 @lru_cache(maxsize=4096)

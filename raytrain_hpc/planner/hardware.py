@@ -66,7 +66,8 @@ class Link:
 
 _Preset = TypeVar("_Preset", Device, Link)
 
-# Dense bf16 peaks and memory from the vendors' data sheets (a PVC device is both tiles of a Max 1550).
+# Dense bf16 peaks and memory from the vendors' data sheets. pvc: a Max 1550, pvc-tile: one of its two tiles, which is a
+# device of its own unless ZE_FLAT_DEVICE_HIERARCHY is COMPOSITE. mi250x: one of the two dies of a card.
 DEVICES = {
     device.name: device
     for device in (
@@ -75,7 +76,9 @@ DEVICES = {
         Device("h200", 989.0, 67.0, 141.0, 4800.0, "nvlink4", "infiniband-ndr", float8_speedup=2.0),
         Device("b200", 2250.0, 75.0, 180.0, 8000.0, "nvlink5", "infiniband-ndr", float8_speedup=2.0),
         Device("mi300x", 1307.0, 163.4, 192.0, 5300.0, "infinity-fabric", "infiniband-ndr"),
-        Device("pvc", 420.0, 52.0, 128.0, 3276.0, "xe-link", "slingshot"),
+        Device("mi250x", 191.5, 47.9, 64.0, 1638.0, "infinity-fabric-2", "slingshot-1-of-2"),
+        Device("pvc", 839.0, 52.0, 128.0, 3276.0, "xe-link", "slingshot"),
+        Device("pvc-tile", 419.5, 26.0, 64.0, 1638.0, "xe-link", "slingshot-2-of-3"),
         Device("cpu", 0.2, 0.1, 8.0, 15.0, "memory", "ethernet", 0.0),  # one core
     )
 }
@@ -96,15 +99,21 @@ LINKS = {
         Link("nvlink4", 450.0, 3e-6, *_INTRA_NODE_EFFICIENCY),
         Link("nvlink5", 900.0, 3e-6, *_INTRA_NODE_EFFICIENCY),
         Link("infinity-fabric", 448.0, 5e-6, *_INTRA_NODE_EFFICIENCY),
+        # Between dies of different cards of a Frontier node, 50 to 100 in its user guide, and 200 within a card.
+        Link("infinity-fabric-2", 100.0, 5e-6, *_INTRA_NODE_EFFICIENCY),
         Link("xe-link", 186.0, 5e-6, *_INTRA_NODE_EFFICIENCY),
         Link("pcie", 32.0, 10e-6, *_INTRA_NODE_EFFICIENCY),
         Link("memory", 2.0, 100e-6, (0.5,), (0.5,)),  # between processes of one machine, through gloo
         Link("infiniband-hdr", 25.0, 10e-6, *_INTER_NODE_EFFICIENCY),
         Link("infiniband-ndr", 50.0, 10e-6, *_INTER_NODE_EFFICIENCY),
-        Link("slingshot", 25.0, 10e-6, *_INTER_NODE_EFFICIENCY),
+        Link("slingshot", 25.0, 10e-6, *_INTER_NODE_EFFICIENCY),  # one adapter per device
+        Link("slingshot-2-of-3", 16.7, 10e-6, *_INTER_NODE_EFFICIENCY),  # 8 adapters for 12 tiles, as in Aurora
+        Link("slingshot-1-of-2", 12.5, 10e-6, *_INTER_NODE_EFFICIENCY),  # 4 adapters for 8 dies, as in Frontier
         Link("ethernet", 3.0, 50e-6, *_INTER_NODE_EFFICIENCY),
     )
 }
+# Words of the names that drivers and Ray have for devices.
+_PRESETS_BY_WORD = {name: name for name in DEVICES} | {"1550": "pvc-tile"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class Machine:
 def find_device_preset(name: str) -> str:
     """Return the preset for a vendor's device name such as "NVIDIA H100 80GB HBM3", empty if there is none."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    return next((device for device in DEVICES if device in words), "")
+    return next((device for word, device in _PRESETS_BY_WORD.items() if word in words), "")
 
 
 def make_machine(

@@ -9,9 +9,6 @@ from dataclasses import replace
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import ConfigError
 
-_MIN_FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
-_MIN_GROUPED_MM_CAPABILITY = (9, 0)
-
 
 def resolve_dtype(config: Config, *, has_bf16: bool) -> Config:
     """Return the config with `train.dtype=auto` resolved: bf16 on accelerators that have it, else fp32."""
@@ -31,16 +28,6 @@ def resolve_compile(config: Config, *, has_accelerator: bool) -> Config:
     resolved.train = replace(config.train, compile=has_accelerator)
     resolved.origins = config.origins | {"train.compile": AUTO}
     return resolved
-
-
-def has_float8(capability: tuple[int, int], *, is_rocm: bool) -> bool:
-    """Return whether a GPU multiplies e4m3 and e5m2 numbers in the formats of NVIDIA, by its compute capability."""
-    return capability >= _MIN_FLOAT8_CAPABILITY and not is_rocm
-
-
-def has_grouped_mm(capability: tuple[int, int], *, is_rocm: bool) -> bool:
-    """Return whether torch multiplies groups of rows in one kernel on a GPU. On others it reads their sizes first."""
-    return capability >= _MIN_GROUPED_MM_CAPABILITY and not is_rocm
 
 
 def check_float8(config: Config, without_float8: Sequence[str]) -> None:

@@ -93,22 +93,24 @@ def _estimate_rank(
     *,
     has_head: bool,
 ) -> MemoryFootprint:
-    layout, state_itemsize, moments = choice.layout, workload.state_itemsize, 0 if workload.optimizer == "sgd" else 2
+    layout, state_itemsize = choice.layout, workload.state_itemsize
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
     totals = [0.0] * 4
     # Autocast copies of layers that are not recomputed stay until the backward pass has used them. Float8 products, all
     # dense ones but the head's, quantize their weights in both passes and keep no copy.
-    copied_share = 1 - activations.recomputed_share if workload.compute_itemsize < state_itemsize else 0.0
-    copied_dense_share = 0.0 if workload.dtype == "float8" else copied_share
+    cast_share = 1 - activations.recomputed_share if workload.compute_itemsize < state_itemsize else 0.0
+    cast_dense_share = 0.0 if workload.dtype == "float8" else cast_share
+    copies_dense, copies_experts = workload.keeps_weight_copies(choice)
+    copied_dense_share = 1.0 if copies_dense else cast_dense_share
     host_bytes = activations.host
     for parameters, shards, share in (
         (rank_parameters.dense, layout.dp_shard, copied_dense_share),
-        (rank_parameters.experts, expert_shards, copied_share),
+        (rank_parameters.experts, expert_shards, 1.0 if copies_experts else cast_share),
     ):
         zero_stage = layout.zero if shards > 1 else 0
         totals[0] += parameters * state_itemsize / (shards if zero_stage else 1)
         totals[1] += parameters * state_itemsize / (shards if zero_stage >= 2 else 1)
-        moment_bytes = parameters * state_itemsize * moments / (shards if zero_stage else 1)
+        moment_bytes = parameters * workload.moments_itemsize / (shards if zero_stage else 1)
         totals[2] += moment_bytes if choice.offload == "none" else 0
         host_bytes += moment_bytes if choice.offload == "cpu" else 0
         if zero_stage in (1, 2):  # weights gathered by ZeRO stay for the step

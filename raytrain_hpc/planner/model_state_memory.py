@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.planner.stage_split import split_layers
+from raytrain_hpc.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,7 @@ def _ceil_div(total: int, ranks: int) -> int:
     return -(-total // ranks)
 
 
-def compute_state_bytes(
-    parameters: RankParameters, layout: Layout, dtype: str, optimizer: str, offload: str = "none"
-) -> int:
+def compute_state_bytes(parameters: RankParameters, layout: Layout, workload: Workload, offload: str = "none") -> int:
     """Return the bytes of weights, gradients and optimizer state of a rank with these `parameters` before ZeRO.
 
     PyTorch mixed precision keeps weights and gradients in fp32: 4 + 4 + 8 bytes per parameter, without compute copies.
@@ -97,21 +96,20 @@ def compute_state_bytes(
     gradients, and ZeRO-3 shards everything (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     Only device memory counts: offloaded moments are excluded, although a CPU device has them in the same memory under
-    offload=cpu. Staging buffers for offloaded chunks are not counted either. Every optimizer but plain SGD counts
-    with two moments, which is an upper bound for Muon: it keeps one per matrix.
+    offload=cpu. Staging buffers for offloaded chunks are not counted either. Muon counts with two moments, which is an
+    upper bound: it keeps one per matrix.
     """
-    moments = 0 if optimizer == "sgd" or offload != "none" else 2
+    itemsize, moments_itemsize = workload.state_itemsize, workload.moments_itemsize if offload == "none" else 0
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
-    dense = _compute_bytes(parameters.dense, layout.zero if layout.dp_shard > 1 else 0, layout.dp_shard, dtype, moments)
-    return dense + _compute_bytes(
-        parameters.experts, layout.zero if expert_shards > 1 else 0, expert_shards, dtype, moments
+    shares = ((parameters.dense, layout.dp_shard), (parameters.experts, expert_shards))
+    return sum(
+        _compute_bytes(count, layout.zero if shards > 1 else 0, shards, itemsize, moments_itemsize)
+        for count, shards in shares
     )
 
 
-def _compute_bytes(parameters: int, zero: int, shards: int, dtype: str, moments: int) -> int:
-    itemsize = 8 if dtype == "fp64" else 4
-    sharded = moments * itemsize
-    full = 0
+def _compute_bytes(parameters: int, zero: int, shards: int, itemsize: int, moments_itemsize: int) -> int:
+    sharded, full = moments_itemsize, 0
     for stage in (2, 3):  # gradients, then weights
         if zero >= stage:
             sharded += itemsize

@@ -38,9 +38,8 @@ def assign_workers_to_nodes(world_size: int, topology: Topology, group_size: int
     ClusterError if the cluster has too few slots.
     """
     if world_size > topology.total_slots:
-        kind = "GPU" if topology.device == "cuda" else "CPU"
         raise ClusterError(
-            f"cluster.workers={world_size}: the cluster has {topology.total_slots} free {kind} slots "
+            f"cluster.workers={world_size}: the cluster has {topology.total_slots} free {topology.ray_resource} slots "
             f"on {len(topology.nodes)} nodes; use cluster.workers={topology.total_slots} or add nodes"
         )
     slots_by_rack: Counter[str] = Counter()

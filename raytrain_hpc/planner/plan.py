@@ -43,7 +43,7 @@ def make_plan(
     best = estimates[0]
     choice, layout = best.choice, best.choice.layout
     rank_parameters = count_max_rank_parameters(spec, layout, workload.seq_len)
-    state_size = compute_state_bytes(rank_parameters, layout, workload.dtype, workload.optimizer, choice.offload)
+    state_size = compute_state_bytes(rank_parameters, layout, workload, choice.offload)
     expected = estimate_goodput(
         machine.num_devices,
         save_s=state_size / COPY_BYTES_PER_S,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raytrain_hpc.device_backends import get_ray_resource, is_accelerator_type
+
 
 @dataclass(frozen=True)
 class Node:
@@ -21,7 +23,7 @@ class Topology:
     """The nodes of a cluster, in order of their ids, and the device type of a slot."""
 
     nodes: tuple[Node, ...]
-    device: str  # "cuda" or "cpu"
+    device: str  # torch's name of its type
     accelerator: str = ""  # device preset of the GPUs, empty if they differ or are unknown
     has_bf16: bool = False  # whether the slots are accelerators that compute in bf16
     without_float8: tuple[str, ...] = ()  # names of its accelerators that are known not to compute in float8
@@ -29,12 +31,17 @@ class Topology:
     @property
     def ray_resource(self) -> str:
         """Name of the Ray resource that a slot takes."""
-        return "GPU" if self.device == "cuda" else "CPU"
+        return get_ray_resource(self.device)
+
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether the slots are accelerators."""
+        return is_accelerator_type(self.device)
 
     @property
     def device_name(self) -> str:
         """Name of the device preset in planner/hardware.py, empty if there is none."""
-        return "cpu" if self.device == "cpu" else self.accelerator
+        return self.accelerator if self.has_accelerators else self.device
 
     @property
     def has_racks(self) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from raytrain_hpc.config.field import Auto
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.planner.activation_memory import Recompute
 from raytrain_hpc.planner.layout import Batching, Layout
 
@@ -20,7 +22,7 @@ class Workload:
 
     `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
     parallelism. `loss_chunks`: parts of the positions for head and loss. `residual_dtype`: of the residual stream in
-    bf16 and float8, unless ZeRO shards the weights.
+    bf16 and float8, unless ZeRO shards the weights. `weight_copies`: as `train.weight_copies`.
     """
 
     spec: ModelSpec
@@ -33,6 +35,8 @@ class Workload:
     loss_chunks: int = 1
     float8_head: bool = False
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
+    weight_copies: bool | Auto = "auto"
+    moment_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def compute_itemsize(self) -> int:
@@ -41,13 +45,24 @@ class Workload:
 
     @property
     def state_itemsize(self) -> int:
-        """Bytes per element of weights, gradients and moments."""
+        """Bytes per element of weights and gradients."""
         return 8 if self.dtype == "fp64" else 4
+
+    @property
+    def moments_itemsize(self) -> int:
+        """Bytes of all moments of an element. Every optimizer but plain SGD counts with two, also Muon."""
+        if self.optimizer == "sgd":
+            return 0
+        return 2 * (2 if self.moment_dtype == "bf16" else self.state_itemsize)
 
     def get_residual_itemsize(self, layout: Layout) -> int:
         """Return the bytes per element of the residual stream, which FSDP2 casts to the compute dtype."""
         is_narrow = self.residual_dtype == "bf16" or layout.dp_shard > 1
         return 2 if self.compute_itemsize == 2 and is_narrow else self.state_itemsize
+
+    def keeps_weight_copies(self, choice: LayoutChoice) -> tuple[bool, bool]:
+        """Return whether a rank keeps bf16 copies of the weights of dense products, and of experts."""
+        return keeps_weight_copies(self.weight_copies, self.dtype, choice.layout, choice.recompute)
 
 
 @dataclass(frozen=True)
@@ -107,4 +122,19 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
         loss_chunks=train.loss_chunks,
         float8_head=train.float8_head,
         residual_dtype=train.residual_dtype,
+        weight_copies=train.weight_copies,
+        moment_dtype=config.optimizer.moment_dtype,
     )
+
+
+def keeps_weight_copies(setting: bool | Auto, dtype: str, layout: Layout, recompute: Recompute) -> tuple[bool, bool]:
+    """Return whether a rank keeps bf16 copies of the weights of dense products, and of experts (`train.weight_copies`).
+
+    FSDP2 casts the shards that it gathers instead. auto: unless blocks are recomputed. Otherwise what a forward pass
+    casts stays until the backward pass has used it, so that copies need no more memory. Float8 products keep nothing.
+    """
+    if not computes_in_bf16(dtype) or layout.dp_shard > 1 or setting is False:
+        return False, False
+    if setting is True:
+        return True, True
+    return recompute == "none" and dtype != "float8", recompute == "none"

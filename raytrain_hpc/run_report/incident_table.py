@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from raytrain_hpc.observability.console import format_incident
+from raytrain_hpc.observability.console import format_incident, format_phases
 from raytrain_hpc.run_report.html_table import render_table
 from raytrain_hpc.run_report.run_reader import RunRecord
 from raytrain_hpc.run_report.scale import format_number
@@ -49,10 +49,14 @@ def render_incidents(run: RunRecord) -> str:
 
 def _render_row(run: RunRecord, number: int, incident: dict[str, Any]) -> list[str]:
     unix, rank = incident.get("time"), incident.get("rank")
-    seconds = [incident.get("detected_s"), incident.get("recovered_s")]
+    detected, recovered = (
+        "" if incident.get(key) is None else format_number(incident[key]) for key in ("detected_s", "recovered_s")
+    )
+    phases = f"<br><small>{escape(format_phases(incident['phases']))}</small>" if incident.get("phases") else ""
     where = [
         escape(str(incident.get("operation") or "")),
         f"<small>{escape(str(incident.get('reason') or ''))}</small>",
+        *([f"<small>GPU: {escape(str(incident['device']))}</small>"] if incident.get("device") else []),
     ]
     return [
         f'<b class="alert">{number}</b>',
@@ -61,7 +65,8 @@ def _render_row(run: RunRecord, number: int, incident: dict[str, Any]) -> list[s
         "" if rank is None else str(rank),
         escape(str(incident.get("node") or "")),
         str(incident.get("step")),
-        *("" if value is None else format_number(value) for value in seconds),
+        detected,
+        f"{recovered}{phases}",
         "" if incident.get("steps_lost") is None else str(incident["steps_lost"]),
         "<br>".join(where) + _render_stacks(incident.get("stacks") or ""),
     ]

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from raytrain_hpc.distributed.peer_links import count_timeouts, drop_incoming_packets
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall
 from raytrain_hpc.elastic.watchdog import Phase
 from raytrain_hpc.runtime.heartbeat import Heartbeat
+from raytrain_hpc.runtime.published_memory import PublishedMemory
+from raytrain_hpc.snapshot.journal import SharedJournal
+from raytrain_hpc.snapshot.shared_file import SnapshotHandles
 
 if TYPE_CHECKING:
     from raytrain_hpc.distributed.abort import CollectiveAbort
@@ -53,6 +57,7 @@ class ControlChannel:
         self._abort: CollectiveAbort | None = None
         self._records: list[Record] = []
         self._committed_metrics: deque[Record] = deque(maxlen=_MAX_COMMITTED)
+        self._journal: SharedJournal | None = None  # of the same metrics, in memory that outlives this process
         self._lock = threading.Lock()
 
     def request_stop(self) -> None:
@@ -93,6 +98,15 @@ class ControlChannel:
         if self._abort is not None:
             self._abort()
 
+    def count_link_timeouts(self) -> dict[int, int]:
+        """Return for each peer how often in a row it has acknowledged nothing in time: see `count_timeouts`."""
+        return {} if self._abort is None else count_timeouts(self._abort.sockets)
+
+    def drop_incoming_packets(self) -> None:
+        """Let this rank receive nothing from its peers any more, to inject a network that is down."""
+        if self._abort is not None:
+            drop_incoming_packets(self._abort.sockets)
+
     @property
     def is_aborted(self) -> bool:
         """Whether collectives were aborted. Their results are then invalid."""
@@ -109,6 +123,7 @@ class ControlChannel:
             while self._committed_metrics and self._committed_metrics[-1]["step"] >= metrics["step"]:
                 self._committed_metrics.pop()  # the step was run again
             self._committed_metrics.append(dict(metrics))
+            self._append_to_journal(metrics)
         if self._heartbeat is not None:
             self._heartbeat.record_commit(metrics["step"])
 
@@ -117,6 +132,21 @@ class ControlChannel:
         with self._lock:
             if self._committed_metrics and self._committed_metrics[-1]["step"] == metrics["step"]:
                 self._committed_metrics[-1] = dict(metrics)
+                self._append_to_journal(metrics)
+
+    def publish_memory(self, generation: int, snapshots: Mapping[int, SnapshotHandles], *, keeps_metrics: bool) -> None:
+        """Let the agent of the node hold shared memory of this process, instead of that of earlier generations.
+
+        `snapshots`: by rank. `keeps_metrics`: also keep the metrics of the steps from now on in such memory.
+        """
+        if self._heartbeat is not None:
+            self._journal = SharedJournal() if keeps_metrics else None
+            metrics = None if self._journal is None else self._journal.handle
+            self._heartbeat.publish_memory(PublishedMemory(generation, snapshots, metrics))
+
+    def _append_to_journal(self, metrics: Record) -> None:
+        if self._journal is not None:
+            self._journal.append(metrics)
 
     def recall_metrics(self, after_step: int) -> list[Record]:
         """Return the remembered metrics of the steps after `after_step`."""

@@ -19,6 +19,10 @@ from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import Location, create_file
+from raytrain_hpc.torch_device import synchronize
+from raytrain_hpc.torch_private import sleep_on_device
+
+_ENDLESS_CYCLES = 1 << 62  # of a GPU's clock: decades
 
 
 class SupportsLoss(Protocol):
@@ -29,7 +33,10 @@ class SupportsLoss(Protocol):
 
 
 class FaultInjector(Callback):
-    """Injector of the faults of one rank. `state`: the live state, of which a bit can be flipped."""
+    """Injector of the faults of one rank.
+
+    `state`: the live state, of which a bit can be flipped. `cut_network`: makes this rank receive nothing from others.
+    """
 
     priority = 100
 
@@ -41,8 +48,9 @@ class FaultInjector(Callback):
         run_dir: Location,
         train_module: SupportsLoss,
         state: ShardedState,
+        cut_network: Callable[[], None],
     ):
-        self._train_module, self._rank, self._state = train_module, rank, state
+        self._train_module, self._rank, self._state, self._cut_network = train_module, rank, state, cut_network
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
         slow_markers = [self._marker_dir / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
@@ -70,9 +78,11 @@ class FaultInjector(Callback):
         """Inject a crash, hang, error or slowdown, before the all-reduce of losses."""
         for kind, fault in _FAULT_ACTIONS.items():
             if self._claim_fault(self.context.step, kind):
-                fault()
+                fault(self.context.device)
         if self._claim_fault(self.context.step, "slow"):
             self._slow_down()
+        if self._claim_fault(self.context.step, "network_down"):
+            self._cut_network()
 
     def post_step(self, metrics: dict[str, Any]) -> None:
         """Flip the lowest bit of the first weight."""
@@ -136,6 +146,10 @@ def _hold_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1 << 20)  # a call through PyDLL holds the GIL
 
 
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
 def _raise_exception() -> None:
     raise ArithmeticError("injected")
 
@@ -169,13 +183,45 @@ def _swap_collectives() -> None:
     dist.all_reduce = defer
 
 
-_FAULT_ACTIONS: dict[str, Callable[[], None]] = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "hang": _hang,
-    "gil": _hold_interpreter,
-    "exception": _raise_exception,
-    "skip_collective": _skip_collective,
-    "swap_collectives": _swap_collectives,
-    "node": _lose_node,
+def _resize_collective() -> None:
+    """Give the first half of its tensor to the next all-reduce."""
+    if not dist.is_initialized():
+        return
+    all_reduce = dist.all_reduce
+
+    def halve(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        dist.all_reduce = all_reduce
+        all_reduce(tensor.flatten()[: tensor.numel() // 2].clone(), *args, **kwargs)
+
+    dist.all_reduce = halve
+
+
+def _exhaust_memory(device: torch.device) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8, device=device)
+
+
+def _hang_device(device: torch.device) -> None:
+    sleep_on_device(_ENDLESS_CYCLES)
+    synchronize(device)
+
+
+def _access_invalid_memory(device: torch.device) -> None:
+    """Make a kernel fail, after which every call to the device fails in this process."""
+    torch.zeros(1, device=device)[torch.tensor([1 << 40], device=device)].sum().item()
+
+
+_FAULT_ACTIONS: dict[str, Callable[[torch.device], None]] = {
+    "kill": lambda device: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda device: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda device: _hang(),
+    "gil": lambda device: _hold_interpreter(),
+    "exception": lambda device: _raise_exception(),
+    "segfault": lambda device: _crash(),
+    "oom": _exhaust_memory,
+    "skip_collective": lambda device: _skip_collective(),
+    "swap_collectives": lambda device: _swap_collectives(),
+    "resize_collective": lambda device: _resize_collective(),
+    "gpu_hang": _hang_device,
+    "gpu_error": _access_invalid_memory,
+    "node": lambda device: _lose_node(),
 }

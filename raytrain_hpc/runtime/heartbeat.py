@@ -2,7 +2,8 @@
 
 Each worker has one small anonymous file in memory (memfd), which vanishes with its process and is opened through /proc.
 Only the worker writes it, each field in one store of eight bytes: a thread writes beats, and the loop writes its phase.
-On request, the stacks of its threads are appended. Times are of CLOCK_MONOTONIC, which all processes of a node share.
+On request and on a fatal signal, the stacks of its threads are appended. Times are of CLOCK_MONOTONIC, which all
+processes of a node share.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ import time
 from pathlib import Path
 
 from raytrain_hpc.elastic.watchdog import Phase, WorkerHealth
+from raytrain_hpc.runtime.published_memory import PublishedMemory
 
 BEAT_INTERVAL_S = 0.05
 _STACKS_QUIET_S = 0.01  # without new output, after which stacks are complete
 _MAX_MISSED_BEATS = 4  # until the CPU wait of all threads is read, of which there are dozens
 PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
 _BEAT_TIME, _PHASE_TIME, _PHASE, _LOOP_THREAD, _STEP, _STEP_NS, _NUM_SAMPLES, _NUM_WAITING, _NUM_URGENT = range(9)
-_FIELD_BYTES = 8 * 9
-_MEMFD_NAME = "raytrain-heartbeat"
+_MEMORY_FILE = 9  # number of publications of PublishedMemory, times 2**32, plus the descriptor of the last one's file
+_FIELD_BYTES = 8 * 10
+_MEMFD_NAME, _MEMORY_NAME = "raytrain-heartbeat", "raytrain-memory"
 
 
 class Heartbeat:
-    """The worker's side of a heartbeat. On SIGUSR1 it writes its stacks, even while a thread holds the GIL."""
+    """The worker's side of a heartbeat.
+
+    On SIGUSR1 it writes its stacks, even while a thread holds the GIL, and on a fatal signal its last ones.
+    """
 
     def __init__(self, blocking_files: tuple[str, ...] = ()) -> None:
         """Start to beat. `blocking_files`: the source files in which the loop waits for other ranks."""
@@ -40,7 +46,9 @@ class Heartbeat:
         self._fields = memoryview(mmap.mmap(descriptor, _FIELD_BYTES)).cast("q")
         os.lseek(descriptor, _FIELD_BYTES, os.SEEK_SET)
         faulthandler.register(signal.SIGUSR1, descriptor, all_threads=True)
+        faulthandler.enable(descriptor, all_threads=True)  # the file outlives the process in the agent of its node
         self._last_commit_ns, self._loop_thread = 0, 0
+        self._memory_file, self._num_published = 0, 0
         threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True).start()
 
     def set_phase(self, phase: Phase) -> None:
@@ -59,6 +67,15 @@ class Heartbeat:
     def notify_urgent(self) -> None:
         """Count one more record that the driver should fetch at once. Not thread-safe."""
         self._fields[_NUM_URGENT] += 1
+
+    def publish_memory(self, memory: PublishedMemory) -> None:
+        """Tell the agent of this node which shared memory of this worker to hold open, instead of earlier memory."""
+        previous, self._memory_file = self._memory_file, os.memfd_create(_MEMORY_NAME)
+        os.pwrite(self._memory_file, memory.to_json().encode(), 0)
+        self._num_published += 1
+        self._fields[_MEMORY_FILE] = self._num_published * 2**32 + self._memory_file
+        if previous:
+            os.close(previous)
 
     def _beat_forever(self) -> None:
         set_thread_name("heartbeat")
@@ -89,9 +106,11 @@ class HeartbeatReader:
         self._stacks.seek(_FIELD_BYTES)
         # (time, total CPU wait of the loop by then) of the last beat and the last change of phase.
         self._last_beat, self._last_phase_change, self._cpu_wait_s = (0, 0.0), (0, 0.0), 0.0
+        self._memory_word, self._memory = 0, PublishedMemory(0)
         # The other threads since beats began to be missed, and their total CPU wait since then.
         self._other_threads: dict[int, _ThreadWait] = {}
         self._other_wait_s = 0.0
+        self._unobserved_s: float | None = None  # of the current silence
 
     def read(self, rank: int) -> WorkerHealth:
         """Return the current health of the worker."""
@@ -116,18 +135,33 @@ class HeartbeatReader:
             num_samples=fields[_NUM_SAMPLES],
             num_waiting_samples=fields[_NUM_WAITING],
             num_urgent_records=fields[_NUM_URGENT],
+            last_beat_unix=time.time() - (now - fields[_BEAT_TIME]) / 1e9,
         )
+
+    def read_memory(self) -> PublishedMemory:
+        """Return what the worker has published last; generation 0 if that is nothing."""
+        word = self._fields[_MEMORY_FILE]
+        if word != self._memory_word:
+            path = Path(f"/proc/{self.pid}/fd/{word % 2**32}")
+            with contextlib.suppress(OSError, ValueError):  # the worker has ended, or published again meanwhile
+                if _MEMORY_NAME in os.readlink(path):
+                    self._memory, self._memory_word = PublishedMemory.from_json(path.read_text()), word
+        return self._memory
 
     def _measure_other_wait_s(self, loop_thread: int, silent_s: float) -> float:
         """Return the seconds that other threads than the loop waited for a CPU since beats began to be missed.
 
         While the thread that holds the GIL or the beating thread waits for a CPU, the process is silent without being
-        at fault. A thread that waits for the GIL waits for no CPU, so that a GIL held forever is still detected.
+        at fault. A thread that waits for the GIL waits for no CPU, so that a GIL held forever is still detected. The
+        time before the first reading counts as a wait too, since how long the threads waited then is unknown.
         """
-        if silent_s < _MAX_MISSED_BEATS * BEAT_INTERVAL_S:
-            self._other_threads, self._other_wait_s = {}, 0.0
+        max_silent_s = _MAX_MISSED_BEATS * BEAT_INTERVAL_S
+        if silent_s < max_silent_s:
+            self._other_threads, self._other_wait_s, self._unobserved_s = {}, 0.0, None
             return 0.0
-        wait_s = 0.0
+        if self._unobserved_s is None:  # the first reading of this silence, late if the reader itself had no CPU
+            self._unobserved_s = silent_s - max_silent_s
+        wait_s = self._unobserved_s
         for thread_id in _list_threads(self.pid):
             if thread_id != loop_thread and (times := _read_sched_times_s(self.pid, thread_id)) is not None:
                 thread_wait = self._other_threads.setdefault(thread_id, _ThreadWait(*times))
@@ -140,6 +174,10 @@ class HeartbeatReader:
         """Ask the worker to write the stacks of its threads."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
+
+    def read_last_output(self) -> str:
+        """Return what the process wrote since its stacks were last read. Also works when it has died."""
+        return self._stacks.read()
 
     def read_stacks(self, deadline: float) -> str:
         """Return the Python stacks written until `deadline` (time.monotonic). A frozen process writes none."""

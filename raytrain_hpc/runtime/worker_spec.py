@@ -13,6 +13,7 @@ from raytrain_hpc.data.loader.block_stream import BlockPlan
 from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.planner.layout import Batching, Layout
+from raytrain_hpc.snapshot.shared_file import SnapshotHandles
 from raytrain_hpc.storage.location import Location
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ class WorkerSpec:
     replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
     last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run; 0: unknown
     max_ranks_per_node: int = 1  # largest number of ranks on one node
+    memory_generation: int | None = None  # the generation whose state of memory_step is restored; None: any
+    # By rank: snapshots of lost ranks that the agent of its node holds, and that this rank is to open.
+    held_snapshots: Mapping[int, tuple[SnapshotHandles, ...]] = field(default_factory=dict)
 
     @property
     def is_fresh_start(self) -> bool:

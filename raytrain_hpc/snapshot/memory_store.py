@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from raytrain_hpc.snapshot.shared_file import decode_step, encode_step
 from raytrain_hpc.state.host_buffer import HostBuffer
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState
-
-_NO_STEP = -1
 
 
 class SnapshotSlot:
@@ -30,6 +29,12 @@ class SnapshotSlot:
         self.pending_step: int | None = None
         self.state = ShardedState()
 
+    def invalidate(self) -> None:
+        """Mark the snapshot as incomplete, for good: other processes do not see later ones, such as one in transfer."""
+        shared_word, self._step_word = self._step_word, memoryview(bytearray(8)).cast("q")
+        self.step = self.pending_step = None
+        shared_word[0] = encode_step(None)
+
     @property
     def step(self) -> int | None:
         """The step of the complete snapshot; None if there is none."""
@@ -37,12 +42,7 @@ class SnapshotSlot:
 
     @step.setter
     def step(self, step: int | None) -> None:
-        self._step_word[0] = _NO_STEP if step is None else step
-
-
-def decode_step(word: int) -> int | None:
-    """Decode the value of a step word; None if no snapshot is complete."""
-    return None if word == _NO_STEP else word
+        self._step_word[0] = encode_step(step)
 
 
 class RankSnapshots(Protocol):
@@ -73,9 +73,14 @@ class SnapshotRing:
 
     def evict_oldest(self) -> SnapshotSlot:
         """Invalidate the older snapshot and return its slot. The caller fills the slot, then sets its step."""
-        slot = min(self._slots, key=lambda slot: _NO_STEP if slot.step is None else slot.step)
+        slot = min(self._slots, key=lambda slot: encode_step(slot.step))
         slot.step = slot.pending_step = None  # invalid while it is being overwritten
         return slot
+
+    def invalidate(self) -> None:
+        """Mark both snapshots as incomplete, also for other processes that have them open. Take none afterwards."""
+        for slot in self._slots:
+            slot.invalidate()
 
     def synchronize(self) -> None:
         """Wait for the copies in progress and mark their snapshots as complete."""
@@ -173,7 +178,15 @@ class SnapshotStore:
         self._verified.step = step
 
     def discard_unverified(self) -> None:
-        """Discard all snapshots and replicas but the verified one. Call when replicas differ."""
+        """Discard all snapshots and replicas but the verified one. Call when replicas differ.
+
+        Other processes of the node that have the memory of this one open see them as incomplete too.
+        """
+        for snapshots in (self._own_snapshots, *self._replicas.values()):
+            snapshots.invalidate()
+        self._clear()
+
+    def _clear(self) -> None:
         self._own_snapshots, self._replicas, self._attached, self._live = SnapshotRing(), {}, {}, None
 
     def get_state(self, step: int) -> ShardedState:
@@ -189,13 +202,16 @@ class SnapshotStore:
         generation: int,
         own_snapshots: SnapshotRing | None = None,
         attached_snapshots: Mapping[int, RankSnapshots] | None = None,
+        replicas: Mapping[int, SnapshotRing] | None = None,
     ) -> None:
         """Discard everything, release the memory, and start a generation, whose state is sharded differently.
 
-        Call after the new generation has loaded its state. `own`: slots for this rank's snapshots, such as shared
-        memory; default: ordinary host memory. `attached`: by rank, other processes' snapshots in shared memory.
+        Call after the new generation has loaded its state. `own_snapshots`: slots for this rank's snapshots, such as
+        shared memory; default: ordinary host memory. `attached_snapshots`: by rank, other processes' snapshots in
+        shared memory. `replicas`: by rank, slots for the snapshots that this rank receives; default: host memory.
         """
         self.generation = generation
-        self.discard_unverified()
+        self._clear()
         self._own_snapshots, self._attached = own_snapshots or SnapshotRing(), attached_snapshots or {}
+        self._replicas = dict(replicas or {})
         self._verified = SnapshotSlot()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from raytrain_hpc.state.shard_index import ITEM_BYTES, Box, StateIndex, TensorSlices
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateShard
+from raytrain_hpc.torch_device import get_device_module, is_on_accelerator
 
 _ALIGNMENT = 64  # bytes: a multiple of every dtype's alignment
 
@@ -54,8 +56,8 @@ class HostBuffer:
         self.block = torch.empty(0, dtype=torch.uint8)
         self._allocate = allocate
         self._index, self._shards = StateIndex(), ShardedState()
-        self._copy_stream: torch.cuda.Stream | None = None
-        self._pending: tuple[ShardedState, torch.cuda.Event] | None = None
+        self._copy_stream: Any = None
+        self._pending: tuple[ShardedState, Any] | None = None  # originals and the event at which they are copied
 
     def reserve(self, index: StateIndex, *, pinned: bool = False) -> ShardedState:
         """Return memory for the slices of `index`. The content is undefined after a reallocation, else unchanged.
@@ -91,12 +93,12 @@ class HostBuffer:
             for name, tensor in index.items()
             for number in range(len(tensor.boxes))
         ]
-        device = next((shard.tensor.device for shard, _ in pairs if shard.tensor.is_cuda), None)
+        device = next((shard.tensor.device for shard, _ in pairs if is_on_accelerator(shard.tensor)), None)
         copies = self.reserve(index, pinned=device is not None)
         with self._use_copy_stream(device):
             for original, number in pairs:
                 copies.get_shard(original.name, number).tensor.copy_(
-                    original.tensor, non_blocking=original.tensor.is_cuda
+                    original.tensor, non_blocking=is_on_accelerator(original.tensor)
                 )
         if self._copy_stream is not None:
             # Keep the originals referenced: their memory must not be reused before the copies are done.
@@ -114,7 +116,9 @@ class HostBuffer:
         """Return a context in which work runs on the copy stream, after the work queued on `device` so far."""
         if device is None:
             return nullcontext()
+        module = get_device_module(device)
         if self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copy_stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._copy_stream)
+            self._copy_stream = module.Stream(device)
+        self._copy_stream.wait_stream(module.current_stream(device))
+        context: AbstractContextManager[object] = module.stream(self._copy_stream)
+        return context

@@ -54,13 +54,13 @@ def keyed_dropout(x: Tensor, p: float, keys: Tensor, site: int = 0) -> Tensor:
 
     Call in training only. 0 <= p < 1. keys: int64, of the shape of x's leading dimensions, [b] or [b, t]. The trailing
     dimensions are the elements of a key; they must be unsharded, because elements are numbered from 0 on each rank.
-    `site` distinguishes calls that share keys. The mask does not depend on x's dtype.
+    `site`: 0 to 7, distinguishes calls that share keys. The mask does not depend on x's dtype.
     """
     if p == 0.0:
         return x
     element_shape = x.shape[keys.dim() :]
     index = torch.arange(element_shape.numel(), dtype=torch.int32, device=x.device).view(element_shape)
-    site_keys = fold_in(keys, site).view(*keys.shape, *[1] * len(element_shape))
+    site_keys = _splitmix64_finalize(keys + _SITE_TERMS[site]).view(*keys.shape, *[1] * len(element_shape))
     bits = _hash(index, site_keys.to(torch.int32), (site_keys >> 32).to(torch.int32))
     # The bits are compared as signed numbers, hence the shift by half of the range.
     threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
@@ -100,3 +100,8 @@ def _to_int64(word: int) -> int:
     """Return the signed 64-bit integer with the same bits."""
     word &= _BITS64
     return word - (1 << 64) if word >> 63 else word
+
+
+# What `fold_in` adds to the keys for each site. The compiler can take a site for a variable, with which it cannot do
+# this arithmetic; an index into a table is a constant again.
+_SITE_TERMS = tuple(_to_int64(_splitmix64_step(site)) for site in range(8))

@@ -11,6 +11,7 @@ from torch.nn import attention
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.training_config import TrainConfig, computes_in_bf16
 from raytrain_hpc.parallel.precision import get_param_dtype
+from raytrain_hpc.torch_device import enable_cudnn_attention, has_attention_kernels, has_flash_attention_3
 from raytrain_hpc.torch_private import choose_attention_kernel, set_attention_kernel_order
 
 _log = logging.getLogger(__name__)
@@ -18,17 +19,17 @@ _FLASH_3 = "flash_attn_interface"  # the module that FlashAttention-3 installs
 
 
 def configure_attention(device: torch.device, *, uses_mask: bool) -> None:
-    """Set the order in which this process tries the kernels of a GPU. Nothing to choose on CPUs.
+    """Set the order in which this process tries the kernels of a GPU. Other devices leave nothing to choose.
 
     FlashAttention-3 if it is installed, else cuDNN, which is as fast on Hopper, then FlashAttention-2. `uses_mask`:
     attention gets a mask. Then cuDNN is left out: on H100 and H200 its backward pass gives NaN with a mask if the
     sequence is 64 modulo 128 long (torch 2.11 and later, pytorch issue 196678).
     """
-    if device.type != "cuda":
+    if not has_attention_kernels(device):
         return
-    torch.backends.cuda.enable_cudnn_sdp(not uses_mask)
+    enable_cudnn_attention(not uses_mask)
     order = ["cudnn", "flash", "efficient", "math"]
-    if find_spec(_FLASH_3) is not None and torch.cuda.get_device_capability(device)[0] == 9:
+    if find_spec(_FLASH_3) is not None and has_flash_attention_3(device):
         attention.activate_flash_attention_impl("FA3")
         order = ["flash", "cudnn", "efficient", "math"]
     set_attention_kernel_order(order)

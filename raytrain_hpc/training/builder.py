@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -30,10 +28,13 @@ from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.planner.hardware_defaults import check_float8
 from raytrain_hpc.planner.layout import find_first_rank
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
+from raytrain_hpc.runtime.phase_durations import PhaseDurations
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import parse_location
+from raytrain_hpc.torch_device import set_device
+from raytrain_hpc.torch_private import load_dynamo, load_symbolic_shapes
 from raytrain_hpc.training.attention_kernel import configure_attention, log_attention_kernel
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.callback_list import CallbackList
@@ -87,15 +88,16 @@ def build_trainer(
     generations in this process; those of this one go there too. Raises StateLostError if no rank holds some part of the
     state to resume from, and ReplicaMismatchError if replicas differ after loading.
     """
-    timestamps: Record = {"type": "ready", "rank": rank, "build_began": time.time()}
+    durations = PhaseDurations()
     configure_torch(spec.config, device)
     context = _init_groups(spec, rank, device, rendezvous)
-    timestamps["groups"] = time.time()
+    durations.end("communicator")
     dataset = open_data(spec)
+    durations.end("data")
     callbacks = build_callback_list(spec, context, control, eval_metrics=list_eval_metrics(dataset))
     with callbacks.close_on_error():
         return _build_with_callbacks(
-            spec, context, control, dataset, callbacks, timestamps, block_source, snapshot_store
+            spec, context, control, dataset, callbacks, durations, block_source, snapshot_store
         )
 
 
@@ -105,7 +107,7 @@ def _build_with_callbacks(
     control: ControlChannel,
     dataset: Dataset | SampleDataset,
     callbacks: CallbackList,
-    timestamps: Record,
+    durations: PhaseDurations,
     block_source: BlockSource | None,
     snapshot_store: SnapshotStore | None,
 ) -> Trainer:
@@ -118,7 +120,9 @@ def _build_with_callbacks(
         build_optimizer(model, spec, context.rank),
         _make_recent_losses(spec.config, context.device),
     )
+    durations.end("state")
     loader = build_loader(spec, dataset, context, block_source, control)
+    durations.end("data")
     callback_state = _start_callbacks(callbacks, loader, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
@@ -128,12 +132,13 @@ def _build_with_callbacks(
     checkpointer = Checkpointer(state, peer_info.destination_indexes, context, store, spec, control.emit)
     optimizer.release_memory()
     control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
-    control.emit(timestamps | {"model": time.time()})
+    durations.end("state")
+    control.emit(durations.to_ready_record(context.rank))
     timers, emit = PhaseTimer(context.device), control.emit if context.rank == 0 else _ignore_record
     running_statistics = build_running_statistics(train_module, model, spec, context)
     model_step = build_forward_backward(train_module, model, spec, context, timers, running_statistics, control.emit)
     evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
-    add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified)
+    add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified, control)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
@@ -166,9 +171,10 @@ def _restore_state(
 ) -> tuple[SnapshotPeers, PeerInfo, CheckpointStore]:
     """Fill the state, and return the peers of its snapshots, the indexes of all ranks, and the checkpoints."""
     source_state = get_source_state(spec, context.rank, snapshot_store)
-    peers = SnapshotPeers(spec, context.rank, snapshot_store, context.device)
+    index = state.to_index()
+    peers = SnapshotPeers(spec, context.rank, snapshot_store, context.device, index)
     # All groups exist.
-    peer_info = exchange_peer_info(state.to_index(), source_state.to_index(), context, peers.handles)
+    peer_info = exchange_peer_info(index, source_state.to_index(), context, peers.handles)
     store = CheckpointStore(parse_location(spec.config.run.dir) / "checkpoints")
     restore_state(spec, context, state, source_state, peer_info, store)
     callback_state.sync(context.world_group, context.device)
@@ -195,7 +201,8 @@ def _build_metrics(
     emit: Callable[[Record], None],
 ) -> StepMetrics:
     state_memory = measure_state_memory(model, optimizer)
-    return StepMetrics(spec.config, context, spec.generation, state_memory, timers, emit)
+    is_partitioned = max(compute_state_partition(spec.layout)) > 0
+    return StepMetrics(spec.config, context, spec.generation, state_memory, timers, emit, defers=is_partitioned)
 
 
 def _get_pending_work(spec: WorkerSpec) -> PendingWork:
@@ -212,6 +219,10 @@ def preload_modules(config: Config) -> None:
     if config.parallel.zero:
         import raytrain_hpc.parallel.fsdp
         import raytrain_hpc.state.dtensor  # noqa: F401
+    if config.parallel.zero or config.parallel.activation_checkpointing != "none":
+        load_dynamo()  # the first sharded parameter, or recomputed block, would
+    if config.parallel.pp != 1:
+        load_symbolic_shapes()  # the backward pass of a stage would
     if config.optimizer.name not in OPTIMIZER_NAMES:
         check_optimizer_class(config)  # the first object of such a class loads TorchDynamo
 
@@ -232,13 +243,8 @@ def configure_torch(config: Config, device: torch.device) -> None:
         torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
     # Filling new tensors takes 2 % of a step of Llama 1B on an H200, and changes nothing that reads what was written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if device.type == "cuda":
-        if is_deterministic:  # read when the first cuBLAS handle is created; without it torch refuses cuBLAS
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.cuda.reset_peak_memory_stats(device)
-        configure_attention(device, uses_mask=config.data.packing == "documents")
+    set_device(device, is_deterministic=is_deterministic)
+    configure_attention(device, uses_mask=config.data.packing == "documents")
 
 
 def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: Rendezvous | None) -> ParallelContext:
@@ -298,7 +304,9 @@ def _build_snapshots(
     release_memory = optimizer.release_memory
     snapshots = SnapshotManager(spec.config, store, state, live_state_suffices, replicator, release_memory)
     attached_snapshots = peers.attach_snapshots(peer_info, control.log)
-    snapshots.begin_generation(spec.start_step, spec.generation, peers.own_snapshots, attached_snapshots)
+    own, replicas = peers.own_snapshots, peers.replicas
+    snapshots.begin_generation(spec.start_step, spec.generation, own, attached_snapshots, replicas)
+    peers.publish(control)
     return snapshots
 
 

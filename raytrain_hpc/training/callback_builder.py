@@ -49,6 +49,7 @@ def add_common_callbacks(
     state: ShardedState,
     replica_check: ReplicaCheck,
     on_verified: Callable[[int], None],
+    control: ControlChannel,
 ) -> None:
     """Add the callbacks that every kind of run can have: fault injection, profiler, replica check.
 
@@ -56,7 +57,9 @@ def add_common_callbacks(
     """
     config, rank, run_dir = spec.config, callbacks.context.rank, parse_location(spec.config.run.dir)
     if config.fault.inject:
-        callbacks.add(FaultInjector(config.fault.inject, rank, spec.layout.world_size, run_dir, module, state))
+        cut_network = control.drop_incoming_packets
+        world_size, faults = spec.layout.world_size, config.fault.inject
+        callbacks.add(FaultInjector(faults, rank, world_size, run_dir, module, state, cut_network))
     if config.profiler.name != "none" and rank in config.profiler.ranks:
         callbacks.add(StepProfiler(config.profiler, rank, callbacks.context.run_dir))
     if isinstance(run_dir, ObjectPath) and config.cluster.workers != 0:  # with 0 the driver's process uploads them

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from raytrain_hpc.data.dataset.sources import Dataset
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
-from raytrain_hpc.data.samples.sample_reader import restore_generators
 from raytrain_hpc.distributed.process_groups import ParallelContext, simulate_process_groups
 from raytrain_hpc.parallel.compile import skip_exchanges
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
+from raytrain_hpc.torch_device import get_device_module, is_accelerator
 from raytrain_hpc.torch_private import forget_compiled_sizes, raise_recompile_limits
 from raytrain_hpc.training.builder import configure_torch, get_group_options
 from raytrain_hpc.training.data_builder import build_loader, open_data
@@ -25,6 +24,7 @@ from raytrain_hpc.training.model_builder import (
     build_running_statistics,
     build_train_module,
 )
+from raytrain_hpc.training.script_random import keep_generators
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import AnyBatch, DecoderTrainModule, TrainModule
 
@@ -55,7 +55,7 @@ def warm_up_compiler(spec: WorkerSpec, device: torch.device, is_cancelled: Calla
     """
     configure_torch(spec.config, device)
     spec = replace(spec, memory_step=spec.start_step)  # weights stay uninitialized
-    with _restore_generators(device):
+    with keep_generators(device):
         dataset = open_data(spec)
         batch, evaluates = _read_first_microbatch(spec, dataset, device), dataset.val is not None
         for layout in list_layouts(spec.layout, spec.config.parallel.reshard_over):
@@ -63,8 +63,8 @@ def warm_up_compiler(spec: WorkerSpec, device: torch.device, is_cancelled: Calla
                 if is_cancelled():
                     return
                 _warm_up_rank(replace(spec, layout=layout), rank, device, batch, evaluates=evaluates)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_accelerator(device):
+        get_device_module(device).empty_cache()
 
 
 def list_layouts(layout: Layout, reshard_over: int) -> list[Layout]:
@@ -150,11 +150,3 @@ def _build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModu
         return train_module
     stage_layers = [range(stage * count, (stage + 1) * count) for stage in range(num_stages)]
     return replace(train_module, stage_layers=stage_layers)
-
-
-@contextmanager
-def _restore_generators(device: torch.device) -> Iterator[None]:
-    """Restore all random generators of this process at the end of the context."""
-    cuda_devices = [device] if device.type == "cuda" else []
-    with restore_generators(), torch.random.fork_rng(cuda_devices):
-        yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from raytrain_hpc.data.loader.prefetch import Prefetcher
 from raytrain_hpc.data.loader.stream import Block, Microbatch, Stream
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.planner.layout import Batching
+from raytrain_hpc.torch_device import get_device_module, is_accelerator
 from raytrain_hpc.training.train_module import Batch
 
 _MIN_PREFETCH_BLOCKS = 4  # of the prefetch limit, so that other blocks are ready while one is used
@@ -35,7 +37,7 @@ class _PrefetchedBatch:
 
     microbatch: Microbatch
     batch: Batch | None = None
-    copy_event: torch.cuda.Event | None = None
+    copy_event: Any = None  # an Event of the device
 
     @property
     def samples(self) -> Ints:
@@ -106,7 +108,7 @@ class DeviceLoader:
         if prefetched.batch is None:
             return move_to_device(prefetched.microbatch, self._device)
         if prefetched.copy_event is not None:
-            current_stream = torch.cuda.current_stream(self._device)
+            current_stream = get_device_module(self._device).current_stream(self._device)
             current_stream.wait_event(prefetched.copy_event)
             for tensor in list_tensors(prefetched.batch):
                 tensor.record_stream(current_stream)
@@ -131,12 +133,13 @@ class DeviceLoader:
         self, steps: range, microbatches: range, max_batches: int
     ) -> Generator[Block | _PrefetchedBatch, None, None]:
         """Yield blocks of at most `max_batches` microbatches for a CPU, or single ones being copied to a GPU."""
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             yield from self.stream.iter_blocks(steps, microbatches, max_batches)
             return
-        copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        module = get_device_module(self._device)
+        copy_stream = module.Stream(self._device)
         for microbatch in self.stream.iter_microbatches(steps, microbatches):
-            with torch.cuda.stream(copy_stream):
+            with module.stream(copy_stream):
                 batch = move_to_device(microbatch, self._device, pin_memory=True)
                 yield _PrefetchedBatch(microbatch, batch, copy_stream.record_event())
 

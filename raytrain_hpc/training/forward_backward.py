@@ -46,7 +46,8 @@ class LocalForwardBackward:
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.train`."""
         module = self.model.modules[0]
-        self.model.set_training_mode(True)
+        with self.timers.phase("forward"):
+            self.model.prepare_passes(is_training=True)
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         for number in range(num_microbatches):
             batch = read_batch(number)
@@ -69,7 +70,7 @@ class LocalForwardBackward:
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.evaluate`."""
         module = self.model.modules[0]
-        self.model.set_training_mode(False)
+        self.model.prepare_passes(is_training=False)
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         with torch.no_grad(), autocast(self.dtype, self.device):
             for number in range(num_microbatches):

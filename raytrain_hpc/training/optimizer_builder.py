@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,10 +17,11 @@ from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.lora import LoraSpec
 from raytrain_hpc.model.moe import Experts
+from raytrain_hpc.optim.bf16_moments import Bf16Moments
 from raytrain_hpc.optim.class_optimizer import ClassOptimizer
 from raytrain_hpc.optim.matrix_exchange import MatrixExchange
 from raytrain_hpc.optim.muon import Muon
-from raytrain_hpc.optim.offload import make_moment_storage
+from raytrain_hpc.optim.offload import MomentStorage, Slices, make_moment_storage
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
 from raytrain_hpc.parallel.block_discovery import find_blocks
 from raytrain_hpc.parallel.parallelize import ParallelModel
@@ -47,9 +48,9 @@ def _create_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimi
     if name not in OPTIMIZER_NAMES:
         return ClassOptimizer(parameters, config, shard_specs, rank)
     canonical_names = {local_name: spec.name for local_name, spec in shard_specs.items()}
+    make_storage = partial(_make_storage, config, rank)
     if name == "muon":
         matrices = find_hidden_matrices(model)
-        make_storage = partial(make_moment_storage, config, rank)
         return Muon(
             parameters,
             config.optimizer,
@@ -58,8 +59,14 @@ def _create_optimizer(model: ParallelModel, config: Config, rank: int) -> Optimi
             canonical_names=canonical_names,
             make_storage=make_storage,
         )
-    storage = make_moment_storage(config, rank, get_local_slices(parameters), MOMENT_NAMES[name])
+    storage = make_storage(get_local_slices(parameters), MOMENT_NAMES[name])
     return Optimizer(parameters, config.optimizer, storage, elastic=elastic, canonical_names=canonical_names)
+
+
+def _make_storage(config: Config, rank: int, slices: Slices, kinds: Sequence[str]) -> MomentStorage:
+    if config.optimizer.moment_dtype == "fp32":
+        return make_moment_storage(config, rank, slices, kinds)
+    return Bf16Moments(make_moment_storage(config, rank, slices, kinds, torch.bfloat16))
 
 
 def list_decoder_parameters(model_spec: ModelSpec, lora: LoraConfig) -> list[str]:
@@ -89,10 +96,10 @@ def find_hidden_matrices(model: ParallelModel) -> dict[str, tuple[int, int]]:
     weights of experts. Embeddings, heads, norms and biases are not among them.
     """
     blocks = [block for module in model.modules.values() for block in find_blocks(module)]
-    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
     submodules = [submodule for block in blocks for submodule in block.modules()]
-    embeddings = {p for module in submodules if isinstance(module, nn.Embedding) for p in module.parameters()}
-    experts = {p for module in submodules if isinstance(module, Experts) for p in module.parameters()}
+    in_blocks = _get_weights(model, blocks)
+    embeddings = _get_weights(model, [module for module in submodules if isinstance(module, nn.Embedding)])
+    experts = _get_weights(model, [module for module in submodules if isinstance(module, Experts)])
     if not in_blocks:
         raise ModelError("optimizer.name=muon: the model has no list of repeated blocks (nn.ModuleList); use adamw")
     matrices = {}
@@ -133,3 +140,8 @@ def _select_momenta(indexes: list[StateIndex]) -> list[StateIndex]:
         id(index): index.select(name for name in index if name.startswith(f"{_MOMENTUM_KIND}.")) for index in indexes
     }
     return [selected[id(index)] for index in indexes]
+
+
+def _get_weights(model: ParallelModel, modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Return the weights of the parameters of modules."""
+    return {model.weight_copies.get_weight(parameter) for module in modules for parameter in module.parameters()}

@@ -16,6 +16,7 @@ from raytrain_hpc.parallel.pipeline_parallel import Pipeline
 from raytrain_hpc.parallel.precision import autocast
 from raytrain_hpc.planner.pipeline_timeline import Span
 from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.torch_device import is_accelerator, synchronize
 from raytrain_hpc.training.forward_backward import BatchReader, record_loss
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import TrainModule
@@ -65,12 +66,12 @@ class PipelineForwardBackward:
         stages = {
             stage: _PipelineStage(self, stage, step, num_microbatches, read_batch, sums) for stage in self.model.modules
         }
-        self.model.set_training_mode(True)
+        self.model.prepare_passes(is_training=True)
         orders = self.pipeline.schedule.build_orders(num_microbatches)
-        synchronize = None
-        if self.timeline.should_report(step) and self.device.type == "cuda":
-            synchronize = partial(torch.cuda.synchronize, self.device)
-        spans = self.pipeline.run(orders, stages, self._make_buffer_factory(read_batch), synchronize)
+        wait = None
+        if self.timeline.should_report(step) and is_accelerator(self.device):
+            wait = partial(synchronize, self.device)
+        spans = self.pipeline.run(orders, stages, self._make_buffer_factory(read_batch), wait)
         if self.timeline.should_report(step):
             self.timeline.report(step, spans)
         with self.timers.phase("communication"):
@@ -84,7 +85,7 @@ class PipelineForwardBackward:
         stages = {
             stage: _PipelineStage(self, stage, 0, num_microbatches, read_batch, sums) for stage in self.model.modules
         }
-        self.model.set_training_mode(False)
+        self.model.prepare_passes(is_training=False)
         with torch.no_grad():
             self.pipeline.run(
                 self.pipeline.schedule.build_forward_orders(num_microbatches),

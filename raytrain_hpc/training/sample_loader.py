@@ -15,6 +15,7 @@ from raytrain_hpc.config.schema import AUTO, DataConfig
 from raytrain_hpc.data.loader.sampler import Ints
 from raytrain_hpc.data.samples.sample_order import SampleOrder
 from raytrain_hpc.data.samples.sample_reader import SampleReader, iter_batches_in_readers
+from raytrain_hpc.torch_device import is_accelerator
 from raytrain_hpc.training.train_module import SampleBatch
 
 _AUTO_READERS_OF_GPU = 2
@@ -31,7 +32,7 @@ class SampleLoader:
         self, reader: SampleReader, order: SampleOrder, microbatches: range, device: torch.device, config: DataConfig
     ):
         self._reader, self._order, self._microbatches, self._device = reader, order, microbatches, device
-        auto = _AUTO_READERS_OF_GPU if device.type == "cuda" else 0
+        auto = _AUTO_READERS_OF_GPU if is_accelerator(device) else 0
         self._num_readers = auto if config.num_readers == AUTO else int(config.num_readers)
         self._num_ahead = config.prefetch_steps * len(microbatches)
         self._ahead: Iterator[Any] | None = None
@@ -45,7 +46,7 @@ class SampleLoader:
             self._first_step_ahead = start_step + 1
             steps = range(start_step + 1, end_step)
             keys = (self._order.locate(step, microbatch) for step in steps for microbatch in self._microbatches)
-            pin_memory = self._device.type == "cuda"
+            pin_memory = is_accelerator(self._device)
             self._ahead = iter_batches_in_readers(
                 self._reader, keys, self._num_readers, self._num_ahead, pin_memory=pin_memory
             )

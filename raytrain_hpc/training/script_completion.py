@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
-from raytrain_hpc.errors import ModelError
+from raytrain_hpc.errors import ModelError, RaytrainError
 from raytrain_hpc.observability.metrics import METRIC_KEYS
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
+from raytrain_hpc.torch_device import get_peak_memory_gib
 from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
 from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
 from raytrain_hpc.training.checkpointer import Checkpointer
@@ -20,7 +21,6 @@ from raytrain_hpc.training.script_random import ScriptGenerators
 from raytrain_hpc.training.script_state import ScriptState
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
 from raytrain_hpc.training.step_completion import TrainOutcome
-from raytrain_hpc.training.step_metrics import get_peak_memory_gib
 from raytrain_hpc.training.timers import StepTimer
 from raytrain_hpc.training.weight_exchange import WeightExchange
 
@@ -133,8 +133,20 @@ class ScriptCompletion:
             self.report()
         return "done" if requests.stop else "stopped" if stopped else "paused" if paused else None
 
+    @contextmanager
+    def report_on_error(self) -> Iterator[None]:
+        """Report the last committed step if an error ends the run: no other generation will."""
+        try:
+            yield
+        except RaytrainError:
+            self.report()
+            raise
+
     def report(self) -> None:
-        """Hand the record of the last committed step to the driver. Call when it can no longer be evaluated."""
+        """Hand the record of the last committed step to the driver.
+
+        Call when it can no longer be evaluated, and when all ranks have the state of that step.
+        """
         if self._is_pending and self._last_record is not None and self.context.rank == 0:
             self.control.emit({"type": "step", "metrics": self._last_record})
         self._is_pending = False

@@ -166,9 +166,9 @@ def _parallelize(
     batching: Batching,
 ) -> ParallelModel:
     is_elastic = config.train.deterministic == "elastic"
-    if config.origin("train.dtype") in ("", AUTO):  # a script chooses its own types
-        config = copy(config)
-        config.train = replace(config.train, dtype="fp32")
+    dtype = "fp32" if config.origin("train.dtype") in ("", AUTO) else config.train.dtype  # a script chooses its own
+    config = copy(config)
+    config.train = replace(config.train, dtype=dtype, weight_copies=False)  # a script reads and changes parameters
     return parallelize(
         {0: module},
         config=config,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raytrain_hpc.data.samples.sample_reader import restore_generators, seed_generators
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.state.keyed_rng import derive_seed
+from raytrain_hpc.torch_device import get_device_module, is_accelerator, seed_device
 
 _TORCH_BYTES = 5056  # torch's CPU generator
 _PYTHON_WORDS, _NUMPY_WORDS = 625, 624
@@ -56,8 +57,7 @@ class ScriptGenerators:
         """Begin the streams of a step: this rank's own one, and that of the GPU."""
         key = derive_seed(self._seed, "script", step, self._stream)
         self._local_state = torch.Generator().manual_seed(key).get_state()
-        if self._device.type == "cuda":
-            torch.cuda.manual_seed(key)
+        seed_device(self._device, key)
 
     def isolate_forward(self, module: nn.Module) -> None:
         """Let forward passes of a module draw from their own stream. Does nothing on one rank, unless `is_elastic`."""
@@ -86,8 +86,7 @@ class ScriptGenerators:
     def _seed_microbatch(self, step: int, loop: int, microbatch: int) -> None:
         key = derive_seed(self._seed, "script microbatch", step, loop, microbatch)
         seed_generators(key)
-        if self._device.type == "cuda":
-            torch.cuda.manual_seed(key)
+        seed_device(self._device, key)
 
     def _enter(self) -> None:
         self._depth += 1
@@ -105,13 +104,14 @@ class ScriptGenerators:
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
     """Restore the generators of torch (CPU and `device`), NumPy and `random` at the end of the context."""
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    module = get_device_module(device) if is_accelerator(device) else None
+    state = None if module is None else module.get_rng_state(device)
     try:
         with restore_generators():
             yield
     finally:
-        if state is not None:
-            torch.cuda.set_rng_state(state, device)
+        if module is not None:
+            module.set_rng_state(state, device)
 
 
 def pack_generators() -> Tensor:

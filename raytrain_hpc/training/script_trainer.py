@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.errors import ModelError, RaytrainError, RunFailedError
 from raytrain_hpc.optim.optimizer import get_local_slices
 from raytrain_hpc.runtime.control_channel import ControlChannel
+from raytrain_hpc.runtime.phase_durations import PhaseDurations
 from raytrain_hpc.runtime.script_context import CURRENT_RANK
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
@@ -73,6 +73,7 @@ class ScriptTrainer:
     ):
         self.device = device
         self._spec, self._config, self._control, self._snapshot_store = spec, spec.config, control, snapshot_store
+        self._durations = PhaseDurations()
         self.context: ParallelContext = init_process_groups(
             rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
         )
@@ -86,7 +87,7 @@ class ScriptTrainer:
         self._is_attached = self.has_started = False
         self._num_batches_read = 0  # in this step
         self._exit_stack = ExitStack()  # of what `attach` opens
-        control.emit({"type": "ready", "rank": rank, "build_began": time.time(), "groups": time.time()})
+        self._durations.end("communicator")
 
     @property
     def rank(self) -> int:
@@ -160,12 +161,13 @@ class ScriptTrainer:
         script_loss = ScriptLoss()
         self._backward = self._build_backward(script_loss)
         on_verified = self._snapshots.mark_verified
-        add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified)
+        add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified, self._control)
         self._completion = self._build_completion(state, callback_state, progress)
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(lambda *arguments: self._before_update())
         self._control.arm_abort(CollectiveAbort(peer_info.peer_sockets))
-        self._control.emit({"type": "ready", "rank": context.rank, "model": time.time()})
+        self._durations.end("state")  # and of what the script does before it
+        self._control.emit(self._durations.to_ready_record(context.rank))
 
     def _start_callbacks(self, models: Mapping[str, nn.Module]) -> CallbackState:
         """Give the models to the callbacks, start their generation, and return their state, not restored yet."""
@@ -182,8 +184,9 @@ class ScriptTrainer:
         """Fill the state, and return the peers of its snapshots, the indexes of all ranks, and the checkpoints."""
         spec, context = self._spec, self.context
         source_state = get_source_state(spec, context.rank, self._snapshot_store)
-        peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device)
-        peer_info = exchange_peer_info(state.to_index(), source_state.to_index(), context, peers.handles)
+        index = state.to_index()
+        peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device, index)
+        peer_info = exchange_peer_info(index, source_state.to_index(), context, peers.handles)
         store = CheckpointStore(parse_location(self._config.run.dir) / "checkpoints")
         restore_state(spec, context, state, source_state, peer_info, store)
         self._models.connect(peer_info.destination_indexes)
@@ -239,7 +242,8 @@ class ScriptTrainer:
         replicator = peers.create_replicator(peer_info)
         snapshots = SnapshotManager(self._config, self._snapshot_store, state, suffices, replicator, lambda: None)
         attached = peers.attach_snapshots(peer_info, self._control.log)
-        snapshots.begin_generation(spec.start_step, spec.generation, peers.own_snapshots, attached)
+        snapshots.begin_generation(spec.start_step, spec.generation, peers.own_snapshots, attached, peers.replicas)
+        peers.publish(self._control)
         return snapshots
 
     def add_object(self, name: str, item: Any) -> None:
@@ -310,19 +314,20 @@ class ScriptTrainer:
         An error ends the script, so that the run can recover.
         """
         self._check_started("backward")
+        with self._exit_on_error(), self._completion.report_on_error():
+            mean_loss = self._backward.run(loss)
         self._completion.report()
-        with self._exit_on_error():
-            return self._backward.run(loss)
+        return mean_loss
 
     def iter_microbatches(self, num_local_rows: int) -> Iterator[slice]:
         """Yield the rows of this rank's microbatches; see `script.ScriptRun.microbatches`. Errors as in `backward`."""
         self._check_started("microbatches")
-        self._completion.report()
         rows = self._backward.iter_microbatches(num_local_rows)
         while True:
-            with self._exit_on_error():
+            with self._exit_on_error(), self._completion.report_on_error():
                 current = next(rows, None)
             if current is None:
+                self._completion.report()
                 return
             yield current
 

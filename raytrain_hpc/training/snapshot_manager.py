@@ -39,13 +39,14 @@ class SnapshotManager:
         generation: int,
         own_snapshots: SnapshotRing | None = None,
         attached_snapshots: Mapping[int, RankSnapshots] | None = None,
+        replicas: Mapping[int, SnapshotRing] | None = None,
     ) -> None:
         """Replace earlier snapshots. Call when the state has been restored and is equal on all replicas.
 
-        `own_snapshots`, `attached`: see `SnapshotStore.reset`.
+        `own_snapshots`, `attached_snapshots`, `replicas`: see `SnapshotStore.reset`.
         """
         if self.store is not None:
-            self.store.reset(generation, own_snapshots, attached_snapshots)
+            self.store.reset(generation, own_snapshots, attached_snapshots, replicas)
             if self.config.fault.replica_check_interval:
                 self.mark_verified(step)
             if snapshots_enabled(self.config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from raytrain_hpc.errors import CheckpointError, RunFailedError
 from raytrain_hpc.model.lora import LORA_MARKER
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
+from raytrain_hpc.snapshot.shared_memory import AttachedSnapshots
 from raytrain_hpc.state.reshard import reshard_state
 from raytrain_hpc.state.shard_index import StateIndex, find_difference, merge_indexes
 from raytrain_hpc.state.sharded_state import ShardedState
@@ -63,9 +65,10 @@ def restore_state(
 
 
 def get_source_state(spec: WorkerSpec, rank: int, snapshot_store: SnapshotStore | None) -> ShardedState:
-    """Return the part of the state to resume from that this rank has: a snapshot, or the files on its node.
+    """Return the part of the state to resume from that this rank has: snapshots, or the files on its node.
 
-    Empty if it has none. Files are memory-mapped. Raises CheckpointCorruptedError if one cannot be opened.
+    Empty if it has none. Files and the snapshots that the node's agent holds are memory-mapped. Raises
+    CheckpointCorruptedError if a file cannot be opened. Snapshots that cannot be are missing from the result.
     """
     local = spec.local_checkpoint
     if local is not None:
@@ -74,7 +77,14 @@ def get_source_state(spec: WorkerSpec, rank: int, snapshot_store: SnapshotStore 
         return open_shards(checkpoint, files, local.files_by_rank[rank])
     if snapshot_store is None or spec.memory_step is None:
         return ShardedState()
-    return snapshot_store.get_state(spec.memory_step)
+    # A rank that took no part in that generation can have another version of the step, from before a restart.
+    is_same = spec.memory_generation in (None, snapshot_store.generation)
+    state = snapshot_store.get_state(spec.memory_step) if is_same else ShardedState()
+    for handles in spec.held_snapshots.get(rank, ()):
+        with contextlib.suppress(OSError):  # the agent has ended: reported as lost state
+            held = AttachedSnapshots(handles).get_state(spec.memory_step)
+            state = ShardedState((*state, *held))
+    return state
 
 
 def load_local_checkpoint(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.torch_device import get_peak_memory_gib
 from raytrain_hpc.training.loss_reduction import StepRequests, StepTotals
 from raytrain_hpc.training.timers import PhaseTimer
 
@@ -35,7 +33,9 @@ class StepResult:
 class StepMetrics:
     """Builder of the record of a step. `emit` hands it to the driver on rank 0, and does nothing on other ranks.
 
-    `state_memory`: GiB of weights and optimizer moments on this rank, by metric key.
+    `state_memory`: GiB of weights and optimizer moments on this rank, by metric key. `defers`: whether a record is held
+    back until `report_step`. For state that is partitioned: a rank may end a step, and be lost, while another one still
+    computes its part of it, so that the step has to be run again.
     """
 
     config: Config
@@ -44,6 +44,10 @@ class StepMetrics:
     state_memory: dict[str, float]
     timers: PhaseTimer
     emit: Callable[[Record], None]
+    defers: bool = False
+
+    def __post_init__(self) -> None:
+        self._deferred: Record | None = None
 
     def build(self, step: int, result: StepResult, lr: float, seconds: float, gradient_nbytes: int) -> Record:
         """Return the metrics of committed step `step` (1-based), which took `seconds`; resets the phase timers."""
@@ -70,19 +74,20 @@ class StepMetrics:
         }
 
     def emit_step(self, record: Record) -> None:
-        """Hand the finished record of a step to the driver.
+        """Hand the finished record of a step to the driver, or hold it back until `report_step`.
 
         Before the first step there are validation losses only. They are printed: metrics.jsonl has a line per step.
         """
         if "train/loss" in record:
-            self.emit({"type": "step", "metrics": record})
+            self._deferred = record
+            if not self.defers:
+                self.report_step()
             return
         losses = ", ".join(f"{key} {value:.4f}" for key, value in record.items() if key.startswith("val/"))
         self.emit({"type": "note", "text": f"step {record['step']}: {losses}"})
 
-
-def get_peak_memory_gib(device: torch.device) -> float:
-    """Return the peak of allocated device memory in GiB; on a CPU, the peak resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    def report_step(self) -> None:
+        """Hand over the record that is held back, if any. Call when all ranks have the state of the last step."""
+        if self._deferred is not None:
+            self.emit({"type": "step", "metrics": self._deferred})
+            self._deferred = None

@@ -14,6 +14,7 @@ from raytrain_hpc.data.loader.sampler import Ints
 from raytrain_hpc.data.samples.stream_reader import StepBatches, StreamReader, iter_steps_in_reader
 from raytrain_hpc.data.samples.stream_source import StreamPosition
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.torch_device import is_accelerator
 from raytrain_hpc.training.sample_loader import to_batch
 from raytrain_hpc.training.stream_state import StreamState
 from raytrain_hpc.training.train_module import SampleBatch
@@ -39,7 +40,7 @@ class StreamLoader:
         on_wait: Callable[[], None],
     ):
         self.state, self._reader, self._part, self._device = state, reader, part, device
-        auto = 1 if device.type == "cuda" else 0
+        auto = 1 if is_accelerator(device) else 0
         num_readers = auto if config.num_readers == AUTO else int(config.num_readers)
         self._has_reader_process = num_readers > 0 and not reader.yields_batches
         self._num_ahead, self._log, self._on_wait = config.prefetch_steps, log, on_wait
@@ -53,7 +54,7 @@ class StreamLoader:
         position = self._find_position(start_step)
         self._steps, self._step = self._reader.iter_steps(start_step, position), start_step - 1
         if self._has_reader_process and start_step + 1 < end_step:
-            pin_memory = self._device.type == "cuda"
+            pin_memory = is_accelerator(self._device)
             ahead = iter_steps_in_reader(self._reader, start_step, position, self._num_ahead, pin_memory=pin_memory)
             self._steps = _chain_after_first(self._steps, ahead)
         try:

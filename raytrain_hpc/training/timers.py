@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from raytrain_hpc.torch_device import get_device_module, is_accelerator
 
 StepPhase = Literal["forward", "backward", "communication", "optimizer"]
 STEP_PHASES: tuple[StepPhase, ...] = ("forward", "backward", "communication", "optimizer")
 
 
 class PhaseTimer:
-    """Timer of the phases of a step. On a GPU it uses CUDA events, which are read one step later, without a wait."""
+    """Timer of the phases of a step. On an accelerator by events, which are read one step later, without a wait."""
 
     def __init__(self, device: torch.device):
-        self._use_cuda_events = device.type == "cuda"
+        self._make_event = _get_event_factory(device)
         self._seconds = dict.fromkeys(STEP_PHASES, 0.0)
-        self._events: list[tuple[StepPhase, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[StepPhase, Any, Any]] = []  # begin and end of a phase
         self._previous_events = list(self._events)
 
     @contextmanager
     def phase(self, name: StepPhase) -> Iterator[None]:
         """Add the time of the context to a phase."""
-        if self._use_cuda_events:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()  # type: ignore[no-untyped-call]
+        if self._make_event is not None:
+            begin, end = self._make_event(), self._make_event()
+            begin.record()
             yield
-            end.record()  # type: ignore[no-untyped-call]
+            end.record()
             self._events.append((name, begin, end))
             return
         began = time.perf_counter()
@@ -38,16 +41,21 @@ class PhaseTimer:
         self._seconds[name] += time.perf_counter() - began
 
     def read_and_reset(self) -> dict[StepPhase, float]:
-        """Return the seconds of each phase since the last call, and reset them. On a GPU: between the two last calls.
+        """Return the seconds of each phase since the last call, and reset them. On accelerators: between the last two.
 
         Waiting for the optimizer of this step would leave the device without work until the next one is launched.
         """
         for name, begin, end in self._previous_events:
-            end.synchronize()  # type: ignore[no-untyped-call]
-            self._seconds[name] += begin.elapsed_time(end) / 1e3  # type: ignore[no-untyped-call]
+            end.synchronize()
+            self._seconds[name] += begin.elapsed_time(end) / 1e3
         self._previous_events, self._events = self._events, []
         seconds, self._seconds = self._seconds, dict.fromkeys(STEP_PHASES, 0.0)
         return seconds
+
+
+def _get_event_factory(device: torch.device) -> Callable[[], Any] | None:
+    """Return what makes the events that measure an accelerator's time, None for a CPU."""
+    return partial(get_device_module(device).Event, enable_timing=True) if is_accelerator(device) else None
 
 
 class StepTimer:

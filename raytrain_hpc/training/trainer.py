@@ -11,6 +11,7 @@ from torch import Tensor
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.distributed.process_groups import GenerationAbortedError
 from raytrain_hpc.elastic.watchdog import Phase
+from raytrain_hpc.errors import RaytrainError
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.training.callback_list import CallbackList, CallbackRequests
 from raytrain_hpc.training.callback_state import CallbackState, PendingRequests
@@ -81,7 +82,11 @@ class Trainer:
         """
         with self.callbacks.close_on_exit():
             with self.loader.prefetch(start_step, end_step), self.snapshots.close_on_exit():
-                outcome = self._train_loop(start_step, end_step)
+                try:
+                    outcome = self._train_loop(start_step, end_step)
+                except RaytrainError:  # it ends the run: no other generation will report the last step
+                    self.metrics.report_step()
+                    raise
                 self.control.set_phase("saving")  # copies and writes may take longer than a training step
             self.checkpointer.finish()
         return outcome
@@ -93,6 +98,7 @@ class Trainer:
             result = self.train_step(step)
             step += 1
             outcome = self._after_step(step, end_step, result, timer)
+        self.metrics.report_step()
         return outcome or "done"
 
     def train_step(self, step: int) -> StepResult:
@@ -133,6 +139,7 @@ class Trainer:
             grad_norm = self.model_update.clip_gradients(totals.num_tokens)
         loss, norm, requests = totals.read(grad_norm)
         self.raise_if_aborted()
+        self.metrics.report_step()  # all ranks have passed `wait_for_background_copies`
         return StepResult(loss, norm, requests, reader.seconds, totals)
 
     def wait_for_background_copies(self) -> None:

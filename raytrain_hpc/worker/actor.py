@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raytrain_hpc.cpu_limits import keep_cpu_count
+from raytrain_hpc.device_backends import set_network_interface, set_worker_environment
 from raytrain_hpc.distributed.flight_recorder import enable_flight_recorder, read_calls
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.errors import CheckpointCorruptedError, RaytrainError, StateLostError
@@ -39,17 +41,17 @@ class WorkerActor:
         start = time.time()
         use_single_malloc_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # the driver decides which rank has failed
+        set_worker_environment(os.environ)
         enable_flight_recorder()
-        import torch
-
         import raytrain_hpc.training.factory  # noqa: F401  import it before ranks wait for each other
         from raytrain_hpc.parallel.blocking_collectives import get_blocking_files
         from raytrain_hpc.runtime.control_channel import ControlChannel
         from raytrain_hpc.runtime.heartbeat import Heartbeat
         from raytrain_hpc.snapshot.memory_store import SnapshotStore
+        from raytrain_hpc.torch_device import get_first_device, restrict_visible_devices
 
-        self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self._device = get_first_device(device)
+        restrict_visible_devices(self._device, ray.get_gpu_ids())
         self._heartbeat = Heartbeat(get_blocking_files())
         self._control, self._snapshots = ControlChannel(heartbeat=self._heartbeat), SnapshotStore()
         self._run_start_ns, self._is_warmed_up = time.time_ns(), False
@@ -63,31 +65,37 @@ class WorkerActor:
         It chooses the network interface for collectives. If `spec` is given, it also warms up with a step for that
         generation.
         """
-        import torch
-
         from raytrain_hpc.checkpoint.local_directory import has_local_files
         from raytrain_hpc.distributed.network_interface import choose_interface
-        from raytrain_hpc.distributed.process_groups import set_network_interface
+        from raytrain_hpc.nvml import find_nvlink_domain
+        from raytrain_hpc.torch_device import get_device_name, get_memory_gib, get_pci_address, is_accelerator
         from raytrain_hpc.training.builder import configure_torch
         from raytrain_hpc.worker.host_info import describe_process
+        from raytrain_hpc.worker.host_topology import bind_to_numa_node, find_numa_node, find_switch
 
         configure_torch(config, self._device)  # takes seconds, for which other ranks would wait later
+        numa_node = find_numa_node(pci_address) if (pci_address := get_pci_address(self._device)) else None
+        keep_cpu_count(os.environ)
+        is_bound = config.cluster.numa_binding and numa_node is not None and bind_to_numa_node(numa_node)
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         if (interface := choose_interface(config, address)) is not None:
-            set_network_interface(interface)
+            set_network_interface(interface, os.environ)
         if spec is not None:
             self._run_warmup_step(spec)
+        labels = ray.get_runtime_context().get_node_labels()
         gc.freeze()  # these objects stay: spare later garbage collections from scanning them
-        use_cuda = self._device.type == "cuda"
         return {
             "node_id": ray.get_runtime_context().get_node_id(),
-            "rack": ray.get_runtime_context().get_node_labels().get(config.cluster.rack_label, ""),
+            "rack": labels.get(config.cluster.rack_label) or find_switch(os.environ) or find_nvlink_domain(pci_address),
             "address": address,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "device": torch.cuda.get_device_name(self._device) if use_cuda else "cpu",
-            "memory_gib": torch.cuda.get_device_properties(self._device).total_memory / 2**30 if use_cuda else None,
-            "gpu_ids": ray.get_gpu_ids() if use_cuda else [],
+            "device": get_device_name(self._device),
+            "memory_gib": get_memory_gib(self._device),
+            "pci_address": pci_address,
+            "numa_node": numa_node,
+            "is_bound": is_bound,
+            "gpu_ids": ray.get_gpu_ids() if is_accelerator(self._device) else [],
             "pulse": str(self._heartbeat.path),
             "has_local_files": has_local_files(config),
             "began": self._start_unix,
@@ -228,6 +236,11 @@ class WorkerActor:
     def recent_calls(self) -> list[CollectiveCall]:
         """Return the last collectives of this rank in this generation."""
         return read_calls(self._run_start_ns)
+
+    @ray.method(concurrency_group="control")
+    def count_link_timeouts(self) -> dict[int, int]:
+        """Return for each peer how often in a row packets to it were repeated because nothing was acknowledged."""
+        return self._control.count_link_timeouts()
 
     @ray.method(concurrency_group="control")
     def recall(self, after_step: int) -> list[Record]:

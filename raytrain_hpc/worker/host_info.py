@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from raytrain_hpc.cpu_limits import read_cpu_limits
+from raytrain_hpc.device_backends import count_installed_accelerators
+from raytrain_hpc.torch_device import describe_build, is_accelerator, synchronize
 from raytrain_hpc.worker.directory_access import check_directory_access
+from raytrain_hpc.worker.host_topology import list_adapters
 
 _PACKAGES = ("raytrain-hpc", "torch", "ray", "numpy", "pyarrow")
 _CONNECT_TIMEOUT_S = 5.0
-_MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows of the square matrices that are multiplied
-_COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+_MATRIX_SIZE, _MATRIX_SIZE_OF_ACCELERATOR = 512, 8192  # rows of the square matrices that are multiplied
+_COPY_BYTES, _COPY_BYTES_OF_ACCELERATOR = 1 << 26, 1 << 30
 
 
 def collect_host_info(device: torch.device, path: str, marker: str, driver: tuple[str, int]) -> dict[str, Any]:
@@ -35,8 +38,9 @@ def collect_host_info(device: torch.device, path: str, marker: str, driver: tupl
         "versions": {name: get_package_version(name) for name in _PACKAGES},
         "time": time.time(),
         "cpus": {**asdict(cpus), "usable": cpus.usable},
-        "installed_gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        "cuda_build": torch.version.cuda is not None,
+        "installed_gpus": count_installed_accelerators(),
+        "accelerator_build": describe_build(),
+        "adapters": [asdict(adapter) for adapter in list_adapters()],
         "shared_memory_free": shared_memory.free,
         "shared_memory_total": shared_memory.total,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -86,14 +90,17 @@ def get_package_version(name: str) -> str:
 
 def _measure_tflops(device: torch.device) -> float:
     """Return the TFLOP/s of a large matrix product: in bf16 on a GPU, in fp32 on a CPU."""
-    side, dtype = _MATRIX_SIZE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+    side, dtype = _MATRIX_SIZE, torch.float32
+    if is_accelerator(device):
+        side, dtype = _MATRIX_SIZE_OF_ACCELERATOR, torch.bfloat16
     a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     return 2 * side**3 / _time_best(lambda: a @ b, device) / 1e12
 
 
 def _measure_memory_gbs(device: torch.device) -> float:
     """Return the GB/s that a copy reads and writes."""
-    source = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
+    size = _COPY_BYTES_OF_ACCELERATOR if is_accelerator(device) else _COPY_BYTES
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _time_best(lambda: target.copy_(source), device) / 1e9
 
@@ -104,7 +111,6 @@ def _time_best(operation: Any, device: torch.device) -> float:
     for _ in range(5):
         start = time.perf_counter()
         operation()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,43 +33,50 @@ PACKAGE_OF_FILE = {
 # The packages that each package may import besides itself, in import order: only packages listed above it.
 ALLOWED_IMPORTS = {
     "errors": "",
+    "device_backends": "",
+    "torch_device": "device_backends",
+    "nvml": "",
     "torch_private": "",
+    "torch_private_groups": "",
     "background_thread": "",
     "ray_private": "",
     "storage": "errors background_thread",
-    "config": "errors storage",
-    "callbacks": "errors storage torch_private config",
-    "planner": "errors config",
-    "elastic": "errors config planner",
-    "state": "errors torch_private",
-    "model": "errors torch_private config state",
-    "parallel": "errors torch_private config planner state model",
+    "config": "errors device_backends storage",
+    "callbacks": "errors torch_device storage torch_private config",
+    "planner": "errors device_backends config",
+    "elastic": "errors device_backends config planner",
+    "state": "errors torch_device torch_private",
+    "model": "errors torch_device torch_private config state",
+    "parallel": "errors torch_device torch_private config planner state model",
     "snapshot": "errors state",
-    "distributed": "errors callbacks torch_private config planner elastic state parallel snapshot",
+    "distributed": "errors device_backends torch_device callbacks torch_private torch_private_groups config planner "
+    "elastic state parallel snapshot",
     "data": "errors ray_private torch_private config",
-    "runtime": "errors storage callbacks config planner elastic state parallel distributed data",
+    "runtime": "errors torch_device storage callbacks torch_private config planner elastic state parallel snapshot "
+    "distributed data",
     "checkpoint": "errors background_thread storage config state snapshot",
-    "observability": "errors storage callbacks config planner",
-    "optim": "errors torch_private config state",
-    "training": "errors storage callbacks torch_private config planner elastic state model parallel snapshot "
-    "distributed data runtime checkpoint observability optim",
-    "worker": "errors storage config planner elastic state parallel snapshot distributed data runtime checkpoint "
-    "training",
-    "driver": "errors background_thread storage callbacks ray_private config planner elastic state distributed data "
-    "runtime checkpoint observability optim training worker",
+    "observability": "errors device_backends storage callbacks config planner",
+    "optim": "errors torch_device torch_private config state",
+    "training": "errors torch_device storage callbacks torch_private config planner elastic state model parallel "
+    "snapshot distributed data runtime checkpoint observability optim",
+    "worker": "errors device_backends torch_device nvml storage config planner elastic state parallel snapshot "
+    "distributed data runtime checkpoint training",
+    "driver": "errors device_backends torch_device nvml background_thread storage callbacks ray_private config planner "
+    "elastic state snapshot distributed data runtime checkpoint observability optim training worker",
     "run_report": "errors storage config observability driver",
-    "api": "errors storage callbacks config planner elastic state model snapshot data runtime checkpoint observability "
-    "training driver run_report",
+    "api": "errors storage callbacks config planner elastic state model snapshot data runtime "
+    "checkpoint observability training driver run_report",
     "huggingface": "errors storage config state data checkpoint driver",
     "dcp": "errors torch_private config state data huggingface",
-    "bench": "errors background_thread storage callbacks ray_private config planner elastic state model snapshot data "
-    "runtime checkpoint observability parallel training worker driver api huggingface",
+    "bench": "errors device_backends torch_device background_thread storage callbacks ray_private "
+    "torch_private_groups config planner elastic state model snapshot data runtime checkpoint "
+    "observability parallel training worker driver api huggingface",
     "sweeps": "errors storage ray_private config observability checkpoint driver run_report api",
-    "cli": "errors storage config planner elastic state data checkpoint observability driver huggingface dcp "
-    "run_report api bench sweeps",
+    "cli": "errors device_backends storage config planner elastic state data checkpoint observability driver "
+    "huggingface dcp run_report api bench sweeps",
     "public": "errors callbacks config data driver huggingface dcp run_report api sweeps",
 }
-WITHOUT_TORCH_AND_RAY = {"errors", "config", "planner", "elastic", "public"}
+WITHOUT_TORCH_AND_RAY = {"errors", "device_backends", "config", "planner", "elastic", "public"}
 
 
 def get_package(module: str) -> str:
@@ -174,3 +183,40 @@ def test_an_unknown_setting_is_reported_without_loading_torch_or_ray() -> None:
     )
     _, packages = run_and_list_packages(call)
     assert not packages & {"torch", "ray", "pyarrow"}
+
+
+def list_words_of_code(path: Path) -> set[str]:
+    """Return the names and the words of strings in a file, without comments and docstrings, in lower case."""
+    tree, words = ast.parse(path.read_text()), []
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and is_documented(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            words.append(node.attr)
+        elif isinstance(node, ast.Name):
+            words.append(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            words += re.split(r"[^A-Za-z0-9]+", node.value)
+    return {part for word in words for part in word.lower().split("_")}
+
+
+def is_documented(node: Any) -> bool:
+    return ast.get_docstring(node) is not None
+
+
+KINDS_OF_DEVICES = {"cuda", "nccl", "rocm", "rccl", "xpu", "xccl", "hip"}
+NAMING_FILES = {"device_backends", "torch_device", "torch_private", "torch_private_groups"}
+# The help of a key; a GPU of NVIDIA is measured through its library, and peers of benchmarks are programs for it.
+NAMING_PARTS = {
+    "config.cluster_config": {"cuda", "xpu"},
+    "bench.telemetry": {"cuda"},
+    "bench.snapshots": {"cuda"},
+    "bench.torch_baseline": {"cuda", "nccl"},
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: get_module(path))
+def test_kinds_of_devices_are_named_in_their_files_only(path: Path) -> None:
+    named = list_words_of_code(path) & KINDS_OF_DEVICES
+    module = get_module(path)
+    assert module in NAMING_FILES or named == NAMING_PARTS.get(module, set())

@@ -106,7 +106,7 @@ def test_peers_are_parsed() -> None:
         (["step", "--against", "transformers=x"], "takes nanogpt=DIR, transformers, torchtitan"),
         (["step", "--against", "transformers,megatron"], "--against megatron: `bench step` cannot use that"),
         (["device", "--against", "nanogpt=x"], "takes transformers, torchtitan"),
-        (["data", "--against", "transformers"], "only `bench step` and `bench device` compare with peers"),
+        (["data", "--against", "transformers"], "only `bench step`, `bench device` and `bench recovery` compare with"),
         (["device", "--out", "no/such/file.json"], "no/such is no directory"),
     ],
 )
@@ -168,8 +168,7 @@ def test_each_peer_alternates_with_the_platform(tmp_path: Path, monkeypatch: pyt
     assert all(end <= start for (_, end), (start, _) in zip(turns, turns[1:], strict=False))
     for name, pairs in zip(("first", "second"), times, strict=True):
         for peer_s, platform_s in pairs:
-            assert peer_s >= lengths[name] and platform_s >= lengths["platform"]
-            assert peer_s > platform_s
+            assert peer_s >= lengths[name] and platform_s >= lengths["platform"]  # a busy machine only adds to them
 
 
 def test_step_has_a_row_per_peer(monkeypatch: pytest.MonkeyPatch) -> None:

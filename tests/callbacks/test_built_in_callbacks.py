@@ -27,7 +27,7 @@ from raytrain_hpc import (
     load_config,
     train,
 )
-from raytrain_hpc.callbacks import memory_snapshot, nvtx_ranges
+from raytrain_hpc.callbacks import memory_snapshot
 from raytrain_hpc.callbacks.callback import TrainingContext
 from raytrain_hpc.callbacks.plugins import create_callbacks
 from raytrain_hpc.checkpoint.shard_io import read_state
@@ -203,8 +203,8 @@ def make_context(tmp_path: Path, device: str) -> TrainingContext:
 
 def test_ranges_are_nested_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[str] = []
-    monkeypatch.setattr(nvtx_ranges.torch.cuda.nvtx, "range_push", ranges.append)
-    monkeypatch.setattr(nvtx_ranges.torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
     callback = NvtxRanges()
     callback.context = make_context(tmp_path, "cuda")
     callback.pre_step()
@@ -223,8 +223,8 @@ def test_memory_snapshot_is_written_after_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(memory_snapshot, "record_memory_history", calls.append)
-    monkeypatch.setattr(memory_snapshot, "dump_memory_snapshot", calls.append)
+    monkeypatch.setattr(memory_snapshot, "record_memory_history", lambda device, count: calls.append(count))
+    monkeypatch.setattr(memory_snapshot, "dump_memory_snapshot", lambda device, path: calls.append(path))
     callback = MemorySnapshot([1, 3], max_entries=7)
     callback.context = make_context(tmp_path, device)
     for step in range(4):

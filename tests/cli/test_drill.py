@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.cli.drill import FAULT_KINDS, build_report, make_schedule
+from raytrain_hpc.cli.drill import FAULT_KINDS, build_report, list_kinds, make_schedule
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.errors import ConfigError
 
 
 def test_schedule_is_deterministic_and_covers_all_kinds_and_ranks() -> None:
+    assert (
+        set(FAULT_KINDS) - set(list_kinds("auto", 3))
+        == {"network_down"}
+        == set(FAULT_KINDS) - set(list_kinds("cpu", 2))
+    )
+    assert set(list_kinds("cpu", 3)) == set(FAULT_KINDS)
+    assert set(list_kinds("cuda", 3)) - set(list_kinds("xpu", 3)) == {"gpu_hang"}
     schedule = make_schedule(7, 100, 2000, 3)
     assert schedule == make_schedule(7, 100, 2000, 3) != make_schedule(8, 100, 2000, 3)
     assert {fault.kind for fault in schedule} == set(FAULT_KINDS) and {fault.rank for fault in schedule} == {0, 1, 2}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import exchange_peer_info
 from raytrain_hpc.distributed.process_groups import destroy_process_groups, init_process_groups
-from raytrain_hpc.driver.node_agent import NodeAgent
+from raytrain_hpc.driver.node_agent import NodeAgent, WatchedProcess
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_index import StateIndex
 from tests.warm_pool import WarmPool, make_small_config
@@ -75,7 +75,7 @@ def test_a_node_agent_without_requests_from_the_driver_kills_its_workers() -> No
     with subprocess.Popen([sys.executable, "-c", worker], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         agent = NodeAgent(make_small_config(), orphan_timeout_s=1.0)
-        agent.watch({0: (process.pid, process.stdout.readline().strip())})
+        agent.watch({0: WatchedProcess(process.pid, process.stdout.readline().strip())})
         for _ in range(20):
             time.sleep(0.1)
             assert agent.get_health().workers is not None and process.poll() is None, "requests keep the workers alive"

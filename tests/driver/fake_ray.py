@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,10 +24,12 @@ from raytrain_hpc.driver import (
     spare_warmup,
     worker_group,
 )
-from raytrain_hpc.driver.node_agent import NodeHealth
+from raytrain_hpc.driver.node_agent import NodeHealth, WatchedRanks
 from raytrain_hpc.elastic.watchdog import WorkerHealth
+from raytrain_hpc.nvml import GpuHealth
 from raytrain_hpc.planner.topology import Topology
 from raytrain_hpc.runtime.control_channel import GenerationOutcome
+from raytrain_hpc.runtime.phase_durations import PhaseDurations
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _POLL_S = 0.001
@@ -80,7 +82,7 @@ class FakeWorker:
     def describe(self, config: Any, spec: Any) -> dict[str, Any]:
         now = time.time()
         where = {"node_id": self.node, "host": self.node, "rack": "", "address": "10.0.0.1", "pid": self.pid}
-        where |= {"pulse": "", "cpu": "c", "versions": {}}
+        where |= {"pulse": "", "cpu": "c", "versions": {}, "pci_address": f"0000:{self.pid % 8:02x}:00.0"}
         return where | {"device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "began": now, "imported": now}
 
     def drain(self) -> list[dict[str, Any]]:
@@ -105,13 +107,25 @@ class FakeAgent:
 
     fake_ray: FakeRay
     ranks: Sequence[int] = ()
+    devices: Mapping[int, GpuHealth] = field(default_factory=dict)
 
-    def watch(self, heartbeats: dict[int, Any]) -> None:
-        self.ranks = list(heartbeats)
+    def watch(self, ranks: WatchedRanks, memory_step: int | None) -> None:
+        self.ranks = list(ranks)
+        self.devices = {rank: GpuHealth(temperature_c=60) for rank, watched in ranks.items() if watched.pci_address}
+
+    def list_snapshots(self) -> list[Any]:
+        return []
+
+    def recall_metrics(self, after_step: int) -> list[Any]:
+        return []
 
     def get_health(self) -> NodeHealth:
         step = self.fake_ray.step
-        return NodeHealth([], {r: WorkerHealth(r, True, False, 0.0, 0.0, "training", step, 0.25) for r in self.ranks})
+        workers = {r: WorkerHealth(r, True, False, 0.0, 0.0, "training", step, 0.25) for r in self.ranks}
+        return NodeHealth([], workers, devices=self.devices)
+
+    def explain_deaths(self) -> dict[int, Any]:
+        return {}
 
     def collect_stacks(self) -> dict[int, str]:
         return dict.fromkeys(self.ranks, "")
@@ -254,7 +268,7 @@ class FakeRay:
     def _ready(self) -> None:
         self._steady = time.monotonic(), self.messages.total()
         for rank, (target, _) in self._running.items():
-            target.records.append({"type": "ready", "rank": rank, "model": time.time()})
+            target.records.append(PhaseDurations().to_ready_record(rank))
 
     def _commit(self, spec: WorkerSpec, step: int) -> None:
         self.step, scenario = step, self._scenario

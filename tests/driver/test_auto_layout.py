@@ -15,7 +15,7 @@ from raytrain_hpc.driver.auto_layout import (
     resolve_for_backend,
 )
 from raytrain_hpc.driver.run_setup import PreparedRun, prepare_run
-from raytrain_hpc.errors import LayoutError
+from raytrain_hpc.errors import ConfigError, LayoutError
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import make_small_config
@@ -152,3 +152,18 @@ def test_precision_and_compilation_follow_the_hardware(
     train = resolve_auto_layout(run, 4, topology, lambda line: None).config.train
     assert (train.dtype, train.compile) == expected
     assert run.config.train.compile in ("auto", False), "the given settings are not modified"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "remedy"),
+    [
+        ("gpu_hang", "cpu", "needs a GPU, and the workers of this run have none"),
+        ("network_down", "cuda", "needs workers on CPUs"),
+    ],
+)
+def test_faults_that_the_workers_cannot_have_are_refused(kind: str, device: str, remedy: str) -> None:
+    run = prepare_run(make_small_config(None, f"fault.inject=[{{kind: {kind}}}]"), None, print)
+    with pytest.raises(ConfigError, match=f"fault.inject='{kind}' .*{remedy}"):
+        resolve_auto_layout(run, 1, cluster(1, device=device), print)
+    other = {"cpu": "cuda", "cuda": "cpu"}[device]
+    resolve_auto_layout(run, 1, cluster(1, device=other), print)

@@ -30,6 +30,10 @@ HOST_INFO: dict[str, Any] = {
     "host": "h1",
     "pid": 1,
     "address": "10.0.0.1",
+    "rack": "",
+    "numa_node": None,
+    "is_bound": False,
+    "adapters": [{"name": "mlx5_0", "is_up": True, "gbits": 400.0, "numa_node": 0}],
     "device": "cpu",
     "memory_gib": None,
     "python": "3.12.1",
@@ -37,7 +41,7 @@ HOST_INFO: dict[str, Any] = {
     "time": 100.0,
     "cpus": {"installed": 64, "affinity": 8, "quota": None, "usable": 8},
     "installed_gpus": 0,
-    "cuda_build": True,
+    "accelerator_build": "CUDA 12.8",
     "shared_memory_free": 8 << 30,
     "shared_memory_total": 16 << 30,
     "socket_path": "/tmp/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
@@ -93,7 +97,7 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
         "1 usable for 1 workers of 2 threads on node h2 (64 installed, 64 in the affinity mask, cgroup quota 1.5)",
     ),
     ({"installed_gpus": 4}, "gpus", "warn", "node h2 has 4, but Ray offers none"),
-    ({"installed_gpus": 4, "cuda_build": False}, "gpus", "warn", "torch 2.13.0 is built without CUDA"),
+    ({"installed_gpus": 4, "accelerator_build": ""}, "gpus", "warn", "torch 2.13.0 is built for CPUs only"),
     ({"time": 130.0}, "clocks", "warn", "28.00 s apart"),
     ({"shared_memory_free": 64 << 20}, "/dev/shm", "warn", "0.1 of 16.0 GiB free at the minimum (node h2)"),
     (
@@ -106,6 +110,19 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"directory": {"problem": "No such file or directory"}}, "run.dir", "fail", "not the same directory on h2"),
     ({"address": "127.0.0.1"}, "network", "fail", "127.0.0.1"),
     ({"reaches_driver": False}, "ports", "fail", "workers on h2 cannot connect to the driver"),
+    ({"numa_node": 1}, "numa", "warn", "workers on h2 are not on the CPUs of theirs"),
+    (
+        {"adapters": [{"name": "mlx5_0", "is_up": False, "gbits": 10.0, "numa_node": 0}]},
+        "adapters",
+        "warn",
+        "per host: 1 of 400 Gbit/s; down: mlx5_0 on h2",
+    ),
+    (
+        {"adapters": [{"name": "eth0", "is_up": True, "gbits": 25.0, "numa_node": 0}]},
+        "adapters",
+        "warn",
+        "other ones on 1 hosts, such as h2: 1 of 25 Gbit/s",
+    ),
     ({"tflops": 0.05}, "arithmetic", "warn", "slowest 0.05"),
     ({"memory_gbs": 3.0}, "memory", "warn", "slowest 3"),
 ]
@@ -142,6 +159,15 @@ def test_doctor_names_gpus() -> None:
     assert check_facts(h100, h100) == []
     (check,) = check_facts(h100, h100, {**h100, "device": "A100", "memory_gib": 39.4})
     assert check.found == "2 x H100, 1 x A100, 39 GiB at least" and "one model of GPU" in check.remedy
+
+
+def test_doctor_names_numa_nodes_and_racks() -> None:
+    facts = [{**HOST_INFO, "numa_node": node, "is_bound": True, "rack": "leaf7"} for node in (0, 1, 1)]
+    config = load_config(None, ["run.dir=/runs"])
+    checks = {check.name: check for check in run_checks(CLUSTER, facts, (99.0, 102.0), config)}
+    expected = "devices of 2 NUMA nodes, 2 of node 1 on host h1; each worker is on the CPUs of its device"
+    assert (checks["numa"].state, checks["numa"].found) == ("ok", expected)
+    assert "racks leaf7" in checks["cluster"].found
 
 
 def test_doctor_reports_access_to_a_bucket_and_its_speed(

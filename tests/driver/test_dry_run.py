@@ -39,7 +39,7 @@ def test_run_recovers_from_a_lost_rank(runs: dict[int, dict[str, Any]], ranks: i
     assert (run["outcome"], run["steps"]) == ("done", 20)
     [incident] = run["incidents"]
     assert (incident["kind"], incident["rank"], incident["step"]) == ("died", SHORT.lost_rank, SHORT.lost_after_step)
-    assert (incident["world_after"], incident["steps_lost"]) == (ranks, 0)
+    assert (incident["world_after"], incident["steps_lost"], incident["device"]) == (ranks, 0, "60 C")
 
 
 @pytest.mark.parametrize("ranks", SIZES)

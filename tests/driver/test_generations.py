@@ -24,6 +24,7 @@ from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, WorkerFailedError
 from raytrain_hpc.planner.topology import Node, Topology
+from raytrain_hpc.runtime.phase_durations import PhaseDurations
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.sharded_state import StateShard, get_dtype_name
 from tests.warm_pool import SMALL_OVERRIDES
@@ -38,6 +39,7 @@ def make_metrics(step: int, generation: int) -> dict[str, Any]:
         "memory/peak_gib": 0.0,
         "time/unix": time.time(),
         "time/step_s": 0.001,
+        "time/data_s": 0.0,
         "elastic/world_size": 1,
         "elastic/generation": generation,
         "step": step,
@@ -68,6 +70,7 @@ class FakeWorkerGroup:
 
     def __init__(self, plan: list[int | Exception | None], held_steps: tuple[int, ...]):
         self.plan, self.held_steps, self.closed = plan, held_steps, False
+        self.is_lost = self.is_absent = False  # its state is held by the node only; no replacement has started yet
         self.specs: list[Any] = []
         self.stops_at_failure = False  # a stop is requested when a generation fails
         self.kind = "died"  # of failures
@@ -82,6 +85,7 @@ class FakeWorkerGroup:
     def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
         if isinstance(self._next, Exception):
             raise self._next
+        self.is_absent = False
 
     def get_capacity(self) -> None:
         """Return None: no cluster is followed."""
@@ -93,9 +97,16 @@ class FakeWorkerGroup:
         assert count == 1, "no more workers were requested"
 
     def list_candidates(self) -> list[Candidate]:
-        if isinstance(self._next, Exception):
+        if isinstance(self._next, Exception) or self.is_absent:
             return []
-        return [Candidate(0, "n", 7, tuple(StatePart(1, 0, 1, step) for step in self.held_steps) if self.specs else ())]
+        parts = self.list_parts()
+        return [Candidate(0, "n", 7, () if self.is_lost else parts, node_parts=parts if self.is_lost else ())]
+
+    def list_parts(self) -> tuple[StatePart, ...]:
+        return tuple(StatePart(1, 0, 1, step) for step in self.held_steps) if self.specs else ()
+
+    def list_held_parts(self) -> tuple[StatePart, ...]:
+        return self.list_parts() if self.is_lost else ()
 
     def set_members(self, members: tuple[int, ...]) -> list[dict[str, Any]]:
         facts = {"rank": 0, "rack": "", "node": "n", "node_id": "n1", "host": "h", "pid": 7, "device": "cpu"}
@@ -111,7 +122,7 @@ class FakeWorkerGroup:
     ) -> str:
         assert poll_regroup() is None
         num_steps = self._next
-        on_record({"type": "ready", "rank": 0, "model": time.time() + 100.0 * len(self.specs)})
+        on_record(PhaseDurations().to_ready_record(0) | {"unix": time.time() + 100.0 * len(self.specs)})
         self.specs.append(spec)
         steps = spec.end_step if num_steps is None else spec.start_step + num_steps
         for step in range(spec.start_step + 1, steps + 1):
@@ -123,6 +134,7 @@ class FakeWorkerGroup:
             return "stopped"
         if self.stops_at_failure:
             stop_event.set()
+        self.is_absent = self.is_lost
         now = time.time()
         raise WorkerFailedError(0, "n", 7, self.kind, "the reason", detected_at=now, last_seen=now - 0.25)
 
@@ -147,9 +159,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
         held_steps: tuple[int, ...] = (),
         stops: bool = False,
         kind: str = "died",
+        is_lost: bool = False,
     ) -> tuple[int, FakeWorkerGroup]:
         workers = FakeWorkerGroup(plan, held_steps)
-        workers.stops_at_failure, workers.kind = stops, kind
+        workers.stops_at_failure, workers.kind, workers.is_lost = stops, kind, is_lost
 
         class FakeBackend:
             world_size, cluster = 1, Topology((Node("local", "127.0.0.1", 1),), "cpu")
@@ -186,7 +199,7 @@ def test_run_gives_up_after_repeated_failures(run, tmp_path, capsys, limit: int)
 
 
 def test_incidents_record_the_cost_of_recovery(run, tmp_path, capsys) -> None:
-    code, _ = run([3, 0, None])
+    code, _ = run([3, 0, None], "logging.verbose=true")
     assert code == 0
     first, second = read_incidents(tmp_path)
     keys = ("kind", "rank", "node", "pid", "operation", "generation", "step", "steps_lost")
@@ -195,6 +208,8 @@ def test_incidents_record_the_cost_of_recovery(run, tmp_path, capsys) -> None:
     assert first["detected_s"] == second["detected_s"] == pytest.approx(0.25, abs=1e-3)
     assert first["recovered_s"] is None, "the second failure came before any step"
     assert 0 < second["recovered_s"] < 5
+    assert sum(second["phases"].values()) == pytest.approx(second["recovered_s"] + 0.25, abs=1e-3)
+    assert list(first["phases"]) == ["detect", "abort", "fence"], "all that was known of the first"
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["restarts"] == 2
     parts = result["startup"]
@@ -203,13 +218,16 @@ def test_incidents_record_the_cost_of_recovery(run, tmp_path, capsys) -> None:
     output = capsys.readouterr().out
     assert "worker failed: rank 0 (node n, pid 7) died: the reason; 3 steps are committed" in output
     (recovered,) = [line for line in output.splitlines() if "recovered" in line]
-    assert re.fullmatch(r"rank 0 died at step 1; recovered in \d\.\d\d s on 1 of 1 workers, 0 steps lost", recovered)
+    phases = r"detect 0\.25, abort 0\.00, fence \d\.\d\d, .*, first step .*"
+    pattern = rf"rank 0 died at step 1; recovered in \d\.\d\d s \({phases}\) on 1 of 1 workers, 0 steps lost"
+    assert re.fullmatch(pattern, recovered)
 
 
-def test_resuming_from_memory(run, tmp_path) -> None:
+@pytest.mark.parametrize("is_lost", [False, True], ids=["survivor", "held by the node"])
+def test_resuming_from_memory(run, tmp_path, is_lost: bool) -> None:
     """Record steps that were committed but not fetched, and catch up on their evaluation and checkpoint."""
     words = ("fault.max_failures=1", "train.steps=9", "eval.interval=5", "checkpoint.interval=5")
-    code, workers = run([3, None], *words, held_steps=(4, 5))
+    code, workers = run([3, None], *words, held_steps=(4, 5), is_lost=is_lost)
     assert code == 0
     (incident,) = read_incidents(tmp_path)
     assert (incident["step"], incident["steps_lost"], incident["world"], incident["world_after"]) == (5, 0, 1, 1)

@@ -15,6 +15,7 @@ import pytest
 from tests.driver.cli_process import curve_point, read_curve
 from tests.driver.network_namespaces import NamespacedNodes, can_create_namespaces
 from tests.driver.test_two_nodes import COMPARED_STEPS, ELASTIC, wait_until
+from tests.driver.throttle import throttle
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 pytestmark = [
@@ -36,6 +37,7 @@ def test_partitioned_workers_exit_and_the_others_continue(
     """Train with a pipeline stage on each side; the lost stage's state is restored from replicas."""
     words, run_dir = [*ELASTIC, "cluster.workers=4", "parallel.pp=2"], tmp_path / "run"
     reference = get_step_metrics(pool.train(make_small_config(None, *words))[0])
+    words += throttle(4)  # the network is cut long before the run would end
     command = nodes.on_first_node(sys.executable, "-m", "raytrain_hpc", "train", f"run.dir={run_dir}", *words)
     process = subprocess.Popen(
         command, env=nodes.env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

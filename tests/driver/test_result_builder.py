@@ -11,8 +11,8 @@ TIMESTAMPS = {"began": 100.0, "cluster": 101.0}
 RANK_INFOS = [{"began": 103.0, "imported": 104.0}, {"began": 102.0, "imported": 106.0}]
 
 
-def make_recorder(first_step_unix: float | None, *models: float | None) -> Any:
-    records = {rank: {} if model is None else {"model": model} for rank, model in enumerate(models)}
+def make_recorder(first_step_unix: float | None, *ready_unix: float | None) -> Any:
+    records = {rank: {"unix": unix} for rank, unix in enumerate(ready_unix) if unix is not None}
     return SimpleNamespace(ready_records=records, totals=SimpleNamespace(first_step_unix=first_step_unix))
 
 

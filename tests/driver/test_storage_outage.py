@@ -13,6 +13,7 @@ from tests.driver.loop_filesystem import Disk, DiskUnavailableError, mount_disk
 WORDS = [*WORDS, "logging.tensorboard=true", "checkpoint.async=false"]
 # Begin the outage after step 6 and end it after step 18: in the driver, so that both always fall between these steps.
 PATCH = """
+import time
 from pathlib import Path
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from tests.driver.loop_filesystem import Disk
@@ -27,6 +28,8 @@ begin, end = {{
 real = RunRecorder._handle_step
 def handle_step(self, metrics):
     if metrics["step"] == 7:
+        while not (disk.path / "run" / "checkpoints" / "step-00000004").exists():  # published in another thread
+            time.sleep(0.01)
         begin()
     if metrics["step"] == 19:
         end()

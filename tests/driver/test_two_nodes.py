@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import pytest
 import ray
 
 from raytrain_hpc.config.loader import load_config
-from tests.driver.cli_process import curve_point
+from tests.driver.cli_process import curve_point, read_curve
 from tests.driver.throttle import throttle
 from tests.driver.two_node_cluster import TwoNodeCluster
 from tests.json_lines import read_json_lines
@@ -105,9 +107,55 @@ def read_workers(run_dir: Path) -> list[dict[str, Any]]:
     return entries
 
 
-@pytest.mark.skipif(
+needs_own_node = pytest.mark.skipif(
     ray.__version__.startswith("2.50."), reason="a driver of Ray 2.50 may connect to either of two nodes of one host"
 )
+
+
+@needs_own_node
+def test_all_workers_are_killed_on_both_nodes(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
+    """The agents of the nodes hold what the workers of both had, snapshots and replicas: no rank has it any more."""
+    words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.steps=30"], tmp_path / "run"
+    reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
+    process = start(cluster, run_dir, *words, *throttle(10))
+    try:
+        wait_until(lambda metrics: len(metrics) >= 8, run_dir, process)
+        workers = read_workers(run_dir)
+        for worker in workers:
+            os.kill(worker["pid"], signal.SIGKILL)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    finally:
+        process.kill()
+        process.communicate()
+    assert len({worker["node_id"] for worker in workers}) == 2
+    incidents = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+    assert incidents and all(incident["steps_lost"] in (0, 1) for incident in incidents), output
+    curve_of_step = {line["step"]: curve_point(line) for line in read_lines(run_dir)}  # a lost step is there twice
+    assert [curve_of_step[metrics["step"]] for metrics in reference] == [curve_point(metrics) for metrics in reference]
+
+
+@needs_own_node
+def test_a_node_whose_network_is_down_is_left(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
+    """A rank of the second node receives nothing from others, while Ray reaches its process as before."""
+    words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.steps=150"], tmp_path / "run"
+    reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
+    process = start(cluster, run_dir, *words, *throttle(4, "{kind: network_down, rank: 3, step: 10}"))
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["kind"], incident["ranks"], incident["world_after"]) == ("link down", [2, 3], 2), output
+    assert incident["step"] == 9 and incident["steps_lost"] == 0 and incident["recovered_s"] < 5
+    assert "ranks 2, 3 cut off from the network at step 10; recovered in" in output
+    assert {line["elastic/world_size"] for line in read_lines(run_dir)[9:]} == {2}, "the node is not used again"
+    assert read_curve(run_dir, 150) == [curve_point(metrics) for metrics in reference]
+
+
+@needs_own_node
 def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
     """Lose a node whose shards the other node holds as replicas, grow onto an added node, and leave it when it drains.
 

@@ -180,3 +180,30 @@ def test_a_cold_worker_is_a_member_if_state_would_be_lost_without_it() -> None:
     older[3] = replace(older[3], is_cold=True)
     kept = plan_membership(make_config("parallel.tp=2"), BATCH, older, max_workers=4)
     assert kept is not None and kept.step == 4 and sorted(kept.members) == [0, 1]
+
+
+def hold_on_node(candidates: list[Candidate], node: str, *parts: StatePart) -> list[Candidate]:
+    """Return the candidates, of which those on a node can open parts there."""
+    return [replace(c, node_parts=parts) if c.node_id == node else c for c in candidates]
+
+
+def test_new_workers_continue_from_what_their_node_holds() -> None:
+    config = make_config("parallel.zero=3")
+    parts = [StatePart(1, part, 2, step) for part in range(2) for step in (8, 9)]
+    membership = plan_membership(config, BATCH, hold_on_node(parse_workers("a: a:"), "a", *parts), 2)
+    assert membership is not None and membership.step == 9
+    survivor = hold_on_node(parse_workers("a:0/8,0/9 a:", num_parts=2), "a", parts[2], parts[3])
+    membership = plan_membership(config, BATCH, survivor, 2)
+    assert membership is not None and membership.step == 9
+
+
+def test_workers_on_the_node_that_holds_state_are_preferred_and_survivors_most() -> None:
+    config = make_config("parallel.zero=3")
+    held = StatePart(1, 1, 2, 9)
+    candidates = hold_on_node(parse_workers("a: b: a: b:0/9 b:", num_parts=2), "b", held)
+    membership = plan_membership(config, BATCH, candidates, 2)
+    assert membership is not None and membership.step == 9
+    assert 3 in membership.members and {candidates[member].node_id for member in membership.members} == {"b"}
+    elsewhere = hold_on_node(parse_workers("a: b:0/9 c:", num_parts=2), "c", held)
+    membership = plan_membership(config, BATCH, elsewhere, 2)
+    assert membership is not None and (set(membership.members), membership.step) == ({1, 2}, 9)

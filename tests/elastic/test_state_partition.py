@@ -10,7 +10,9 @@ import pytest
 
 from raytrain_hpc.elastic.state_partition import (
     StatePart,
+    assign_missing_parts,
     compute_state_partition,
+    find_complete_generation,
     find_newest_complete_step,
     plan_replication_pairs,
 )
@@ -119,3 +121,35 @@ def test_replication_pairs_are_those_of_an_exhaustive_search(seed: int) -> None:
             replica_counts[target] += 1
             expected.append((first, target))
     assert list(plan_replication_pairs(layout, sites)) == expected
+
+
+def test_missing_parts_are_opened_once_and_evenly() -> None:
+    """For any holders, the members have all parts of the step together, and open no part that a member has."""
+    generator = random.Random(0)
+    for _ in range(300):
+        num_parts, num_members = generator.randint(1, 6), generator.randint(1, 5)
+        parts = [StatePart(2, part, num_parts, 7) for part in range(num_parts)]
+        others = [StatePart(1, 0, 3, 7), StatePart(2, 0, num_parts, 6), StatePart(1, 2, 3, 7)]
+        own = [generator.sample(parts, generator.randint(0, num_parts // 2)) for _ in range(num_members)]
+        nodes = [generator.randint(0, 1) for _ in range(num_members)]
+        held = {node: [*generator.sample(parts, generator.randint(0, num_parts)), *others] for node in (0, 1)}
+        nearby = [held[node] for node in nodes]
+        complete = {part for of_member in (*own, *nearby) for part in of_member} >= set(parts)
+        assert find_complete_generation(7, [*own, *nearby]) == (2 if complete else None)
+        assigned = assign_missing_parts(2, 7, own, nearby)
+        opened = [part for of_member in assigned for part in of_member]
+        in_members = {part for of_member in own for part in of_member}
+        assert len(set(opened)) == len(opened) and not set(opened) & (in_members | set(others))
+        assert all(part in nearby[member] for member, of_member in enumerate(assigned) for part in of_member)
+        if complete:
+            assert in_members | set(opened) >= set(parts)
+        if len(set(nodes)) == 1:
+            counts = [len(of_member) for of_member in assigned]
+            assert max(counts) - min(counts) <= 1
+
+
+def test_parts_of_several_generations_are_not_combined() -> None:
+    halves = [StatePart(generation, part, 2, 5) for generation, part in ((1, 0), (2, 1))]
+    assert find_complete_generation(5, [halves]) is None
+    assert find_complete_generation(5, [halves, [StatePart(1, 1, 2, 5)]]) == 1
+    assert find_complete_generation(5, [halves, [StatePart(1, 1, 2, 5), StatePart(2, 0, 2, 5)]]) == 2

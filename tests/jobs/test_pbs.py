@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_hpc.config.loader import load_config
 from tests.jobs.fake_commands import ROOT, install_fake_commands, run_job
 
 SCRIPT = ROOT / "cluster" / "pbs.sh"
@@ -59,3 +60,23 @@ def test_missing_arguments_are_reported(env: dict[str, str]) -> None:
     del env["RUN_ARGS"]
     returned, output, _ = run_job(SCRIPT, env)
     assert returned != 0 and "set RUN_ARGS" in output
+
+
+def test_recipe_for_nodes_with_twelve_intel_tiles(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "cluster").symlink_to(ROOT / "cluster")
+    script = tmp_path / "job"  # PBS runs a copy
+    script.write_bytes((ROOT / "cluster" / "aurora.sh").read_bytes())
+    script.chmod(0o755)
+    ray = tmp_path / "ray"
+    visible = '\necho "$ZE_FLAT_DEVICE_HIERARCHY ${ZE_AFFINITY_MASK-unset}" >> "$LOG"\n'
+    ray.write_text(ray.read_text().replace("\n", visible, 1))
+    variables = {"ZE_AFFINITY_MASK": "0,1,2,3", "ENDS_WITH": "3", "RESUBMIT": "cluster/aurora.sh"}
+    returned, output, log = run_job(script, env | variables)
+    assert returned == 0, output
+    mpiexec, environment, ray_command, *driver, resubmitted = log
+    assert mpiexec == "mpiexec -n 2 --ppn 1" and environment == "FLAT unset"
+    assert "--min-nodes 2 --num-cpus 64 --num-gpus 12 -- bash" in ray_command
+    settings = ["cluster.device=xpu", "cluster.network_interface=hsn0", "cluster.address=10.0.0.1:6379"]
+    assert driver == ["driver", "train", "conf/llama3_8b.yaml", "run.dir=/shared/a", *settings]
+    assert resubmitted == "qsub -V cluster/aurora.sh"
+    load_config(None, settings)

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,22 @@ def test_compiling_does_not_change_the_mask():
     compiled = torch.compile(keyed_dropout, backend="aot_eager", fullgraph=True)
     x, keys = torch.randn(2, 4, 8), derive_sample_keys(0, 0, torch.arange(2))
     assert torch.equal(compiled(x, 0.3, keys, 1), keyed_dropout(x, 0.3, keys, 1))
+
+
+def test_sites_are_constants_of_compiled_code():
+    """A number that differs from call to call becomes a variable, on which 64-bit arithmetic fails in generated C++."""
+    inputs: list[Any] = []
+
+    def keep_inputs(graph: Any, example_inputs: list[Any]) -> Any:
+        inputs.extend(example_inputs)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(keyed_dropout, backend=keep_inputs)
+    x, keys = torch.randn(2, 4, 8), derive_sample_keys(0, 0, torch.arange(2))
+    for site in range(3):
+        assert torch.equal(compiled(x, 0.3, keys, site), keyed_dropout(x, 0.3, keys, site))
+    assert len(inputs) >= 6 and all(type(value) is torch.Tensor for value in inputs)
 
 
 def test_derived_seeds_depend_on_every_part():

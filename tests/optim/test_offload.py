@@ -118,6 +118,9 @@ def test_chunks_keep_the_bits(tmp_path: Path, storage_type: type[CpuOffload], dt
 def test_tensor_with_gaps_is_rejected() -> None:
     with pytest.raises(ModelError, match=r"^w: elements with gaps"):
         CpuOffload({"w": torch.zeros(4, 4)[:, :2]}, KINDS)
+    parameters = {"w": nn.Parameter(torch.zeros(4, 4)[:, :2])}
+    with pytest.raises(ModelError, match=r"^w: elements with gaps"):  # torch's fused kernel would fill the gaps
+        Optimizer(parameters, OptimizerConfig(), OnDevice(get_local_slices(parameters), KINDS), elastic=False)
 
 
 # After each chunk of a step, before it is released: resident bytes of the mapped file and of the process.

@@ -51,6 +51,7 @@ ONE_GRAPH = {
 SEVERAL_GRAPHS = {
     "llama: zbv, recompute": [*TWO, "parallel.pp=2", "parallel.pp_schedule=zbv", FULL, DEEP],
     "llama: tiles": [*TWO, "parallel.zero=3", "parallel.tile_mib=0.004"],
+    "gpt2: tiles, selective": [*TWO, "parallel.zero=3", "parallel.tile_mib=0.004", SELECTIVE],
     "moe: ep, recompute": [*TWO, "parallel.ep=2", FULL],
 }
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from raytrain_hpc.driver.run_setup import prepare_run
 from raytrain_hpc.planner.activation_memory import compute_layer_bytes_per_token
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
+from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.train_module import Batch
@@ -41,6 +42,7 @@ FAMILIES = {
 EXPERTS = ["model.num_experts=4", "model.ffn_size=64", "parallel.ep=2"]
 LAYOUTS = {
     "alone": ["cluster.workers=1"],
+    "alone, moments in bf16": ["cluster.workers=1", "optimizer.moment_dtype=bf16"],
     "dp-2": ["cluster.workers=2"],
     "zero1-2": ["cluster.workers=2", "parallel.zero=1"],
     "zero2-2": ["cluster.workers=2", "parallel.zero=2"],
@@ -104,9 +106,11 @@ def test_state_memory_matches_the_plan(pool: WarmPool, layout: str) -> None:
     config = make_small_config(None, *WORDS, *LAYOUTS[layout])
     prepared = prepare_run(config, None, print)
     resolved, _ = prepared.resolve_layout(int(config.cluster.workers))
-    planned = compute_state_bytes(
-        count_max_rank_parameters(prepared.model_spec, resolved, 16), resolved, "fp32", "adamw"
+    parameters, workload = (
+        count_max_rank_parameters(prepared.model_spec, resolved, 16),
+        make_workload(config, prepared.model_spec),
     )
+    planned = compute_state_bytes(parameters, resolved, workload)
     measured = pool.inspect_trainers(measure_state, config, build=False)
     assert max(measured) == pytest.approx(planned, rel=0.02)
 

@@ -52,6 +52,7 @@ INCIDENT = {
     "time": 1.7e9 + 3,
     "detected_s": 0.03,
     "recovered_s": 0.21,
+    "phases": {"detect": None, "abort": 0.125, "fence": 0.085},
     "steps_lost": 0,
     "stacks": {"0": "in train_step & co"},
 }

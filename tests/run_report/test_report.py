@@ -100,6 +100,7 @@ def test_incidents_are_marked_and_numbered(tmp_path: Path) -> None:
     assert (mark["step"], mark["label"]) == (3, "1")
     assert mark["text"] == "rank 1 died at step 4 on host1; recovered in 0.21 s; 2 → 1 ranks; 0 steps lost"
     assert mark["text"] in text  # also without the script
+    assert "abort 0.12, fence 0.09" in text and "detect" not in text.replace("detected", "")
     assert {"mark", "marklabel", "alert"} <= set(parser.classes)
 
 

@@ -73,6 +73,15 @@ def wait_for_health(reader: HeartbeatReader, condition: Callable[[WorkerHealth],
     return health
 
 
+def refuse_schedstat(read_text: Callable[..., str]) -> Callable[..., str]:
+    def read(path: Path, *arguments: str) -> str:
+        if path.name == "schedstat":
+            raise FileNotFoundError(path)
+        return read_text(path, *arguments)
+
+    return read
+
+
 def read_stacks(reader: HeartbeatReader) -> str:
     reader.request_stacks()
     return reader.read_stacks(time.monotonic() + 1)
@@ -119,12 +128,7 @@ def test_worker_that_is_being_killed_does_not_look_silent(worker, monkeypatch: p
     )
     assert schedstat_file.exists() and reader.read(3).heartbeat_age_s < 2
 
-    def read_missing(path: Path, *arguments: str) -> str:
-        if path.name == "schedstat":
-            raise FileNotFoundError(path)
-        return original(path, *arguments)
-
-    monkeypatch.setattr(Path, "read_text", read_missing)
+    monkeypatch.setattr(Path, "read_text", refuse_schedstat(original))
     health = reader.read(3)
     assert health.heartbeat_age_s < 2 and health.progress_age_s < 5
 
@@ -137,6 +141,19 @@ def test_frozen_worker_and_its_continuation(worker) -> None:
     os.kill(process.pid, signal.SIGCONT)
     health = wait_for_health(reader, lambda health: health.heartbeat_age_s < 0.2)
     assert not health.is_frozen
+
+
+def test_silence_that_nobody_observed_does_not_count(worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monitor that had no CPU for a while cannot know whether the threads of the worker had one."""
+    process, reader, _ = worker
+    assert reader.read(3).heartbeat_age_s < 1
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    start = time.monotonic()
+    assert reader.read(3).heartbeat_age_s < 0.5
+    monkeypatch.setattr(Path, "read_text", refuse_schedstat(Path.read_text))  # as kernels do that do not record it
+    assert wait_for_health(reader, lambda health: health.heartbeat_age_s > 1).is_frozen
+    assert time.monotonic() - start > 0.5
 
 
 @pytest.mark.parametrize("worker", ["hold", "spin"], indirect=True)

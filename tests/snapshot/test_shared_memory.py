@@ -12,25 +12,26 @@ import pytest
 import torch
 
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
-from raytrain_hpc.snapshot.shared_memory import AttachedSnapshots, SharedMemoryHandle, create_shared_snapshots
+from raytrain_hpc.snapshot.shared_file import OpenedSnapshots, SharedMemoryHandle, SnapshotHandles
+from raytrain_hpc.snapshot.shared_memory import AttachedSnapshots, SharedSnapshots
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 # Takes snapshots of steps 1 to 4, writes half of the block of step 5, and then prints the handles.
 INTERRUPTED_OWNER = """
 import json, sys, time
 import torch
-from raytrain_hpc.snapshot.shared_memory import create_shared_snapshots
+from raytrain_hpc.snapshot.shared_memory import SharedSnapshots
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from tests.snapshot.test_shared_memory import make_state
 
-own, handles = create_shared_snapshots()
+own = SharedSnapshots(make_state(0).to_index())
 snapshots = SnapshotStore()
 snapshots.reset(1, own)
 for step in range(1, 5):
     snapshots.take(step, make_state(step))
 slot = own.evict_oldest()
 slot.buffer.block[: len(slot.buffer.block) // 2] = 255
-print(json.dumps(handles), flush=True)
+print(json.dumps(own.handles), flush=True)
 time.sleep(60)
 """
 
@@ -58,8 +59,7 @@ def test_the_last_complete_snapshot_of_a_lost_process_is_readable(number: signal
     child = subprocess.Popen([sys.executable, "-c", INTERRUPTED_OWNER], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
-        handles = [SharedMemoryHandle(*handle) for handle in json.loads(child.stdout.readline())]
-        attached = AttachedSnapshots(handles, make_state(0).to_index())
+        attached = AttachedSnapshots(SnapshotHandles.from_json(json.loads(child.stdout.readline())))
         os.kill(child.pid, number)
         if number == signal.SIGKILL:
             child.wait(10)
@@ -73,10 +73,10 @@ def test_the_last_complete_snapshot_of_a_lost_process_is_readable(number: signal
 
 
 def test_a_peer_sees_snapshots_as_they_are_taken_and_evicted() -> None:
-    own, handles = create_shared_snapshots()
+    own = SharedSnapshots(make_state(0).to_index())
     owner, peer = SnapshotStore(), SnapshotStore()
     owner.reset(3, own)
-    peer.reset(3, None, {1: AttachedSnapshots(handles, make_state(0).to_index())})
+    peer.reset(3, None, {1: AttachedSnapshots(own.handles)})
     assert peer.replica_steps == {1: ()} and not peer.get_state(1)
     for step in range(1, 6):
         owner.take(step, make_state(step))
@@ -93,19 +93,52 @@ def test_a_peer_sees_snapshots_as_they_are_taken_and_evicted() -> None:
 
 def test_an_empty_state_has_snapshots_too() -> None:
     empty = ShardedState([StateShard.from_tensor("w", torch.empty(0, 3))])
-    own, handles = create_shared_snapshots()
-    owner, attached = SnapshotStore(), AttachedSnapshots(handles, empty.to_index())
+    own = SharedSnapshots(empty.to_index())
+    owner, attached = SnapshotStore(), AttachedSnapshots(own.handles)
     owner.reset(1, own)
     owner.take(8, empty)
     assert attached.steps == (8,) and is_equal(attached.get_state(8), empty)
 
 
 def test_a_handle_with_another_link_target_is_refused() -> None:
-    _, (first, second) = create_shared_snapshots()
+    own = SharedSnapshots(make_state(0).to_index())
+    (first, second), index = own.handles.slots, own.handles.state_index
     with pytest.raises(FileNotFoundError, match="another machine or container"):
-        AttachedSnapshots([SharedMemoryHandle(first.path, second.link_target)], make_state(0).to_index())
+        AttachedSnapshots(SnapshotHandles((SharedMemoryHandle(first.path, second.link_target),), index))
     with pytest.raises(OSError):
-        AttachedSnapshots([SharedMemoryHandle("/proc/self/fd/987654", first.link_target)], make_state(0).to_index())
+        AttachedSnapshots(SnapshotHandles((SharedMemoryHandle("/proc/self/fd/987654", first.link_target),), index))
+
+
+def test_discarded_snapshots_are_invalid_for_others_too() -> None:
+    own, replica = SharedSnapshots(make_state(0).to_index()), SharedSnapshots(make_state(0).to_index())
+    owner, attached = SnapshotStore(), [AttachedSnapshots(ring.handles) for ring in (own, replica)]
+    owner.reset(1, own, None, {2: replica})
+    for step in (1, 2):
+        owner.take(step, make_state(step))
+        owner.reserve_replica(2, make_state(0).to_index()).step = step
+    assert [snapshots.steps for snapshots in attached] == [(1, 2), (1, 2)]
+    in_transfer = owner.reserve_replica(2, make_state(0).to_index())
+    owner.discard_unverified()
+    assert [snapshots.steps for snapshots in attached] == [(), ()]
+    in_transfer.step = 3
+    assert [snapshots.steps for snapshots in attached] == [(), ()], "what arrives later is not to be trusted either"
+
+
+def test_a_third_process_opens_the_memory_through_a_holder() -> None:
+    """As a new worker does: the owner has ended, and the agent has the memory open."""
+    child = subprocess.Popen([sys.executable, "-c", INTERRUPTED_OWNER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        held = OpenedSnapshots(SnapshotHandles.from_json(json.loads(child.stdout.readline())))
+    finally:
+        child.kill()
+        child.wait(10)
+    handles = held.make_handles(4)
+    held.keep_step(4)
+    reader = AttachedSnapshots(handles)
+    assert held.steps == reader.steps == (4,) and not held.make_handles(3).slots
+    del held
+    assert is_equal(reader.get_state(4), make_state(4))
 
 
 def test_no_descriptor_stays_open() -> None:
@@ -114,11 +147,11 @@ def test_no_descriptor_stays_open() -> None:
 
     before = count_descriptors()
     for generation in range(3):
-        own, handles = create_shared_snapshots()
+        own = SharedSnapshots(make_state(0).to_index())
         owner, peer = SnapshotStore(), SnapshotStore()
         owner.reset(generation, own)
         owner.take(1, make_state(1))
-        peer.reset(generation, None, {0: AttachedSnapshots(handles, make_state(0).to_index())})
+        peer.reset(generation, None, {0: AttachedSnapshots(own.handles)})
         assert is_equal(peer.get_state(1), make_state(1)) and count_descriptors() > before
         del own, owner, peer
         assert count_descriptors() == before

@@ -13,7 +13,7 @@ from raytrain_hpc.distributed.handshake import PeerInfo
 from raytrain_hpc.elastic.state_partition import compute_state_partition, plan_replication_pairs
 from raytrain_hpc.planner.placement import Site
 from raytrain_hpc.snapshot.memory_store import SnapshotStore
-from raytrain_hpc.snapshot.shared_memory import SharedMemoryHandle
+from raytrain_hpc.snapshot.shared_file import SharedMemoryHandle
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.training.snapshot_peers import SnapshotPeers
 from tests.training.generations import run_generation
@@ -77,8 +77,10 @@ def test_peer_that_cannot_open_shared_memory_logs_it() -> None:
         replication_pairs=((0, 1), (1, 0)),
         max_ranks_per_node=2,
     )
-    first, second = (SnapshotPeers(spec, rank, SnapshotStore(), torch.device("cpu")) for rank in (0, 1))
-    missing = [SharedMemoryHandle("/proc/0/fd/5", openings.link_target) for openings in first.handles]
+    first, second = (SnapshotPeers(spec, rank, SnapshotStore(), torch.device("cpu"), StateIndex()) for rank in (0, 1))
+    assert first.handles is not None
+    slots = tuple(SharedMemoryHandle("/proc/0/fd/5", slot.link_target) for slot in first.handles.slots)
+    missing = first.handles._replace(slots=slots)
     messages: list[str] = []
     peer_info = PeerInfo([StateIndex(), StateIndex()], [], [missing, second.handles], {})
     assert second.attach_snapshots(peer_info, messages.append) == {} and list(
