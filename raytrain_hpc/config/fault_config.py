@@ -22,6 +22,13 @@ FaultKind = Literal[
     "nan",
     "spike",
     "bitflip",
+    "bitflip_batch",
+    "bitflip_activation",
+    "bitflip_gradient",
+    "bitflip_reduced",
+    "bitflip_update",
+    "bitflip_weight",
+    "bitflip_moment",
     "slow",
     "gpu_hang",
     "gpu_error",
@@ -39,12 +46,24 @@ class InjectConfig(Section):
         "segfault: access invalid memory; oom: allocate more memory than there is on the device; skip_collective: skip "
         "one all-reduce; swap_collectives: reorder two of them; resize_collective: give one half of its tensor; "
         "network_down: receive no packet of other ranks any more, on CPUs; nan: a NaN gradient; spike: a loss 100 "
-        "times too high; bitflip: flip a bit of a weight after the step; slow: microbatches take three times as long "
-        "from then on; gpu_hang: a kernel that never ends; gpu_error: an invalid memory access of a kernel; node: kill "
-        "all Ray processes of the rank's node, which must not be the driver's.",
+        "times too high; bitflip or bitflip_update: flip a bit of a weight after the step; bitflip_weight: before "
+        "it; bitflip_moment: of a moment of the optimizer before it; bitflip_batch: of what the model reads; "
+        "bitflip_activation: of what it returns; bitflip_gradient: of the gradient of that; bitflip_reduced: of a "
+        "gradient after its reduction; slow: microbatches take three times as long from then on; gpu_hang: a kernel "
+        "that never ends; gpu_error: an invalid memory access of a kernel; node: kill all Ray processes of the rank's "
+        "node, which must not be the driver's.",
     )
     rank: int = key(0, "Rank that it hits, modulo the world size.", minimum=0)
     step: int = key(1, "Step of the fault. It is injected once, even if the step is repeated.", minimum=1)
+    bit: int = key(
+        0,
+        "Bit that a bitflip_* fault flips in one element, from the lowest (0); in fp32, bits 23 to 30 are the exponent "
+        "and 31 is the sign.",
+        minimum=0,
+    )
+    persistent: bool = key(
+        False, "A bitflip_* fault hits every later step of the process too, as a broken device would."
+    )
 
 
 @dataclass

@@ -266,8 +266,14 @@ def _check_checkpoint(config: Config) -> None:
 
 def _check_fault(config: Config) -> None:
     workers = config.cluster.workers
-    if workers == 0 and any(fault.kind not in ("nan", "exception") for fault in config.fault.inject):
-        raise _make_error(config, "fault.inject", "cluster.workers=0 runs in one process, which would die; use workers")
+    for fault in config.fault.inject:
+        is_bit_flip = fault.kind.startswith("bitflip")
+        if workers == 0 and not is_bit_flip and fault.kind not in ("nan", "exception"):
+            remedy = "cluster.workers=0 runs in one process, which would die; use workers"
+            raise _make_error(config, "fault.inject", remedy)
+        if (fault.bit or fault.persistent) and not is_bit_flip:
+            remedy = f"bit and persistent are of the kinds bitflip_*; leave them out of {fault.kind}"
+            raise _make_error(config, "fault.inject", remedy)
 
 
 def _check_profiler(config: Config) -> None:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import InjectConfig
+from raytrain_hpc.runtime.bit_flips import ModelBitFlip, flip_gradient_bit, flip_state_bit
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import Location, create_file
 from raytrain_hpc.torch_device import synchronize
 from raytrain_hpc.torch_private import sleep_on_device
 
 _ENDLESS_CYCLES = 1 << 62  # of a GPU's clock: decades
+_MODEL_BIT_FLIPS = ("bitflip_batch", "bitflip_activation", "bitflip_gradient")
 
 
 class SupportsLoss(Protocol):
@@ -53,14 +55,24 @@ class FaultInjector(Callback):
         self._train_module, self._rank, self._state, self._cut_network = train_module, rank, state, cut_network
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
-        slow_markers = [self._marker_dir / str(number) for number, fault in enumerate(faults) if fault.kind == "slow"]
-        if any(marker.is_file() and json.loads(marker.read_bytes())["pid"] == os.getpid() for marker in slow_markers):
-            self._slow_down()  # slowness belongs to the process, which may have another rank now
+        # Slowness and broken devices belong to the process, which may have another rank now.
+        claimed = [fault for number, fault in enumerate(faults) if self._has_claimed(number)]
+        if any(fault.kind == "slow" for fault in claimed):
+            self._slow_down()
+        self._persistent = [fault for fault in claimed if fault.persistent]
+        self._unattached = [fault for fault in self._persistent if fault.kind in _MODEL_BIT_FLIPS]
 
     def pre_step(self) -> None:
-        """Inject a NaN or a spike into the loss."""
+        """Inject a NaN or a spike into the loss, and flip bits of the state or of what the model computes."""
+        claimed = [self._claim_fault(self.context.step, kind) for kind in _MODEL_BIT_FLIPS]
+        for fault in self._unattached + [fault for fault in claimed if fault is not None]:
+            flip = ModelBitFlip(fault.kind, fault.bit, is_persistent=fault.persistent)
+            flip.attach(self.context.modules.values())
+        self._unattached = []
+        self._flip_state_bits(self.context.step, "bitflip_weight", "model.")
+        self._flip_state_bits(self.context.step, "bitflip_moment", "optimizer.")
         for kind, factor in (("nan", float("nan")), ("spike", 100.0)):
-            if self._claim_fault(self.context.step, kind):
+            if self._claim_fault(self.context.step, kind) is not None:
                 self._corrupt_loss(factor)
 
     def _corrupt_loss(self, factor: float) -> None:
@@ -76,19 +88,20 @@ class FaultInjector(Callback):
 
     def post_forward_backward(self) -> None:
         """Inject a crash, hang, error or slowdown, before the all-reduce of losses."""
-        for kind, fault in _FAULT_ACTIONS.items():
-            if self._claim_fault(self.context.step, kind):
-                fault(self.context.device)
-        if self._claim_fault(self.context.step, "slow"):
+        for kind, inject in _FAULT_ACTIONS.items():
+            if self._claim_fault(self.context.step, kind) is not None:
+                inject(self.context.device)
+        if self._claim_fault(self.context.step, "slow") is not None:
             self._slow_down()
-        if self._claim_fault(self.context.step, "network_down"):
+        if self._claim_fault(self.context.step, "network_down") is not None:
             self._cut_network()
+        for fault in self._list_due_faults(self.context.step, "bitflip_reduced"):
+            flip_gradient_bit(self.context.get_gradients(), fault.bit)
 
     def post_step(self, metrics: dict[str, Any]) -> None:
-        """Flip the lowest bit of the first weight."""
-        if self._claim_fault(self.context.step - 1, "bitflip"):
-            weight = next(shard.tensor for shard in self._state if shard.tensor.numel())
-            weight.view(-1).view(torch.uint8)[0] ^= 1
+        """Flip a bit of the first weight."""
+        for kind in ("bitflip", "bitflip_update"):
+            self._flip_state_bits(self.context.step - 1, kind, "model.")
 
     def _slow_down(self) -> None:
         original_loss, last_cpu_time = self._train_module.loss, time.thread_time()
@@ -102,12 +115,29 @@ class FaultInjector(Callback):
 
         self._train_module.loss = slow  # type: ignore[method-assign]
 
-    def _claim_fault(self, step: int, kind: str) -> bool:
-        """Return whether a fault of this kind occurs at this step, and claim one."""
-        return any(
-            fault.kind == kind and fault.step == step + 1 and self._claim_marker(number)
-            for number, fault in self._faults
-        )
+    def _flip_state_bits(self, step: int, kind: str, prefix: str) -> None:
+        for fault in self._list_due_faults(step, kind):
+            flip_state_bit(self._state, prefix, fault.bit)
+
+    def _list_due_faults(self, step: int, kind: str) -> list[InjectConfig]:
+        """Return the persistent faults of this kind, and one that occurs at this step, which is claimed."""
+        persistent = [fault for fault in self._persistent if fault.kind == kind]
+        claimed = self._claim_fault(step, kind)
+        return persistent if claimed is None else [*persistent, claimed]
+
+    def _claim_fault(self, step: int, kind: str) -> InjectConfig | None:
+        """Claim a fault of this kind that occurs at this step, and return it; None if there is none."""
+        for number, fault in self._faults:
+            if fault.kind == kind and fault.step == step + 1 and self._claim_marker(number):
+                if fault.persistent:
+                    self._persistent.append(fault)
+                return fault
+        return None
+
+    def _has_claimed(self, number: int) -> bool:
+        """Return whether this process has injected a fault, in an earlier generation."""
+        marker = self._marker_dir / str(number)
+        return marker.is_file() and bool(json.loads(marker.read_bytes())["pid"] == os.getpid())
 
     def _claim_marker(self, number: int) -> bool:
         """Create the marker of a fault. False if it exists: the step runs again after a recovery, in any process."""
