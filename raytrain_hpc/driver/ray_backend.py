@@ -101,6 +101,7 @@ class RayWorkerGroup:
         self._pool.poll_started()
         self._pool.drain_monitor.announce(self._health.find_preempted_nodes())
         draining_nodes = self._pool.drain_monitor.get_draining_nodes()
+        is_driver_removed = self._pool.drain_monitor.will_be_removed(self._health.local_node)
         staying = [worker for worker in self._pool.ready if worker.info["node_id"] not in draining_nodes]
         held_by_node = self._locations.list_held(staying)
         return [
@@ -110,7 +111,7 @@ class RayWorkerGroup:
                 worker.info["pid"],
                 worker.states,
                 worker.slowdown,
-                bool(draining_nodes & {node_id, self._health.local_node}),
+                is_driver_removed or node_id in draining_nodes,
                 worker.info["rack"],
                 worker.info.get("has_local_files", False),
                 self._config.train.compile is True and worker.warmup.is_cold,
@@ -328,7 +329,7 @@ class RayWorkerGroup:
         left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}
         if len({worker.info["node_id"] for worker in self._workers}) > 1:
             cut_off = {failure.node_id for failure in failures.values() if failure.kind == LINK_DOWN}
-            self._pool.drain_monitor.announce(cut_off)  # for Ray they are alive: use them no more in this run
+            self._pool.drain_monitor.avoid(cut_off)  # for Ray they are alive
             left_nodes |= cut_off
         if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
             left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))

@@ -137,7 +137,7 @@ def test_all_workers_are_killed_on_both_nodes(cluster: TwoNodeCluster, pool: War
 
 @needs_own_node
 def test_a_node_whose_network_is_down_is_left(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
-    """A rank of the second node receives nothing from others, while Ray reaches its process as before."""
+    """A rank of one node, which may be the driver's, receives nothing from others, while Ray reaches its process."""
     words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.steps=150"], tmp_path / "run"
     reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
     process = start(cluster, run_dir, *words, *throttle(4, "{kind: network_down, rank: 3, step: 10}"))

@@ -108,8 +108,20 @@ def test_all_workers_leave_with_the_driver() -> None:
         workers = RayWorkerGroup(load_config(), pool, FakeRendezvousStore(), ray_readers=False)
         workers.start()
         assert [candidate.is_draining for candidate in workers.list_candidates()] == [False, False]
+        pool.drain_monitor.avoid({"driver"})  # the network of a rank beside it is down
+        assert [candidate.is_draining for candidate in workers.list_candidates()] == [False, False]
         pool.drain_monitor.announce({"driver"})
         assert [candidate.is_draining for candidate in workers.list_candidates()] == [True, True]
+        workers.close()
+
+
+def test_workers_leave_a_node_that_the_run_avoids() -> None:
+    with FakeRay(CLUSTER, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(), 2, CLUSTER, fake_ray.workers)
+        workers = RayWorkerGroup(load_config(), pool, FakeRendezvousStore(), ray_readers=False)
+        workers.start()
+        pool.drain_monitor.avoid({"n0"})
+        assert {candidate.node_id: candidate.is_draining for candidate in workers.list_candidates()} == {"n0": True}
         workers.close()
 
 
