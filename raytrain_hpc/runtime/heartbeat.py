@@ -105,7 +105,8 @@ class HeartbeatReader:
         self._fields = memoryview(mmap.mmap(self._stacks.fileno(), _FIELD_BYTES, prot=mmap.PROT_READ)).cast("q")
         self._stacks.seek(_FIELD_BYTES)
         # (time, total CPU wait of the loop by then) of the last beat and the last change of phase.
-        self._last_beat, self._last_phase_change, self._cpu_wait_s = (0, 0.0), (0, 0.0), 0.0
+        self._last_beat, self._last_phase_change = (0, 0.0), (0, 0.0)
+        self._loop_waits: dict[int, _ThreadWait] = {}  # of each thread that has been the loop
         self._memory_word, self._memory = 0, PublishedMemory(0)
         # The other threads since beats began to be missed, and their total CPU wait since then.
         self._other_threads: dict[int, _ThreadWait] = {}
@@ -115,8 +116,7 @@ class HeartbeatReader:
     def read(self, rank: int) -> WorkerHealth:
         """Return the current health of the worker."""
         fields = self._fields.tolist()
-        state, cpu_wait_s = _read_state(self.pid), _read_cpu_wait_s(self.pid, fields[_LOOP_THREAD], self._cpu_wait_s)
-        self._cpu_wait_s = cpu_wait_s
+        state, cpu_wait_s = _read_state(self.pid), self._measure_loop_wait_s(fields[_LOOP_THREAD])
         if fields[_BEAT_TIME] != self._last_beat[0]:
             self._last_beat = fields[_BEAT_TIME], cpu_wait_s
         if fields[_PHASE_TIME] != self._last_phase_change[0]:
@@ -148,6 +148,17 @@ class HeartbeatReader:
                     self._memory, self._memory_word = PublishedMemory.from_json(path.read_text()), word
         return self._memory
 
+    def _measure_loop_wait_s(self, loop_thread: int) -> float:
+        """Return the seconds that the loop waited for a CPU since its first reading.
+
+        Threads of a killed process end before it does: a wait that can no longer be read keeps its last value, since
+        earlier waits would count as silence otherwise.
+        """
+        if (times := _read_sched_times_s(self.pid, loop_thread)) is not None:
+            thread_wait = self._loop_waits.setdefault(loop_thread, _ThreadWait(*times))
+            thread_wait.update(*times, state=_read_state(self.pid, loop_thread))
+        return sum(thread_wait.wait_s for thread_wait in self._loop_waits.values())
+
     def _measure_other_wait_s(self, loop_thread: int, silent_s: float) -> float:
         """Return the seconds that other threads than the loop waited for a CPU since beats began to be missed.
 
@@ -165,7 +176,8 @@ class HeartbeatReader:
         for thread_id in _list_threads(self.pid):
             if thread_id != loop_thread and (times := _read_sched_times_s(self.pid, thread_id)) is not None:
                 thread_wait = self._other_threads.setdefault(thread_id, _ThreadWait(*times))
-                wait_s += thread_wait.measure_s(*times, state=_read_state(self.pid, thread_id))
+                thread_wait.update(*times, state=_read_state(self.pid, thread_id))
+                wait_s += thread_wait.wait_s
         # Never less than before: the threads of a process that is being killed end one by one.
         self._other_wait_s = max(self._other_wait_s, wait_s)
         return self._other_wait_s
@@ -194,12 +206,13 @@ class _ThreadWait:
 
     def __init__(self, cpu_s: float, wait_s: float):
         self._initial_wait_s, self._cpu_s, self._waiting_since = wait_s, cpu_s, time.monotonic()
+        self.wait_s = 0.0
 
-    def measure_s(self, cpu_s: float, wait_s: float, *, state: str) -> float:
-        """Return the wait, including a current one: the thread is ready, and has not run since it was last seen."""
+    def update(self, cpu_s: float, wait_s: float, *, state: str) -> None:
+        """Measure the wait, including a current one: the thread is ready, and has not run since it was last seen."""
         if state != "R" or cpu_s != self._cpu_s:
             self._cpu_s, self._waiting_since = cpu_s, time.monotonic()
-        return wait_s - self._initial_wait_s + time.monotonic() - self._waiting_since
+        self.wait_s = wait_s - self._initial_wait_s + time.monotonic() - self._waiting_since
 
 
 def set_thread_name(name: str) -> None:
@@ -222,16 +235,6 @@ def _list_threads(pid: int) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
-
-
-def _read_cpu_wait_s(pid: int, thread_id: int, default: float) -> float:
-    """Return the total seconds that a thread was ready to run and had no CPU.
-
-    `default`: the last value, returned if the thread has ended. The threads of a killed process end before it does, and
-    without the last value their earlier CPU wait would count as silence.
-    """
-    times = _read_sched_times_s(pid, thread_id)
-    return default if times is None else times[1]
 
 
 def _read_sched_times_s(pid: int, thread_id: int) -> tuple[float, float] | None:

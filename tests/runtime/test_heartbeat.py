@@ -24,6 +24,10 @@ def spin():
     while True:
         pass
 
+def wait_for_the_first_cpu(thread):
+    os.sched_setaffinity(thread, {min(os.sched_getaffinity(thread))})
+    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
 def loop():
     heartbeat = Heartbeat()
     print(heartbeat.path, flush=True)
@@ -38,9 +42,11 @@ def loop():
     sys.stdin.readline()
     if sys.argv[1] == "starve":  # spin in another thread than the loop, on a CPU that is busy
         for thread in map(int, os.listdir("/proc/self/task")):
-            os.sched_setaffinity(thread, {min(os.sched_getaffinity(thread))})
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            wait_for_the_first_cpu(thread)
         threading.Thread(target=spin, daemon=True).start()
+    if sys.argv[1] == "starve_loop":
+        wait_for_the_first_cpu(threading.get_native_id())
+        spin()
     if sys.argv[1] == "hold":
         ctypes.PyDLL(None).sleep(60)
     while sys.argv[1] == "spin":
@@ -170,7 +176,7 @@ def test_worker_that_holds_the_gil_or_spins(worker) -> None:
     assert "in loop" in read_stacks(reader)
 
 
-@pytest.mark.parametrize("worker", ["starve"], indirect=True)
+@pytest.mark.parametrize("worker", ["starve", "starve_loop"], indirect=True)
 def test_thread_that_holds_the_gil_without_a_cpu_is_no_silence(worker) -> None:
     """While it waits for a CPU no beats are written, which is not a fault."""
     process, reader, _ = worker
