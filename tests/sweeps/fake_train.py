@@ -1,8 +1,9 @@
 """A stand-in for the process of a trial that takes milliseconds: losses are a formula, and the files those of a run.
 
 The loss of step s is (log10(optimizer.lr) + 3)^2 + 1 / s. A run resumes, ends with exit code 3 when its standard input
-is closed, and fails if the learning rate is above 0.5. FAKE_STEP_S: seconds per step. `starts` in the run directory has
-the first step of each start, and `times` its begin and end.
+is closed, and fails if the learning rate is above 0.5. FAKE_STEP_S: seconds per step; FAKE_STARTS: trials that have
+been started before one ends. `starts` in the run directory has the first step of each start, and `times` its begin and
+end.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def main() -> None:
     lr, code = config.optimizer.lr, 0
     if lr > 0.5:
         sys.exit(4)
+    deadline = time.monotonic() + 60
+    while len([*run_dir.parent.glob("*/starts")]) < int(os.environ.get("FAKE_STARTS", 0)):
+        if time.monotonic() > deadline:
+            sys.exit("the other trials do not start")
+        time.sleep(0.01)
     for step in range(first, steps + 1):
         loss = (math.log10(lr) + 3) ** 2 + 1 / step
         with metrics.open("a") as file:

@@ -109,13 +109,13 @@ def test_another_search_in_the_same_directory_is_refused(tmp_path: Path, changed
 
 
 def test_at_most_so_many_trials_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.1")
+    monkeypatch.setenv("FAKE_STARTS", "2")
     result = run(make_plan(tmp_path, "optimizer.lr=1e-1,1e-2,1e-3,1e-4,1e-5", at_once=2))
     assert find_most_at_once(result) == 2
 
 
 def test_by_default_as_many_trials_run_as_there_are_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.1")
+    monkeypatch.setenv("FAKE_STARTS", "2")
     monkeypatch.setattr("raytrain_hpc.driver.trial_slots.count_usable_cpus", lambda: 4)
     plan = make_plan(tmp_path, "optimizer.lr=1e-2,1e-3", "cluster.cpu_threads=1,3,9")
     result = run(plan)
