@@ -149,6 +149,14 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"every_degree_and_stage_gives_the_same_bits\[(zero3-5, recompute|hsdp2-2x2)\]",
     ),
     "training/test_memory_recovery": (r"keeps_the_losses\[(zero-1-True|zero-3-False)",),
+    "training/test_step_audits": (
+        r"no_alarm\[(ddp-2|zero1-2|zero2-3|hsdp|ulysses|pp2 x ddp-3|ep2\]|ep2 x zero3|ep4)",
+        r"other_features\[(train.compile|parallel.zero=3 parallel.tile|data.packing)",
+        r"named_and_undone\[(ddp-2|ring2|zbv|zero3-4, recompute)-\d-(batch|activation)",
+        r"named_and_undone\[(pp2 x ddp-3|ep2 x ddp-2)-\d-batch",
+        r"result_are_found\[gradient-(6|12|23|31)",
+        r"result_are_found\[activation-(6|22|30)",
+    ),
     "training/test_options": (r"recompute_keeps_the_losses\[layout0",),
     "worker/test_imports": (r"distributed_tensors\[(true|false)\]",),
 }

@@ -102,6 +102,14 @@ class FaultConfig(Section):
         "checkpoint.",
         minimum=0,
     )
+    audit_interval: int | Auto = key(
+        0,
+        "Steps between audits, which find silent corruption in forward and backward passes: each data-parallel rank "
+        "computes a microbatch of another one again, and the step is applied only if all bits are equal. 0: never; "
+        "auto: as often as costs 1 % of the time. Needs train.deterministic=elastic. A rank that is wrong again when "
+        "repeated is replaced, as with replica_check_interval.",
+        minimum=0,
+    )
     on_straggler: Literal["warn", "evict", "rebalance"] = key(
         "warn",
         "Reaction to a slow rank. warn: record an incident; evict: also replace it; rebalance: give it fewer "
@@ -111,6 +119,8 @@ class FaultConfig(Section):
         2.0, "A rank is slow if its compute time per step exceeds the others' median by this factor.", above=1
     )
     keep_verified_state: bool = key(
-        False, "Keep the last state that replicas agreed on in host memory, for replica_check_interval."
+        False,
+        "Keep the last state that replicas agreed on in host memory, for replica_check_interval; with audits, the last "
+        "one after a step whose audit found no difference.",
     )
     inject: list[InjectConfig] = key([], "Faults to inject, for tests: [{kind: kill, rank: 1, step: 10}, ...].")

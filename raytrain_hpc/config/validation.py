@@ -265,6 +265,9 @@ def _check_checkpoint(config: Config) -> None:
 
 
 def _check_fault(config: Config) -> None:
+    if config.fault.audit_interval and config.train.deterministic != "elastic":
+        remedy = "needs train.deterministic=elastic, with which a microbatch has the same bits on every rank"
+        raise _make_error(config, "fault.audit_interval", remedy)
     workers = config.cluster.workers
     for fault in config.fault.inject:
         is_bit_flip = fault.kind.startswith("bitflip")

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.distributed.rendezvous import DECISION_KEY, FORMED, Rendezvous
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
 from raytrain_hpc.parallel.pipeline_parallel import StageGroups
 from raytrain_hpc.planner.layout import Layout
@@ -44,6 +45,7 @@ class ParallelContext:
     expert_mesh: ExpertMesh | None = None  # None without expert parallelism
     batch_group: dist.ProcessGroup | None = None  # the ranks that process one global batch with the same weights
     state_group: dist.ProcessGroup | None = None  # the ranks that together hold one whole state
+    tracer: ComputationTracer = field(default_factory=ComputationTracer)  # of what passes send over axes and stages
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
@@ -129,7 +131,8 @@ def build_parallel_context(
     Collective: every rank creates the same groups in the same order.
     """
     mesh = _build_mesh(layout, device)
-    axes, stage_groups = _build_axes(rank, layout, mesh), _build_stage_groups(rank, layout)
+    tracer = ComputationTracer()
+    axes, stage_groups = _build_axes(rank, layout, mesh, tracer), _build_stage_groups(rank, layout, tracer)
     if tied_weights:
         axes |= _build_tied_axis(rank, layout)
     batch_group = _new_subgroup(layout, lambda member: _pp_tp_ranks(layout, member)) if balance_experts else None
@@ -144,6 +147,7 @@ def build_parallel_context(
         expert_mesh,
         batch_group,
         _build_state_group(layout, mesh),
+        tracer,
     )
 
 
@@ -173,22 +177,25 @@ def _build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh_sizes))
 
 
-def _build_axes(rank: int, layout: Layout, mesh: DeviceMesh) -> dict[str, Axis]:
-    """Build the axes ep, tp, ulysses and ring, without those of size 1. Collective."""
+def _build_axes(rank: int, layout: Layout, mesh: DeviceMesh, tracer: ComputationTracer) -> dict[str, Axis]:
+    """Build the axes ep, tp, ulysses and ring, without those of size 1. Collective.
+
+    What ranks of "ep" exchange belongs to the microbatches of all of them: its dispatcher traces it.
+    """
     axes = {}
     coordinates = layout.get_coordinates(rank)
     if layout.ep > 1:
         group = _new_subgroup(layout, lambda member: _ep_group_key(layout, member))
         axes["ep"] = Axis("ep", group, layout.get_expert_coordinates(rank)["ep"], layout.ep)
     if layout.tp > 1:
-        axes["tp"] = Axis("tp", mesh["tp"].get_group(), coordinates["tp"], layout.tp)
+        axes["tp"] = Axis("tp", mesh["tp"].get_group(), coordinates["tp"], layout.tp, tracer=tracer)
     ulysses, ring = layout.ulysses, layout.cp // layout.ulysses
     if ulysses > 1:  # adjacent ranks for the all-to-all; the ring spans larger distances
         group = _new_subgroup(layout, lambda member: _cp_group_key(layout, member, lambda cp: cp // ulysses))
-        axes["ulysses"] = Axis("ulysses", group, coordinates["cp"] % ulysses, ulysses)
+        axes["ulysses"] = Axis("ulysses", group, coordinates["cp"] % ulysses, ulysses, tracer=tracer)
     if ring > 1:
         group = _new_subgroup(layout, lambda member: _cp_group_key(layout, member, lambda cp: cp % ulysses))
-        axes["ring"] = Axis("ring", group, coordinates["cp"] // ulysses, ring)
+        axes["ring"] = Axis("ring", group, coordinates["cp"] // ulysses, ring, tracer=tracer)
     return axes
 
 
@@ -248,7 +255,7 @@ def _build_tied_axis(rank: int, layout: Layout) -> dict[str, Axis]:
     return {"tied": Axis("tied", group, ends.index(pp_rank), 2)} if pp_rank in ends else {}
 
 
-def _build_stage_groups(rank: int, layout: Layout) -> StageGroups | None:
+def _build_stage_groups(rank: int, layout: Layout, tracer: ComputationTracer) -> StageGroups | None:
     """Build this rank's groups to other pipeline ranks, one per pair and direction. Collective."""
     if layout.pp == 1:
         return None
@@ -258,7 +265,7 @@ def _build_stage_groups(rank: int, layout: Layout) -> StageGroups | None:
         if _pp_rank(layout, rank) in edge:
             groups[edge] = group
     coordinates = layout.get_coordinates(rank)
-    return StageGroups(groups, [layout.get_rank({**coordinates, "pp": pp}) for pp in range(layout.pp)])
+    return StageGroups(groups, [layout.get_rank({**coordinates, "pp": pp}) for pp in range(layout.pp)], tracer=tracer)
 
 
 def _pp_rank(layout: Layout, rank: int) -> int:

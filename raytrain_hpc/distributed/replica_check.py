@@ -10,13 +10,23 @@ from raytrain_hpc.errors import CallbackError
 from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 
 
-class ReplicaMismatchError(Exception):
+class CorruptionError(Exception):
+    """Silent corruption on some ranks, raised on all of them. `corrupt_ranks`: those to replace; none if unknown."""
+
+    def __init__(self, corrupt_ranks: tuple[int, ...], reason: str):
+        self.corrupt_ranks = corrupt_ranks
+        super().__init__(reason)
+
+
+class ReplicaMismatchError(CorruptionError):
     """Replicas differ. `ranks`: those that disagree with the majority; without a majority, all that differ."""
 
     def __init__(self, ranks: tuple[int, ...], has_majority: bool):
-        self.ranks, self.has_majority = ranks, has_majority
+        self.ranks = ranks
         detail = "the other replicas agree" if has_majority else "there is no majority"
-        super().__init__(f"ranks {', '.join(map(str, ranks))} differ from their replicas; {detail}")
+        super().__init__(
+            ranks if has_majority else (), f"ranks {', '.join(map(str, ranks))} differ from their replicas; {detail}"
+        )
 
 
 class ReplicaCheck:

@@ -315,6 +315,10 @@ def _check_data_parallel(config: Config, custom: CustomModel | Script) -> None:
         key = "data.packing"
         remedy = "a user-supplied model receives tokens only; use stream or padded"
         raise ConfigError(key, config.data.packing, config.origin(key), remedy)
+    if isinstance(custom, Script) and (interval := config.fault.audit_interval):
+        key = "fault.audit_interval"
+        remedy = "the platform cannot run the body of a script's loop for a microbatch of another rank; set it to 0"
+        raise ConfigError(key, interval, config.origin(key), remedy)
     for axis, reason in _get_refused_axes(custom).items():
         key, size = f"parallel.{axis}", getattr(config.parallel, axis)
         if size > 1:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.parallel.computation_trace import ComputationTracer, ContributionTrace, describe_gradients
 from raytrain_hpc.parallel.ddp import AllReduceBucket, DDPSync, GradientBucket
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.deterministic_reduce import PairwiseBucket
@@ -37,13 +38,14 @@ def apply_data_parallel(
     reduction_orders: ReductionOrders | None,
     weight_grad_store: WeightGradStore | None,
     weight_copies: WeightCopies,
+    tracer: ComputationTracer,
 ) -> GradientSync:
     """Shard or replicate the parameters of all stages, allocate them on `device`, and return their gradient sync.
 
     Call last: it needs the final parameters. `blocks`: the units of sharding of each stage. `expert_mesh`: the ranks
     that share an expert, None without expert parallelism. `reduction_orders`: fix the order of gradient additions
     (train.deterministic=elastic), None leaves it unspecified. `weight_grad_store`: of schedules that split backward
-    passes. `weight_copies`: gets copies if there are to be any.
+    passes. `weight_copies`: gets copies if there are to be any. `tracer`: traces gradients whose order is fixed.
     """
     replica_group = mesh["copies"].get_group() if mesh is not None and layout.num_state_replicas > 1 else None
     bucket_mib = config.parallel.bucket_mib
@@ -55,7 +57,8 @@ def apply_data_parallel(
         source_gradients = get_source_gradients(stages, layout.ep, weight_grad_store)
     syncs: list[GradientSync] = []
     if mesh is not None and layout.dp_shard > 1:
-        syncs.append(_apply_fsdp(stages, blocks, config, layout, mesh, expert_mesh, reduction_orders, source_gradients))
+        orders, sources = reduction_orders, source_gradients
+        syncs.append(_apply_fsdp(stages, blocks, config, layout, mesh, expert_mesh, orders, sources, tracer))
         if expert_mesh is not None and expert_mesh.mesh is not None:
             expert_names = set()  # FSDP2 shards them too
         for module in stages.values():
@@ -64,12 +67,13 @@ def apply_data_parallel(
         for module in stages.values():
             _allocate_parameters(module, device) if _is_meta(module) else module.to(device)
             _copy_weights(module, weight_copies, config, layout)
-        if make_bucket := _get_bucket_factory(replica_group, dense_order):
-            dense = _get_weights(stages, lambda name: name not in expert_names, weight_copies)
+        dense = _get_weights(stages, lambda name: name not in expert_names, weight_copies)
+        if make_bucket := _get_bucket_factory(replica_group, dense_order, dense, tracer):
             syncs.append(DDPSync(dense, make_bucket, bucket_mib, weight_copies.get_module_parameter))
     if expert_names and expert_mesh is not None:
         experts = _get_weights(stages, expert_names.__contains__, weight_copies)
-        if make_bucket := _get_bucket_factory(expert_mesh.replica_group, expert_order, source_gradients, experts):
+        group = expert_mesh.replica_group
+        if make_bucket := _get_bucket_factory(group, expert_order, experts, tracer, source_gradients):
             syncs.append(DDPSync(experts, make_bucket, bucket_mib, weight_copies.get_module_parameter))
     if len(syncs) > 1:
         return CompositeSync(syncs)
@@ -79,24 +83,25 @@ def apply_data_parallel(
 def _get_bucket_factory(
     group: dist.ProcessGroup | None,
     order: ReductionOrder | None,
+    parameters: Mapping[int, Mapping[str, nn.Parameter]],
+    tracer: ComputationTracer,
     source_gradients: SourceGradients | None = None,
-    parameters: Mapping[int, Mapping[str, nn.Parameter]] | None = None,
 ) -> Callable[[list[nn.Parameter]], GradientBucket] | None:
     """Return a function that makes the buckets of parameters replicated over a group; None: nothing is to be summed.
 
-    `source_gradients`: has the gradients of `parameters`.
+    `source_gradients`: has the gradients of `parameters`, which are those of experts.
     """
     if order is None:
         return None if group is None else partial(AllReduceBucket, group=group)
-    if source_gradients is None or parameters is None:
-        return partial(PairwiseBucket, group=group, order=order)
     names = {parameter: name for named in parameters.values() for name, parameter in named.items()}
 
-    def make_expert_bucket(members: list[nn.Parameter]) -> PairwiseBucket:
-        take_gradients = partial(source_gradients.take, [names[parameter] for parameter in members])
-        return PairwiseBucket(members, group, order, take_gradients)
+    def make_bucket(members: list[nn.Parameter]) -> PairwiseBucket:
+        member_names = [names[parameter] for parameter in members]
+        take_gradients = None if source_gradients is None else partial(source_gradients.take, member_names)
+        trace = ContributionTrace(tracer, describe_gradients(member_names), of_experts=source_gradients is not None)
+        return PairwiseBucket(members, group, order, take_gradients, trace=trace)
 
-    return make_expert_bucket
+    return make_bucket
 
 
 def _apply_fsdp(
@@ -108,6 +113,7 @@ def _apply_fsdp(
     expert_mesh: ExpertMesh | None,
     reduction_orders: ReductionOrders | None,
     source_gradients: SourceGradients | None,
+    tracer: ComputationTracer,
 ) -> GradientSync:
     # 40 MiB of FSDP2, which other layouts do not need
     from raytrain_hpc.parallel.fsdp import FSDPSync, build_reshard_mesh
@@ -127,6 +133,7 @@ def _apply_fsdp(
         reshard_mesh=build_reshard_mesh(mesh, settings.reshard_over),
         reduction_orders=reduction_orders,
         source_gradients=source_gradients,
+        tracer=tracer,
     )
 
 

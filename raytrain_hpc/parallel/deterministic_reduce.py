@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.parallel.blocking_collectives import all_gather_flat, wait_all
+from raytrain_hpc.parallel.computation_trace import ContributionTrace
 from raytrain_hpc.parallel.reduction_order import ContributionAssignment, PartitionedSum, ReductionOrder, Slots
 from raytrain_hpc.torch_device import get_device_module, is_on_accelerator
 
@@ -107,10 +108,12 @@ class PairwiseBucket:
         group: dist.ProcessGroup | None,
         order: ReductionOrder,
         take_gradients: TakeGradients | None = None,
+        *,
+        trace: ContributionTrace,
     ):
         """`take_gradients`: returns the gradients; None: they are `grad` of the parameters, of one source."""
         self.parameters = parameters
-        self._group, self._order, self._take = group, order, take_gradients
+        self._group, self._order, self._take, self._trace = group, order, take_gradients, trace
         sizes, num_ranks = [parameter.numel() for parameter in parameters], len(order.replicas.nodes_by_rank)
         padding = -(sum(sizes) + len(sizes)) % num_ranks
         self._sizes = [*sizes, len(sizes), padding]  # of a flat tensor: gradients, flags, padding
@@ -177,13 +180,25 @@ class PairwiseBucket:
         return gradients
 
     def _add(self, slot: int, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Add gradients by source and parameter to the tree, without those of padding microbatches."""
+        """Add gradients by source and parameter to the tree, without those of padding microbatches.
+
+        Only trace them if the tracer says that they are to be dropped.
+        """
+        if self._trace.drops_contributions:
+            for source, of_source in enumerate(gradients):
+                flat = self._flatten(of_source)
+                self._trace.add(source, flat, slot)
+                self._free.append(flat)
+            return
         slots = self._order.local_slots
         contributions = slots[slot] if slot < len(slots) else (None,) * len(gradients)
-        for contribution, of_source in zip(contributions, gradients, strict=True):
+        for source, (contribution, of_source) in enumerate(zip(contributions, gradients, strict=True)):
             if contribution is not None:
                 part, microbatch = contribution
-                self._free += self._tree.add(self._flatten(of_source), (part, (0, microbatch)))
+                flat = self._flatten(of_source)
+                self._trace.add(source, flat, slot)
+                self._has_grad.update(p for p, g in zip(self.parameters, of_source, strict=True) if g is not None)
+                self._free += self._tree.add(flat, (part, (0, microbatch)))
 
     def _flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
         flat = self._allocate()
@@ -195,7 +210,6 @@ class PairwiseBucket:
                 has_grad[index] = 0.0
             else:
                 torch.add(gradient, 0.0, out=view.view_as(parameter))
-                self._has_grad.add(parameter)
         return flat
 
     def _allocate(self) -> Tensor:
@@ -229,6 +243,7 @@ class DeterministicReduceScatter:
         take_gradients: TakeGradients | None = None,
         *,
         once_per_step: bool,
+        trace: ContributionTrace,
     ):
         """`take_gradients`: returns the gradients of the parameters of the module; None: FSDP2 passes them.
 
@@ -236,7 +251,7 @@ class DeterministicReduceScatter:
         equally many microbatches. Otherwise exchange those of each microbatch.
         """
         self._cursor, self._order, self._replica_group, self._take = cursor, order, replica_group, take_gradients
-        self._once_per_step = once_per_step
+        self._once_per_step, self._trace = once_per_step, trace
         self._reset()
 
     def _reset(self) -> None:
@@ -258,6 +273,9 @@ class DeterministicReduceScatter:
         """Exchange `input_tensor` [ranks * n], add the local slices to the tree, and zero `output_tensor` [n]."""
         num_ranks = len(self._order.slots_by_rank)
         for source, flat in enumerate(self._list_inputs(input_tensor, num_ranks)):
+            self._trace.add(source, flat, self._cursor.microbatch)
+            if self._trace.drops_contributions:
+                continue
             if self._once_per_step:
                 self._add(self._whole_tree, self._order.local_slots, source, flat)
                 continue

@@ -17,6 +17,7 @@ from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.grouped_linear import ALIGNMENT_BYTES
 from raytrain_hpc.model.moe import Experts, MixtureOfExperts, invert_order, reorder_rows
+from raytrain_hpc.parallel.computation_trace import ComputationTracer, EntryKind
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.state.shard_spec import ShardSpec, SliceMapping
@@ -26,9 +27,9 @@ from raytrain_hpc.torch_device import has_grouped_mm
 class ExpertParallelDispatcher:
     """Dispatcher to experts on several ranks. Rows travel while other code runs between `start` and `finish`."""
 
-    def __init__(self, axis: Axis, num_experts: int, *, by_source: bool):
+    def __init__(self, axis: Axis, num_experts: int, *, by_source: bool, tracer: ComputationTracer):
         """Create a dispatcher. `by_source`: multiply the positions of each rank separately, see `source_gradients`."""
-        self._axis, self._by_source = axis, by_source
+        self._axis, self._by_source, self._tracer = axis, by_source, tracer
         self._expert_ranges = [axis.get_local_range(num_experts, rank) for rank in range(axis.size)]
 
     def start(self, rows: Tensor, counts: Tensor) -> _Pending:
@@ -39,7 +40,7 @@ class ExpertParallelDispatcher:
         own_counts = host_counts_by_rank[self._axis.rank].tolist()
         send_sizes = [sum(own_counts[experts.start : experts.stop]) for experts in self._expert_ranges]
         host_counts = host_counts_by_rank[:, local.start : local.stop]
-        exchange = _Exchange(self._axis, send_sizes, host_counts.sum(dim=1).tolist())
+        exchange = _Exchange(self._axis, send_sizes, host_counts.sum(dim=1).tolist(), self._tracer)
         received: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
         return _Pending(received, exchange, counts_by_rank[:, local.start : local.stop], host_counts)
 
@@ -54,7 +55,7 @@ class ExpertParallelDispatcher:
             order, inverse_order = _sort_by_expert(pending.counts, len(received))
             outputs = experts(reorder_rows(received, order, inverse_order), sizes.sum(dim=0))
             outputs = reorder_rows(outputs, inverse_order, order)
-        back = _Exchange(self._axis, exchange.recv_sizes, exchange.send_sizes)
+        back = _Exchange(self._axis, exchange.recv_sizes, exchange.send_sizes, self._tracer, is_return=True)
         returned: Tensor = _Finish.apply(_Start.apply(outputs, back), back)  # type: ignore[no-untyped-call]
         return returned
 
@@ -71,16 +72,30 @@ def _sort_by_expert(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _Exchange:
-    """An all-to-all of rows, and that of their gradients in the other direction. One runs at a time."""
+    """An all-to-all of rows, and that of their gradients in the other direction. One runs at a time.
 
-    def __init__(self, axis: Axis, send_sizes: list[int], recv_sizes: list[int]):
+    `is_return`: from experts to the ranks whose positions the rows are.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        send_sizes: list[int],
+        recv_sizes: list[int],
+        tracer: ComputationTracer,
+        *,
+        is_return: bool = False,
+    ):
         self._axis, self.send_sizes, self.recv_sizes = axis, send_sizes, recv_sizes
+        self._tracer, self._is_return, self._is_backward = tracer, is_return, False
         self._running: tuple[Tensor, dist.Work | None] | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> Tensor:
         """Start to send rows, or gradients back. Return the tensor that the exchange fills."""
-        sizes = (self.send_sizes, self.recv_sizes) if backward else (self.recv_sizes, self.send_sizes)
-        self._running = self._axis.start_all_to_all(rows, *sizes)
+        self._is_backward = backward
+        recv_sizes, send_sizes = (self.send_sizes, self.recv_sizes) if backward else (self.recv_sizes, self.send_sizes)
+        self._trace("sent", rows, send_sizes, by_experts=self._is_return != backward)
+        self._running = self._axis.start_all_to_all(rows, recv_sizes, send_sizes)
         return self._running[0]
 
     def finish(self) -> Tensor:
@@ -90,7 +105,18 @@ class _Exchange:
         (received, work), self._running = self._running, None
         if work is not None:
             work.wait()
+        sizes = self.send_sizes if self._is_backward else self.recv_sizes
+        self._trace("received", received, sizes, by_experts=self._is_return == self._is_backward)
         return received
+
+    def _trace(self, kind: EntryKind, rows: Tensor, sizes: list[int], *, by_experts: bool) -> None:
+        """Trace rows of this rank's microbatch, or those that its experts get from and send to each rank."""
+        label = "gradients of rows of experts" if self._is_backward else "rows of experts"
+        if not by_experts:
+            self._tracer.add(kind, label, rows)
+            return
+        for source, of_source in enumerate(torch.split(rows, sizes)):
+            self._tracer.add_of_experts(kind, label, source, of_source)
 
 
 class _Start(torch.autograd.Function):
@@ -143,7 +169,9 @@ def get_expert_parameters(modules: Iterable[nn.Module]) -> dict[str, nn.Paramete
     }
 
 
-def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], *, is_elastic: bool) -> dict[str, ShardSpec]:
+def apply_expert_parallel(
+    decoder: Decoder, axes: Mapping[str, Axis], *, is_elastic: bool, tracer: ComputationTracer
+) -> dict[str, ShardSpec]:
     """Shard the experts of a decoder on the meta device, in place, and return their shard specs by parameter name.
 
     The "ep" axis shards the experts, the "tp" axis the channels of each expert. Does nothing without either axis.
@@ -165,7 +193,7 @@ def apply_expert_parallel(decoder: Decoder, axes: Mapping[str, Axis], *, is_elas
         if ep is None and tp is None:
             continue
         if ep is not None:
-            mixture.dispatcher = ExpertParallelDispatcher(ep, spec.num_experts, by_source=is_elastic)
+            mixture.dispatcher = ExpertParallelDispatcher(ep, spec.num_experts, by_source=is_elastic, tracer=tracer)
         for name, parameter in mixture.experts.named_parameters():
             canonical_name = f"layers.{layer}.mlp.experts.{name}"
             size, offset = (spec.ffn_size, spec.hidden_size), (channels.start, 0)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.moe import Experts
+from raytrain_hpc.parallel.computation_trace import ComputationTracer, ContributionTrace
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
 from raytrain_hpc.parallel.float8_all_gather import apply_float8_all_gather
 from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, QuantizedTraffic
@@ -61,12 +62,14 @@ class FSDPSync:
         reshard_mesh: DeviceMesh | None,
         reduction_orders: ReductionOrders | None,
         source_gradients: SourceGradients | None,
+        tracer: ComputationTracer,
     ):
         """`modules`, `blocks`: by pipeline stage. `mesh`: axis dp_shard, and axis copies if state is replicated.
 
         `experts`: parameters that are not sharded over `mesh` but over `expert_mesh`, or not at all if that is None.
         `reshard_mesh`: from `build_reshard_mesh`.
         `reduction_orders`: of gradient additions, None: unspecified. `source_gradients`: has the gradients of experts.
+        `tracer`: traces gradients whose order is fixed.
         """
         self._zero_stage, self._cursor = settings.zero, MicrobatchCursor()
         self._is_elastic = reduction_orders is not None
@@ -97,7 +100,8 @@ class FSDPSync:
             for fsdp_module in _iter_fsdp_modules(modules.values()):
                 apply_float8_all_gather(fsdp_module, mesh.size(-1), self.quantized_traffic)
         if reduction_orders is not None:
-            self._fix_reduction_order(reduction_orders, source_gradients, replica_group, expert_replica_group)
+            replica_groups = replica_group, expert_replica_group
+            self._fix_reduction_order(reduction_orders, source_gradients, *replica_groups, tracer)
 
     def _fix_reduction_order(
         self,
@@ -105,18 +109,25 @@ class FSDPSync:
         source_gradients: SourceGradients | None,
         replica_group: dist.ProcessGroup | None,
         expert_replica_group: dist.ProcessGroup | None,
+        tracer: ComputationTracer,
     ) -> None:
         make = partial(DeterministicReduceScatter, self._cursor, once_per_step=self._zero_stage == 1)
         expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(self._modules.values())
+        labels = {id(m): f"gradients of {name or 'the rest of the model'}" for name, m in self._iter_named_modules()}
         for fsdp_module in _iter_fsdp_modules(self._modules.values()):
-            expert_names = expert_modules.get(id(fsdp_module))
+            expert_names, label = expert_modules.get(id(fsdp_module)), labels[id(fsdp_module)]
             if expert_order is not None and source_gradients is not None and expert_names is not None:
                 take = partial(source_gradients.take, expert_names)
-                reduce_scatter = make(expert_order, expert_replica_group, take)
+                trace = ContributionTrace(tracer, label, of_experts=True)
+                reduce_scatter = make(expert_order, expert_replica_group, take, trace=trace)
             else:
-                reduce_scatter = make(reduction_orders.dense, replica_group)
+                trace = ContributionTrace(tracer, label)
+                reduce_scatter = make(reduction_orders.dense, replica_group, trace=trace)
             fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
+
+    def _iter_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return (named for module in self._modules.values() for named in module.named_modules())  # type: ignore[attr-defined]
 
     @contextmanager
     def backward_context(self, stage: int, microbatch: int, *, is_last: bool, split: bool = False) -> Iterator[None]:

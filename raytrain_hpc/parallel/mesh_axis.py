@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
+
 
 @dataclass
 class Traffic:
@@ -32,13 +34,14 @@ class ExpertMesh:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis of `size` ranks, of which this is number `rank`."""
+    """One mesh axis of `size` ranks, of which this is number `rank`. `tracer`: traces what they exchange in passes."""
 
     name: str
     group: dist.ProcessGroup
     rank: int
     size: int
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    tracer: ComputationTracer = field(default_factory=ComputationTracer, compare=False)
 
     def get_local_range(self, total: int, rank: int | None = None) -> range:
         """Return the range of `total` items that `rank` holds (default: this rank).
@@ -63,23 +66,26 @@ class Axis:
         if torch.compiler.is_compiling():
             return x.copy_(torch.ops.raytrain_hpc.all_reduce(x, self.name))
         self.traffic.elements += 2 * (self.size - 1) * x.numel() // self.size
+        self._trace_sent("all-reduce", x)
         dist.all_reduce(x, group=self.group)
-        return x
+        return self._trace_received("all-reduce", x)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Take the maximum of x over ranks, in place. Not differentiable."""
         self.traffic.elements += 2 * (self.size - 1) * x.numel() // self.size
+        self._trace_sent("maximum", x)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
-        return x
+        return self._trace_received("maximum", x)
 
     def all_to_all(self, x: Tensor, recv_sizes: Sequence[int], send_sizes: Sequence[int]) -> Tensor:
         """Send `send_sizes` items of x [n, ...] to each rank, and return those received. Not differentiable."""
         if torch.compiler.is_compiling():
             return torch.ops.raytrain_hpc.all_to_all(x, self.name, recv_sizes, send_sizes)  # type: ignore[no-any-return]
+        self._trace_sent("all-to-all", x)
         received, work = self.start_all_to_all(x, recv_sizes, send_sizes)
         if work is not None:
             work.wait()
-        return received
+        return self._trace_received("all-to-all", received)
 
     def start_all_to_all(
         self, x: Tensor, recv_sizes: Sequence[int], send_sizes: Sequence[int]
@@ -98,8 +104,9 @@ class Axis:
         x = x.contiguous()
         received = x.new_empty((self.size, *x.shape))
         self.traffic.elements += (self.size - 1) * x.numel()
+        self._trace_sent("all-gather", x)
         dist.all_gather(list(received.unbind()), x, group=self.group)
-        return received
+        return self._trace_received("all-gather", received)
 
     def reduce_scatter_stacked(self, x: Tensor) -> Tensor:
         """Sum x [size, ...] over ranks, and return the item of this rank. Not differentiable."""
@@ -107,8 +114,16 @@ class Axis:
             return torch.ops.raytrain_hpc.reduce_scatter_stacked(x, self.name)  # type: ignore[no-any-return]
         received = torch.empty_like(x[0])
         self.traffic.elements += (self.size - 1) * received.numel()
+        self._trace_sent("reduce-scatter", x)
         dist.reduce_scatter(received, list(x.unbind()), group=self.group)
-        return received
+        return self._trace_received("reduce-scatter", received)
+
+    def _trace_sent(self, operation: str, x: Tensor) -> None:
+        self.tracer.add("sent", f"{operation} over {self.name}", x)
+
+    def _trace_received(self, operation: str, x: Tensor) -> Tensor:
+        self.tracer.add("received", f"{operation} over {self.name}", x)
+        return x
 
     def _all_gather_no_grad(self, x: Tensor, dim: int, total: int) -> Tensor:
         """All-gather ranges whose lengths can differ by one; pad them, as the collective needs equal sizes."""

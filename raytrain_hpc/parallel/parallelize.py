@@ -37,6 +37,7 @@ from raytrain_hpc.parallel.activation_checkpoint import apply_activation_checkpo
 from raytrain_hpc.parallel.activation_offload import ActivationOffload
 from raytrain_hpc.parallel.block_discovery import find_blocks
 from raytrain_hpc.parallel.compile import compile_blocks, make_traceable, prepare_compile
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel, get_rank_positions
 from raytrain_hpc.parallel.data_parallel import apply_data_parallel
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
@@ -136,6 +137,7 @@ def parallelize(
     reduction_orders: ReductionOrders | None,
     keyed_randomness: bool,
     module_plan: Mapping[str, str] | None = None,
+    tracer: ComputationTracer | None = None,
 ) -> ParallelModel:
     """Parallelize the stages of this rank in place, and allocate their parameters on `device`.
 
@@ -148,18 +150,17 @@ def parallelize(
     `mesh`: the axes tp, pp, copies and dp_shard, as far as larger than 1. `axes`: those along which tensors or
     sequences are split (ep, tp, ring, ulysses), and "tied". `expert_mesh`: the ranks that share an expert.
     `reduction_orders`: of gradient additions for train.deterministic=elastic, else None. `keyed_randomness`:
-    random bits come from keys, not from generator state. `module_plan`: of a module that is no Decoder.
+    random bits come from keys, not from generator state. `module_plan`: of a module that is no Decoder. `tracer`:
+    traces the microbatches that audits compare; it needs reduction orders.
     """
-    weight_copies, plan = WeightCopies(), module_plan or {}
-    weight_grad_store = WeightGradStore(weight_copies)
-    blocks: dict[int, list[nn.Module]] = {}
-    shard_specs: dict[str, ShardSpec] = {}
-    partial_grads: list[str] = []
+    weight_copies, plan, partial_grads = WeightCopies(), module_plan or {}, list[str]()
+    weight_grad_store, tracer = WeightGradStore(weight_copies), tracer or ComputationTracer()
+    blocks, shard_specs = dict[int, list[nn.Module]](), dict[str, ShardSpec]()
     if config.train.compile is True:
         prepare_compile(axes, weight_grad_store)
     offload = ActivationOffload(device) if config.parallel.activation_offload != "none" else None
     for stage, module in stages.items():
-        shard_specs = _shard_stage(module, plan, config, layout, axes, device, shard_specs, partial_grads)
+        shard_specs = _shard_stage(module, plan, config, layout, axes, device, shard_specs, partial_grads, tracer)
         _freeze_parameters(module, config.optimizer.groups, shard_specs)
         blocks[stage] = find_planned_blocks(module, plan) or find_blocks(module)
         units = blocks[stage] or [module]  # a module without repeated blocks is one unit
@@ -179,6 +180,7 @@ def parallelize(
         reduction_orders=reduction_orders,
         weight_grad_store=weight_grad_store if _defers_wgrad(layout) else None,
         weight_copies=weight_copies,
+        tracer=tracer,
     )
     for line in describe_parallelism(config, layout):
         _log.info(line)
@@ -194,6 +196,7 @@ def _shard_stage(
     device: torch.device,
     shard_specs: dict[str, ShardSpec],
     partial_grads: list[str],
+    tracer: ComputationTracer,
 ) -> dict[str, ShardSpec]:
     """Apply steps 1 to 6 to a stage. Return the shard specs so far with its own; append to `partial_grads`."""
     if not isinstance(module, Decoder):
@@ -201,7 +204,7 @@ def _shard_stage(
     seq_len = config.train.seq_len
     shard_specs |= name_head_weight(module)
     is_elastic = config.train.deterministic == "elastic"
-    shard_specs |= apply_expert_parallel(module, axes, is_elastic=is_elastic)
+    shard_specs |= apply_expert_parallel(module, axes, is_elastic=is_elastic, tracer=tracer)
     if not is_elastic:  # the kernel does not promise that the bits of a group are independent of the others
         apply_grouped_kernel(module, config.train.dtype, device)
     shard_specs |= apply_tensor_parallel(module, axes, len(get_local_positions(seq_len, axes)))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.parallel.blocking_collectives import wait_all
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.mesh_axis import Traffic
 from raytrain_hpc.planner.pipeline_schedule import Action, PipelineOrder, PipelineSchedule
 from raytrain_hpc.planner.pipeline_timeline import Span
@@ -46,6 +47,7 @@ class StageGroups:
     groups: Mapping[tuple[int, int], dist.ProcessGroup]  # by (source, destination), pipeline ranks
     global_ranks: Sequence[int]  # global rank of each pipeline rank
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    tracer: ComputationTracer = field(default_factory=ComputationTracer, compare=False)
 
 
 class Pipeline:
@@ -94,6 +96,11 @@ def _index_messages(order: PipelineOrder) -> dict[Message, int]:
     }
 
 
+def _describe_message(message: Message) -> str:
+    kind, stage, _ = message
+    return f"input of stage {stage}" if kind == "F" else f"gradient of the output of stage {stage}"
+
+
 def _run_action(action: Action, stage: Stage, received: Tensor | None) -> Tensor | None:
     if action.kind == "F":
         return stage.forward(action.microbatch, received)
@@ -137,7 +144,10 @@ class _P2PQueue:
             self._received[received_message] = tensor
             self._release_sends(source, received_message)
             self._post_receive(source)
-        return self._received.pop(message)
+        tensor = self._received.pop(message)
+        if source != self._rank:  # here, not on arrival: the order does not depend on the other microbatches
+            self._groups.tracer.add("received", _describe_message(message), tensor, message[2])
+        return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Send a tensor to the rank of its destination stage, asynchronously; keep it if that is this rank."""
@@ -149,6 +159,7 @@ class _P2PQueue:
         while pending and pending[0][1].is_completed():
             pending.popleft()
         group, send_buffer = self._groups.groups[self._rank, destination], tensor.contiguous()
+        self._groups.tracer.add("sent", _describe_message(message), send_buffer, message[2])
         work = dist.isend(send_buffer, self._groups.global_ranks[destination], group)
         self._groups.traffic.elements += send_buffer.numel()
         if work is not None:

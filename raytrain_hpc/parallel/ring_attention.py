@@ -16,6 +16,7 @@ from torch import Tensor
 from raytrain_hpc.model.decoder import make_document_mask
 from raytrain_hpc.parallel.blocking_collectives import wait_all
 from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward, merge_blocks
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.segment_attention import (
     SegmentMask,
@@ -67,13 +68,14 @@ class Ring:
         works: list[dist.Work] = []
         for send_buffer, recv_buffer in zip(sent, received, strict=True):
             axis.traffic.elements += send_buffer.numel()
+            axis.tracer.add("sent", "ring attention", send_buffer)
             works += dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, send_buffer, next_rank, axis.group),
                     dist.P2POp(dist.irecv, recv_buffer, previous_rank, axis.group),
                 ]
             )
-        return Rotation(sent, received, works)
+        return Rotation(sent, received, works, axis.tracer)
 
     def get_block_mask(self, owner: int, documents: Tensor | None) -> tuple[slice, slice, BlockMask | SegmentMask]:
         """Return the slices of local queries and of the owner's keys that attend to each other, and their mask.
@@ -111,10 +113,13 @@ class Rotation(NamedTuple):
     sent: list[Tensor]  # kept until they are sent
     received: list[Tensor]
     works: list[dist.Work]
+    tracer: ComputationTracer
 
     def wait(self) -> list[Tensor]:
         """Return the received tensors."""
         wait_all(self.works)
+        for tensor in self.received:
+            self.tracer.add("received", "ring attention", tensor)
         return self.received
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.state.sharded_state import ShardedState
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -29,8 +30,9 @@ class ModelBitFlip:
     gradient of that output. With a pipeline, inputs and outputs are those of the first stage of the rank that runs.
     """
 
-    def __init__(self, kind: str, bit: int, *, is_persistent: bool):
-        self._kind, self._bit, self._is_persistent = kind, bit, is_persistent
+    def __init__(self, kind: str, bit: int, tracer: ComputationTracer, *, is_persistent: bool):
+        """`tracer`: tells passes of audits, which only a persistent flip hits."""
+        self._kind, self._bit, self._is_persistent, self._tracer = kind, bit, is_persistent, tracer
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self, modules: Iterable[nn.Module]) -> None:
@@ -42,12 +44,12 @@ class ModelBitFlip:
                 self._handles.append(module.register_forward_hook(self._flip_output))
 
     def _flip_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and (tensor := _find_tensor((args, kwargs), lambda tensor: True)) is not None:
+        if self._hits(module) and (tensor := _find_tensor((args, kwargs), lambda tensor: True)) is not None:
             flip_bit(tensor, self._bit)
             self._end()
 
     def _flip_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensor = _find_tensor(output, torch.is_floating_point) if module.training else None
+        tensor = _find_tensor(output, torch.is_floating_point) if self._hits(module) else None
         if tensor is None or (self._kind == "bitflip_gradient" and not tensor.requires_grad):
             return
         if self._kind == "bitflip_gradient":
@@ -60,6 +62,9 @@ class ModelBitFlip:
         gradient = gradient.clone()
         flip_bit(gradient, self._bit)
         return gradient
+
+    def _hits(self, module: nn.Module) -> bool:
+        return module.training and (self._is_persistent or not self._tracer.drops_contributions)
 
     def _end(self) -> None:
         if not self._is_persistent:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import InjectConfig
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.runtime.bit_flips import ModelBitFlip, flip_gradient_bit, flip_state_bit
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import Location, create_file
@@ -38,6 +39,7 @@ class FaultInjector(Callback):
     """Injector of the faults of one rank.
 
     `state`: the live state, of which a bit can be flipped. `cut_network`: makes this rank receive nothing from others.
+    `tracer`: tells passes of audits.
     """
 
     priority = 100
@@ -51,8 +53,10 @@ class FaultInjector(Callback):
         train_module: SupportsLoss,
         state: ShardedState,
         cut_network: Callable[[], None],
+        tracer: ComputationTracer,
     ):
         self._train_module, self._rank, self._state, self._cut_network = train_module, rank, state, cut_network
+        self._tracer = tracer
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
         # Slowness and broken devices belong to the process, which may have another rank now.
@@ -66,7 +70,7 @@ class FaultInjector(Callback):
         """Inject a NaN or a spike into the loss, and flip bits of the state or of what the model computes."""
         claimed = [self._claim_fault(self.context.step, kind) for kind in _MODEL_BIT_FLIPS]
         for fault in self._unattached + [fault for fault in claimed if fault is not None]:
-            flip = ModelBitFlip(fault.kind, fault.bit, is_persistent=fault.persistent)
+            flip = ModelBitFlip(fault.kind, fault.bit, self._tracer, is_persistent=fault.persistent)
             flip.attach(self.context.modules.values())
         self._unattached = []
         self._flip_state_bits(self.context.step, "bitflip_weight", "model.")

@@ -63,7 +63,8 @@ from raytrain_hpc.training.state_builder import (
     measure_state_memory,
 )
 from raytrain_hpc.training.state_loader import CheckpointRollback, get_source_state, restore_state
-from raytrain_hpc.training.step_callbacks import EvaluationSchedule, RankStatistics
+from raytrain_hpc.training.step_audits import build_audits
+from raytrain_hpc.training.step_callbacks import AuditedState, EvaluationSchedule, RankStatistics
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics
@@ -92,6 +93,8 @@ def build_trainer(
     configure_torch(spec.config, device)
     context = _init_groups(spec, rank, device, rendezvous)
     durations.end("communicator")
+    if spec.custom is None:
+        log_attention_kernel(spec.model_spec, spec.config.train, device)
     dataset = open_data(spec)
     durations.end("data")
     callbacks = build_callback_list(spec, context, control, eval_metrics=list_eval_metrics(dataset))
@@ -114,12 +117,8 @@ def _build_with_callbacks(
     """Build the trainer in the process groups of `context`. Arguments as of `build_trainer`."""
     train_module = build_train_module(spec, context)
     model = build_model(train_module, spec, context)
-    if spec.custom is None:
-        log_attention_kernel(spec.model_spec, spec.config.train, context.device)
-    optimizer, recent_losses = (
-        build_optimizer(model, spec, context.rank),
-        _make_recent_losses(spec.config, context.device),
-    )
+    optimizer = build_optimizer(model, spec, context.rank)
+    recent_losses = _make_recent_losses(spec.config, context.device)
     durations.end("state")
     loader = build_loader(spec, dataset, context, block_source, control)
     durations.end("data")
@@ -138,10 +137,13 @@ def _build_with_callbacks(
     running_statistics = build_running_statistics(train_module, model, spec, context)
     model_step = build_forward_backward(train_module, model, spec, context, timers, running_statistics, control.emit)
     evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
-    add_common_callbacks(callbacks, spec, train_module, state, replica_check, snapshots.mark_verified, control)
+    audits = build_audits(spec, context, model, model_step, loader, optimizer, emit)
+    checks = replica_check, snapshots.mark_verified if audits is None else _ignore_record
+    add_common_callbacks(callbacks, spec, train_module, state, *checks, control, context.tracer)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
+    callbacks.add(*([] if audits is None else [AuditedState(audits.is_due, replica_check, snapshots.mark_verified)]))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
     return Trainer(
         spec.config,
@@ -159,6 +161,7 @@ def _build_with_callbacks(
         timers,
         control,
         _get_pending_work(spec),
+        audits,
     )
 
 

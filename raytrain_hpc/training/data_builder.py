@@ -44,6 +44,13 @@ class Loader(Protocol):
     def reread(self, step: int, slot: int) -> AnyBatch:
         """Read the same microbatch again."""
 
+    @property
+    def reads_any_microbatch(self) -> bool:
+        """Whether this rank can read the microbatches of all ranks."""
+
+    def read_microbatch(self, step: int, microbatch: int) -> AnyBatch:
+        """Read a logical microbatch of the step whose microbatches are read next, or were read last."""
+
 
 def open_data(spec: WorkerSpec) -> Dataset | SampleDataset:
     """Return the dataset of a run: the user's own, or the token shards of the config."""

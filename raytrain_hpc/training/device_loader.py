@@ -104,6 +104,12 @@ class DeviceLoader:
         microbatch = self._microbatches[min(slot, len(self._microbatches) - 1)]
         return replace(self._to_batch(self._read_one(step, microbatch)), is_padding=slot >= len(self._microbatches))
 
+    reads_any_microbatch = True
+
+    def read_microbatch(self, step: int, microbatch: int) -> Batch:
+        """Read a logical microbatch, of any rank, without the prefetcher."""
+        return self._to_batch(self._read_one(step, microbatch))
+
     def _to_batch(self, prefetched: _PrefetchedBatch) -> Batch:
         if prefetched.batch is None:
             return move_to_device(prefetched.microbatch, self._device)

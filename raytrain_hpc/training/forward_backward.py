@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.parallel.precision import autocast
 from raytrain_hpc.training.running_statistics import RunningStatistics
@@ -28,6 +29,12 @@ class ForwardBackward(Protocol):
         are zero for padding, and on ranks that do not compute the loss.
         """
 
+    def recompute(self, step: int, batch: AnyBatch) -> Tensor:
+        """Run the passes of one microbatch for its trace only, before those of `train`; the tracer drops its gradients.
+
+        Returns fp64 [2]: the sum of losses and the number of valid targets.
+        """
+
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Return the same sums as `train`, without computing gradients."""
 
@@ -42,30 +49,42 @@ class LocalForwardBackward:
     device: torch.device
     timers: PhaseTimer
     running_statistics: RunningStatistics
+    tracer: ComputationTracer = field(default_factory=ComputationTracer)
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.train`."""
-        module = self.model.modules[0]
         with self.timers.phase("forward"):
             self.model.prepare_passes(is_training=True)
         sums = torch.zeros(num_microbatches, 2, dtype=torch.float64, device=self.device)
         for number in range(num_microbatches):
             batch = read_batch(number)
-            self.running_statistics.pre_microbatch()
-            with self.timers.phase("forward"), autocast(self.dtype, self.device):
-                output = self.train_module.forward(module, batch.inputs, step, batch)
-                loss, count = self.train_module.loss(output, batch)
-            with (
-                self.timers.phase("backward"),
-                self.model.gradient_sync.backward_context(0, number, is_last=number == num_microbatches - 1),
-            ):
-                (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
+            self._run_passes(step, number, batch, sums[number], is_last=number == num_microbatches - 1)
             self.running_statistics.post_microbatch(number)
-            record_loss(sums[number], loss, count, batch)
-            del output, loss  # free the logits, the largest tensors, before the next microbatch
+        self.tracer.leave_microbatches()
         with self.timers.phase("communication"):
             self.model.finish_grad_sync()
         return sums
+
+    def recompute(self, step: int, batch: AnyBatch) -> Tensor:
+        """Implement `ForwardBackward.recompute`."""
+        self.model.prepare_passes(is_training=True)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._run_passes(step, 0, batch, sums, is_last=False)
+        return sums
+
+    def _run_passes(self, step: int, number: int, batch: AnyBatch, sums: Tensor, *, is_last: bool) -> None:
+        """Run the forward and backward pass of a microbatch; `number`: among those of this rank."""
+        self.tracer.enter_microbatch(number)
+        self.running_statistics.pre_microbatch()
+        with self.timers.phase("forward"), autocast(self.dtype, self.device):
+            output = self.train_module.forward(self.model.modules[0], batch.inputs, step, batch)
+            loss, count = self.train_module.loss(output, batch)
+        with (
+            self.timers.phase("backward"),
+            self.model.gradient_sync.backward_context(0, number, is_last=is_last),
+        ):
+            (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
+        record_loss(sums, loss, count, batch)
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.evaluate`."""

@@ -74,6 +74,7 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
         reduction_orders=make_reduction_orders(layout, spec.batching, context.rank) if is_elastic else None,
         keyed_randomness=train_module.keyed_randomness,
         module_plan=spec.custom.plan if isinstance(spec.custom, CustomModel) else None,
+        tracer=context.tracer,
     )
     if spec.is_fresh_start:
         name_part = "" if spec.init_checkpoint is None else LORA_MARKER
@@ -103,13 +104,23 @@ def build_forward_backward(
         check_document_isolation(model.modules[0], context.device, spec.config.model.hf)
         model.gradient_sync.free_gathered_weights()
     if context.stage_groups is None or not isinstance(train_module, DecoderTrainModule):
-        return LocalForwardBackward(train_module, model, dtype, context.device, timers, running_statistics)
+        tracer = context.tracer
+        return LocalForwardBackward(train_module, model, dtype, context.device, timers, running_statistics, tracer)
     pipeline = Pipeline(spec.layout.pipeline, context.coordinates["pp"], context.stage_groups)
     residual_shape = (len(train_module.shard_positions), spec.model_spec.hidden_size)
     timeline = TimelineReporter(context.rank, spec.config.logging.pipeline_timeline_interval, emit)
     residual_dtype = get_residual_dtype(spec.config.train, spec.layout)
     return PipelineForwardBackward(
-        train_module, model, pipeline, dtype, residual_dtype, residual_shape, context.device, timeline, timers
+        train_module,
+        model,
+        pipeline,
+        dtype,
+        residual_dtype,
+        residual_shape,
+        context.device,
+        timeline,
+        timers,
+        context.tracer,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradFn
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.parallel.pipeline_parallel import Pipeline
@@ -19,7 +20,7 @@ from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.torch_device import is_accelerator, synchronize
 from raytrain_hpc.training.forward_backward import BatchReader, record_loss
 from raytrain_hpc.training.timers import PhaseTimer
-from raytrain_hpc.training.train_module import TrainModule
+from raytrain_hpc.training.train_module import AnyBatch, TrainModule
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class PipelineForwardBackward:
     device: torch.device
     timeline: TimelineReporter
     timers: PhaseTimer
+    tracer: ComputationTracer = field(default_factory=ComputationTracer)
 
     def train(self, step: int, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.train`."""
@@ -74,9 +76,25 @@ class PipelineForwardBackward:
         spans = self.pipeline.run(orders, stages, self._make_buffer_factory(read_batch), wait)
         if self.timeline.should_report(step):
             self.timeline.report(step, spans)
+        self.tracer.leave_microbatches()
         with self.timers.phase("communication"):
             self.model.finish_grad_sync()
         return sums
+
+    def recompute(self, step: int, batch: AnyBatch) -> Tensor:
+        """Implement `ForwardBackward.recompute`."""
+        sums = torch.zeros(1, 2, dtype=torch.float64, device=self.device)
+
+        def read_batch(number: int) -> AnyBatch:
+            return batch
+
+        stages = {
+            stage: _PipelineStage(self, stage, step, 1, read_batch, sums, ends_step=False)
+            for stage in self.model.modules
+        }
+        self.model.prepare_passes(is_training=True)
+        self.pipeline.run(self.pipeline.schedule.build_orders(1), stages, self._make_buffer_factory(read_batch))
+        return sums[0]
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:
         """Implement `ForwardBackward.evaluate`."""
@@ -100,7 +118,7 @@ class PipelineForwardBackward:
 
 
 class _PipelineStage:
-    """One stage of this rank during one step."""
+    """One stage of this rank during one step. `ends_step`: whether the last backward pass completes the gradients."""
 
     def __init__(
         self,
@@ -110,6 +128,8 @@ class _PipelineStage:
         num_microbatches: int,
         read_batch: BatchReader,
         sums: Tensor,
+        *,
+        ends_step: bool = True,
     ):
         self._forward_backward, self._stage, self._step, self._read_batch, self._loss_sums = (
             forward_backward,
@@ -119,7 +139,7 @@ class _PipelineStage:
             sums,
         )
         self._module: nn.Module = forward_backward.model.modules[stage]
-        self._is_last = stage == forward_backward.pipeline.schedule.num_stages - 1
+        self._is_last, self._ends_step = stage == forward_backward.pipeline.schedule.num_stages - 1, ends_step
         self._num_pending_backward = num_microbatches  # microbatches whose backward pass has not run yet
         self._saved_tensors: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._deferred_wgrads: dict[int, list[WeightGradFn]] = {}
@@ -129,6 +149,7 @@ class _PipelineStage:
         """Implement `pipeline_parallel.Stage.forward`."""
         batch = self._read_batch(microbatch)
         executor = self._forward_backward
+        executor.tracer.enter_microbatch(microbatch)
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         with executor.timers.phase("forward"), autocast(executor.dtype, executor.device):
@@ -146,7 +167,9 @@ class _PipelineStage:
         """Implement `pipeline_parallel.Stage.backward`."""
         x, output = self._saved_tensors.pop(microbatch)
         self._num_pending_backward -= 1
-        gradient_sync, is_last = self._forward_backward.model.gradient_sync, self._num_pending_backward == 0
+        self._forward_backward.tracer.enter_microbatch(microbatch)
+        gradient_sync = self._forward_backward.model.gradient_sync
+        is_last = self._ends_step and self._num_pending_backward == 0
         timed_backward = self._forward_backward.timers.phase("backward")
         with timed_backward, gradient_sync.backward_context(self._stage, microbatch, is_last=is_last, split=split):
             if output.requires_grad:  # not if this is the first stage and all of it is frozen
@@ -157,10 +180,11 @@ class _PipelineStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """Implement `pipeline_parallel.Stage.backward_weight`."""
+        self._forward_backward.tracer.enter_microbatch(microbatch)
         with self._forward_backward.timers.phase("backward"):
             for compute_wgrad in self._deferred_wgrads.pop(microbatch):
                 compute_wgrad()
         self._num_pending_wgrad -= 1
         self._forward_backward.model.gradient_sync.post_backward_weight(
-            self._stage, microbatch, is_last=self._num_pending_wgrad == 0
+            self._stage, microbatch, is_last=self._ends_step and self._num_pending_wgrad == 0
         )

@@ -75,6 +75,12 @@ class SampleLoader:
         batch = self._read_here(step, self._microbatches[min(slot, len(self._microbatches) - 1)])
         return replace(batch, is_padding=slot >= len(self._microbatches))
 
+    reads_any_microbatch = True
+
+    def read_microbatch(self, step: int, microbatch: int) -> SampleBatch:
+        """Read a logical microbatch, of any rank, in this process."""
+        return self._read_here(step, microbatch)
+
     def _read_here(self, step: int, microbatch: int) -> SampleBatch:
         samples, indexes = self._order.locate(step, microbatch)
         return to_batch(self._reader.read(samples, indexes), samples, self._device)

@@ -160,8 +160,8 @@ class ScriptTrainer:
         self._checkpointer = Checkpointer(state, indexes, context, store, spec, emit)
         script_loss = ScriptLoss()
         self._backward = self._build_backward(script_loss)
-        on_verified = self._snapshots.mark_verified
-        add_common_callbacks(self._callbacks, spec, script_loss, state, replica_check, on_verified, self._control)
+        checks = replica_check, self._snapshots.mark_verified
+        add_common_callbacks(self._callbacks, spec, script_loss, state, *checks, self._control, context.tracer)
         self._completion = self._build_completion(state, callback_state, progress)
         for optimizer in optimizers.values():
             optimizer.register_step_pre_hook(lambda *arguments: self._before_update())

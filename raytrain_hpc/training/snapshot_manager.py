@@ -47,7 +47,7 @@ class SnapshotManager:
         """
         if self.store is not None:
             self.store.reset(generation, own_snapshots, attached_snapshots, replicas)
-            if self.config.fault.replica_check_interval:
+            if self.config.fault.replica_check_interval or self.config.fault.audit_interval:
                 self.mark_verified(step)
             if snapshots_enabled(self.config):
                 self._take_snapshot(step, self.store)

@@ -72,3 +72,21 @@ class ReplicaCheckSchedule(Callback):
         self._last_step = self.context.step
         self._replica_check.compare()
         self._on_verified(self.context.step)
+
+
+class AuditedState(Callback):
+    """Verified state of runs with audits: that after a step whose audit found no difference, if replicas agree too."""
+
+    priority = -61  # after a comparison that is due anyway
+
+    def __init__(
+        self, is_audited: Callable[[int], bool], replica_check: ReplicaCheck, on_verified: Callable[[int], None]
+    ):
+        """`is_audited`: says whether the step after some committed ones is audited. `on_verified`: takes the step."""
+        self._is_audited, self._replica_check, self._on_verified = is_audited, replica_check, on_verified
+
+    def post_commit(self, metrics: dict[str, Any]) -> None:
+        """Compare replicas after an audited step. Raises ReplicaMismatchError on all ranks if they differ."""
+        if self._is_audited(self.context.step - 1):
+            self._replica_check.compare()
+            self._on_verified(self.context.step)

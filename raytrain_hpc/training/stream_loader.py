@@ -80,6 +80,12 @@ class StreamLoader:
         """Return the same microbatch again: those of the current step are kept."""
         return self.read(step, slot)
 
+    reads_any_microbatch = False
+
+    def read_microbatch(self, step: int, microbatch: int) -> SampleBatch:
+        """Return a logical microbatch of this rank."""
+        return self.read(step, microbatch - self._reader.first_microbatch)
+
     def _read_step(self) -> StepBatches:
         while (batches := next(self._steps)) is None:
             self._on_wait()

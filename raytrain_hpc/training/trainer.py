@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.loss_reduction import LossReducer, StepRequests, StepTotals
 from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
+from raytrain_hpc.training.step_audits import StepAudits
 from raytrain_hpc.training.step_completion import StepCompletion, TrainOutcome
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics, StepResult
@@ -69,6 +70,7 @@ class Trainer:
     timers: PhaseTimer
     control: ControlChannel
     pending: PendingWork = field(default_factory=PendingWork)
+    audits: StepAudits | None = None  # None: no step is audited
 
     def __post_init__(self) -> None:
         # The first step of a generation may compile: the watchdog allows phase "building" more time.
@@ -131,7 +133,7 @@ class Trainer:
         """
         reader = _TimedReader(step, read_microbatch, self.control, self._compute_phase)
         self.callbacks.run("pre_step")
-        losses = self.model_step.train(step, self.loss_reducer.num_local_microbatches, reader.read)
+        losses = self._run_passes(step, reader)
         self.callbacks.run("post_forward_backward")
         self.wait_for_background_copies()
         with self.timers.phase("communication"):
@@ -141,6 +143,18 @@ class Trainer:
         self.raise_if_aborted()
         self.metrics.report_step()  # all ranks have passed `wait_for_background_copies`
         return StepResult(loss, norm, requests, reader.seconds, totals)
+
+    def _run_passes(self, step: int, reader: _TimedReader) -> Tensor:
+        """Run the forward and backward passes of a step, audited if that is due, and return `ForwardBackward.train`."""
+
+        def train(again: bool) -> Tensor:
+            own = replace(reader, read_microbatch=self.loader.reread) if again else reader
+            return self.model_step.train(step, self.loss_reducer.num_local_microbatches, own.read)
+
+        if self.audits is None or not self.audits.is_due(step):
+            return train(False)
+        other = replace(reader, read_microbatch=self.loader.read_microbatch)
+        return self.audits.run_passes(step, train, lambda step, microbatch: other.read(microbatch))
 
     def wait_for_background_copies(self) -> None:
         """Wait for snapshots and checkpoint staging, which read the live state, and for copies of snapshots to peers.

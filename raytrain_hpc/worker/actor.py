@@ -158,7 +158,7 @@ class WorkerActor:
         `feeder`: the actor that delivers training data, if any. Raises RaytrainError for an error that ends the run.
         """
         from raytrain_hpc.distributed.process_groups import destroy_process_groups
-        from raytrain_hpc.distributed.replica_check import ReplicaMismatchError
+        from raytrain_hpc.distributed.replica_check import CorruptionError
         from raytrain_hpc.runtime.control_channel import GenerationOutcome
 
         self._run_start_ns = time.time_ns()
@@ -171,11 +171,9 @@ class WorkerActor:
             outcome = GenerationOutcome("damaged", str(error))
         except RaytrainError:
             raise
-        except ReplicaMismatchError as error:
+        except CorruptionError as error:
             self._snapshots.discard_unverified()
-            outcome = GenerationOutcome(
-                "differs", str(error), divergent_ranks=error.ranks if error.has_majority else ()
-            )
+            outcome = GenerationOutcome("differs", str(error), divergent_ranks=error.corrupt_ranks)
         except Exception as error:  # usually a collective that failed because a peer was lost
             recent_calls = tuple(read_calls(self._run_start_ns))
             outcome = GenerationOutcome(

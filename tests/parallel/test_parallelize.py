@@ -9,6 +9,7 @@ import torch
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel import parallelize
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.context_parallel import apply_context_parallel
 from raytrain_hpc.parallel.expert_parallel import apply_expert_parallel
 from raytrain_hpc.parallel.gradient_sync import NoSync
@@ -50,7 +51,7 @@ def test_dimensions_of_size_one_leave_a_decoder_as_it_is() -> None:
     with torch.device("meta"):
         decoder = Decoder(spec, range(spec.num_layers))
     modules, forwards = list(decoder.modules()), [module.forward for module in decoder.modules()]
-    assert apply_expert_parallel(decoder, {}, is_elastic=False) == {}
+    assert apply_expert_parallel(decoder, {}, is_elastic=False, tracer=ComputationTracer()) == {}
     assert apply_tensor_parallel(decoder, {}, 8) == {}
     assert list_partial_grads(decoder, {}, {}) == []
     apply_context_parallel(decoder, {}, 8)

@@ -78,6 +78,11 @@ class StreamReader:
         """Number of samples in the finished batches of the stream, if it knows."""
         return get_loader_batch_size(self._open())
 
+    @property
+    def first_microbatch(self) -> int:
+        """The first logical microbatch of this rank."""
+        return self._microbatches.start
+
     def count_items(self, step: int) -> int:
         """Return the number of items that this rank has read after `step` steps."""
         return step * len(self._list_read_microbatches()) * self._items_per_microbatch

@@ -1,0 +1,94 @@
+"""Schedule of audits: when which data-parallel rank computes which microbatch of another one again. Pure functions.
+
+A rank stands here for a data-parallel rank: all ranks of the model replica that reads its microbatches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytrain_hpc.config.field import AUTO, Auto
+from raytrain_hpc.planner.layout import Layout
+
+_MAX_AUTO_COST = 0.01  # of the time of the steps, for audit_interval=auto
+_RELATIVE_COST = 1.25  # of an audit, with hashes, over the passes of one microbatch in a step
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The audit of one step. `microbatches`: by owner, the logical microbatch that another rank computes again.
+
+    `shift`: rank r computes the microbatch of rank (r + shift) modulo their number.
+    """
+
+    shift: int
+    microbatches: tuple[int, ...]
+
+    def get_owner(self, rank: int, shift: int | None = None) -> int:
+        """Return the rank whose microbatch `rank` computes again. `shift`: instead of that of the audit."""
+        return (rank + (self.shift if shift is None else shift)) % len(self.microbatches)
+
+
+@dataclass(frozen=True)
+class AuditSchedule:
+    """The audits of a run in one layout.
+
+    `interval`: steps between two audits, 0: none. `ranks_per_unit`: ranks that compute their microbatches together,
+    since they share experts; those of one unit are audited by those of another, at the same places.
+    """
+
+    interval: int
+    seed: int
+    microbatches_by_rank: tuple[range, ...]
+    ranks_per_unit: int = 1
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the step after `step` committed ones is audited."""
+        return self.interval > 0 and (step + 1) % self.interval == 0
+
+    @property
+    def shifts(self) -> Sequence[int]:
+        """The shifts that give each rank another one to audit; only 0, itself, for a single rank."""
+        num_ranks = len(self.microbatches_by_rank)
+        if num_ranks == 1:
+            return [0]
+        step = self.ranks_per_unit if num_ranks > self.ranks_per_unit else 1
+        return range(step, num_ranks, step)
+
+    def plan(self, step: int) -> Audit:
+        """Return the audit of the step after `step` committed ones, the same on all ranks.
+
+        Among as many audits in a row as there are shifts, each rank meets each other one; microbatches are random.
+        """
+        number = (step + 1) // self.interval
+        period, position = divmod(number, len(self.shifts))
+        order = list(self.shifts)
+        _make_generator(self.seed, "shifts", period).shuffle(order)
+        generator = _make_generator(self.seed, "microbatches", number)
+        return Audit(order[position], tuple(generator.choice(of_rank) for of_rank in self.microbatches_by_rank))
+
+    def list_arbitration_shifts(self, audit: Audit) -> list[int]:
+        """Return the shifts of the passes that decide a mismatch: both ranks again, and a third one if there is one."""
+        third = [shift for shift in self.shifts if shift != audit.shift]
+        return [0, audit.shift, *third[:1]]
+
+
+def choose_interval(setting: int | Auto, microbatches_by_rank: Sequence[range]) -> int:
+    """Return the steps between two audits. auto: as few as cost at most 1 % of the time of the steps."""
+    if setting != AUTO:
+        return int(setting)
+    fewest = min(len(of_rank) for of_rank in microbatches_by_rank)
+    return -(-int(_RELATIVE_COST * 100) // int(_MAX_AUTO_COST * 100 * fewest))
+
+
+def count_ranks_per_unit(layout: Layout) -> int:
+    """Return how many data-parallel ranks share one set of experts."""
+    return max(1, layout.ep // layout.cp)
+
+
+def _make_generator(seed: int, purpose: str, number: int) -> random.Random:
+    digest = hashlib.blake2b(f"audit {seed} {purpose} {number}".encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest, "little"))

@@ -1,0 +1,143 @@
+"""Verdict on a mismatch of an audit: which computations of a microbatch were wrong, and on which ranks. Pure functions.
+
+A microbatch has the same bits whichever data-parallel rank computes it. What two of them agree on is right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_hpc.elastic.model_replicas import Place
+
+Entry = tuple[str, str, int]  # (kind: sent, received or contributed; label; hash), see parallel/computation_trace.py
+
+
+@dataclass(frozen=True)
+class Computation:
+    """One computation of a microbatch by a data-parallel rank.
+
+    `places`: of its traces, in the same order for all computations. `signature`: equal if all traces are equal.
+    """
+
+    executor: int
+    places: tuple[Place, ...]
+    signature: Hashable
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of the computations of one microbatch.
+
+    `right`: number of one that is right, None: undecided. `wrong`: numbers of those that are wrong; undecided: of one
+    by each data-parallel rank. `persistent`: the data-parallel ranks whose last computation was wrong too; undecided:
+    all of them.
+    """
+
+    right: int | None
+    wrong: tuple[int, ...]
+    persistent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rank that is at fault. `tensor`: the first that differs in its trace of a microbatch.
+
+    `kind`: compute, it computed something wrong from what it had received; communication, it received something else
+    than others sent. `is_certain`: it is known which of the ranks that disagree is wrong.
+    """
+
+    rank: int
+    microbatch: int
+    tensor: str
+    kind: Literal["compute", "communication"]
+    is_persistent: bool
+    is_certain: bool = True
+
+    def __str__(self) -> str:
+        """Return the finding as a phrase."""
+        action = "computed" if self.kind == "compute" else "received"
+        wrong = "wrong" if self.is_certain else "wrong, or those that it was compared with,"
+        repeated = "again when repeated" if self.is_persistent else "right when repeated"
+        return f"rank {self.rank} {action} microbatch {self.microbatch} {wrong} ({self.tensor} first), {repeated}"
+
+
+def judge(computations: Sequence[Computation]) -> Verdict:
+    """Judge the computations of one microbatch, which are not all equal, in the order in which they were made.
+
+    Right is what most data-parallel ranks have computed, if at least two have. If no two agree, one that computed the
+    same twice is right, unless there are two such ranks: then it is undecided.
+    """
+    right, executors = _find_right_signature(computations), [computation.executor for computation in computations]
+    if right is None:
+        first = tuple(executors.index(executor) for executor in sorted(set(executors)))
+        return Verdict(None, first, tuple(sorted(set(executors))))
+    signatures = [computation.signature for computation in computations]
+    wrong = tuple(number for number, signature in enumerate(signatures) if signature != right)
+    last = dict(zip(executors, signatures, strict=True))
+    persistent = tuple(executor for executor in sorted(last) if last[executor] != right)
+    return Verdict(signatures.index(right), wrong, persistent)
+
+
+def find_faults(
+    microbatch: int, computations: Sequence[Computation], verdict: Verdict, traces: Sequence[Sequence[Sequence[Entry]]]
+) -> list[Finding]:
+    """Return the ranks at fault, by the traces of each computation in the order of its places."""
+    findings = []
+    reference = verdict.wrong[0] if verdict.right is None else verdict.right
+    for number in verdict.wrong:
+        computation = computations[number]
+        other = verdict.wrong[1] if number == reference else reference  # undecided: the first against the second
+        for place, tensor, kind in _find_origins(traces[other], traces[number]):
+            is_persistent = computation.executor in verdict.persistent
+            rank = computation.places[place][0]
+            findings.append(Finding(rank, microbatch, tensor, kind, is_persistent, verdict.right is not None))
+    return findings
+
+
+def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding per rank, in the order of ranks: a persistent one if there is one, else the first."""
+    merged: dict[int, Finding] = {}
+    for finding in findings:
+        if finding.rank not in merged or (finding.is_persistent and not merged[finding.rank].is_persistent):
+            merged[finding.rank] = finding
+    return [merged[rank] for rank in sorted(merged)]
+
+
+def _find_origins(
+    right: Sequence[Sequence[Entry]], wrong: Sequence[Sequence[Entry]]
+) -> list[tuple[int, str, Literal["compute", "communication"]]]:
+    """Return (place, tensor, kind) where a computation first differs from a right one.
+
+    A trace whose first difference was received did not cause it. If all were received, communication did.
+    """
+    differences = [_find_first_difference(*traces) for traces in zip(right, wrong, strict=True)]
+    found = [(place, entry) for place, entry in enumerate(differences) if entry is not None]
+    computed = [(place, label) for place, (kind, label, _) in found if kind != "received"]
+    if computed:
+        return [(place, label, "compute") for place, label in computed]
+    return [(place, label, "communication") for place, (_, label, _) in found]
+
+
+def _find_right_signature(computations: Sequence[Computation]) -> Hashable | None:
+    executors_by_signature: dict[Hashable, set[int]] = {}
+    for computation in computations:
+        executors_by_signature.setdefault(computation.signature, set()).add(computation.executor)
+    support = {signature: len(executors) for signature, executors in executors_by_signature.items()}
+    most = max(support.values())
+    if most > 1:
+        best = [signature for signature, count in support.items() if count == most]
+        return best[0] if len(best) == 1 else None
+    repeated = Counter((computation.executor, computation.signature) for computation in computations)
+    stable = [signature for (_, signature), count in repeated.items() if count > 1]
+    return stable[0] if len(stable) == 1 else None
+
+
+def _find_first_difference(expected: Sequence[Entry], found: Sequence[Entry]) -> Entry | None:
+    for one, other in zip(expected, found, strict=False):
+        if one != other:
+            return other
+    longer = found if len(found) > len(expected) else expected
+    return None if len(expected) == len(found) else longer[min(len(expected), len(found))]

@@ -1,0 +1,156 @@
+"""Trace of a microbatch: hashes of what a rank sends, receives and contributes while it computes the microbatch.
+
+With `train.deterministic=elastic`, a microbatch has the same trace on all ranks with the same coordinates but for data
+parallelism. If two traces differ, the kind of the first entry that differs tells where the fault is: a rank that
+received what is right and then sent or contributed something wrong computed it wrong; a rank that received something
+wrong did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EntryKind = Literal["sent", "received", "contributed"]
+_NUM_LANES = 512  # sums of 64-bit words that a hash combines with different weights
+_WORD_BYTES = 8
+
+
+class Trace:
+    """Hashes of the tensors of one microbatch on this rank. They stay on the device until they are read.
+
+    What was communicated comes first, in order. Contributions follow, sorted by label: in the last passes of a step
+    they are taken earlier than in others.
+    """
+
+    def __init__(self) -> None:
+        self._communicated: list[tuple[EntryKind, str, Tensor]] = []
+        self._contributed: list[tuple[EntryKind, str, Tensor]] = []
+
+    def add(self, kind: EntryKind, label: str, tensor: Tensor) -> None:
+        """Add a tensor. `label`: what it is, such as the names of the parameters whose gradients it holds."""
+        (self._contributed if kind == "contributed" else self._communicated).append((kind, label, compute_hash(tensor)))
+
+    def compute_total(self, device: torch.device) -> Tensor:
+        """Return one hash of all hashes in order, an int64 scalar on the device; 0 if there are none."""
+        hashes = [value for _, _, value in self._sort()]
+        return compute_hash(torch.stack(hashes)) if hashes else torch.zeros((), dtype=torch.int64, device=device)
+
+    def to_entries(self) -> list[tuple[str, str, int]]:
+        """Return kind, label and hash of each tensor. Waits for the device."""
+        return [(kind, label, int(value)) for kind, label, value in self._sort()]
+
+    def _sort(self) -> list[tuple[EntryKind, str, Tensor]]:
+        return self._communicated + sorted(self._contributed, key=lambda entry: entry[1])
+
+
+class ComputationTracer:
+    """Tracer of the microbatches that audits compare; shared by everything that communicates in the passes of a rank.
+
+    A tensor is hashed only while a microbatch is traced. Each rank traces its own microbatch. With expert parallelism
+    it also traces, by source, what its experts compute for the microbatches of the other ranks of its "ep" axis.
+    """
+
+    def __init__(self) -> None:
+        self.drops_contributions = False  # whether passes leave no gradients
+        self._trace: Trace | None = None  # of this rank's microbatch
+        self._expert_traces: list[Trace] = []  # by source
+        self._slots: Sequence[int] = ()  # by source, the number of its traced microbatch
+        self._own_source = 0
+        self._current_slot: int | None = None
+
+    @contextmanager
+    def trace(self, slots: Sequence[int], own_source: int, *, drop: bool = False) -> Iterator[list[Trace]]:
+        """Trace one microbatch per source inside the context. Yields a trace of this rank's, then those of experts.
+
+        `slots`: by source, a rank of the "ep" axis, the number of its traced microbatch. Without expert parallelism
+        there is one source, this rank. `drop`: do not add the gradients of the passes to those of the step.
+        """
+        traces = [Trace() for _ in range(len(slots) + 1)]
+        self._trace, *self._expert_traces = traces
+        self._slots, self._own_source, self.drops_contributions = slots, own_source, drop
+        try:
+            yield traces
+        finally:
+            self._trace, self._expert_traces = None, []
+            self._current_slot, self.drops_contributions = None, False
+
+    def enter_microbatch(self, slot: int) -> None:
+        """Take note that the passes of a microbatch of this rank run from now on. `slot`: its number on this rank."""
+        self._current_slot = slot
+
+    def leave_microbatches(self) -> None:
+        """Take note that what follows belongs to no microbatch: gradients of several are summed."""
+        self._current_slot = None
+
+    def add(self, kind: EntryKind, label: str, tensor: Tensor, slot: int | None = None) -> None:
+        """Add a tensor of a microbatch of this rank. `slot`: None stands for the current microbatch."""
+        current = self._current_slot if slot is None else slot
+        if self._trace is not None and current == self._slots[self._own_source]:
+            self._trace.add(kind, label, tensor)
+
+    def add_of_experts(self, kind: EntryKind, label: str, source: int, tensor: Tensor, slot: int | None = None) -> None:
+        """Add what experts of this rank received, sent back or contributed for a microbatch of a source."""
+        current = self._current_slot if slot is None else slot
+        if self._expert_traces and current == self._slots[source]:
+            self._expert_traces[source].add(kind, label, tensor)
+
+
+@dataclass(frozen=True)
+class ContributionTrace:
+    """Tracer of the gradients of some parameters, by source. `of_experts`: there are as many sources as "ep" ranks."""
+
+    tracer: ComputationTracer
+    label: str
+    of_experts: bool = False
+
+    @property
+    def drops_contributions(self) -> bool:
+        """Whether the gradients are not to be added to those of the step."""
+        return self.tracer.drops_contributions
+
+    def add(self, source: int, gradients: Tensor, slot: int) -> None:
+        """Add the gradients of a microbatch of a source. `slot`: its number among those of the source."""
+        if self.of_experts:
+            self.tracer.add_of_experts("contributed", self.label, source, gradients, slot)
+        else:
+            self.tracer.add("contributed", self.label, gradients, slot)
+
+
+def describe_gradients(names: Sequence[str]) -> str:
+    """Return the label of the gradients of some parameters, in the order of their names."""
+    return f"gradient of {names[0]}" if len(names) == 1 else f"gradients of {names[0]} to {names[-1]}"
+
+
+@torch.no_grad()
+def compute_hash(tensor: Tensor) -> Tensor:
+    """Return a hash of the bits of a tensor, an int64 scalar on its device, at memory bandwidth.
+
+    Words of 64 bits are summed in lanes, and the lanes are summed with odd weights, modulo 2**64. One changed word is
+    always detected; several, unless their changes cancel.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() % _WORD_BYTES:
+        flat = flat.clone()
+    row_bytes = _NUM_LANES * _WORD_BYTES
+    num_whole = flat.numel() // row_bytes * row_bytes
+    lanes = flat[:num_whole].view(torch.int64).view(-1, _NUM_LANES).sum(dim=0)
+    if num_whole < flat.numel():
+        rest = flat.new_zeros(row_bytes)
+        rest[: flat.numel() - num_whole] = flat[num_whole:]
+        lanes += rest.view(torch.int64)
+    return (lanes * _get_lane_weights(flat.device)).sum()
+
+
+@cache
+def _get_lane_weights(device: torch.device) -> Tensor:
+    """Return odd numbers, int64 [_NUM_LANES]: multiples of the golden ratio, as in Fibonacci hashing."""
+    numbers = torch.arange(1, _NUM_LANES + 1, dtype=torch.int64)
+    golden_ratio = 0x9E3779B97F4A7C15 - (1 << 64)
+    return (numbers * golden_ratio).bitwise_or_(1).to(device)

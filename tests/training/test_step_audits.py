@@ -1,0 +1,160 @@
+"""Audits of steps: no false alarm on any layout, and flipped bits found, attributed and undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import custom_module
+from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.runtime.worker_spec import CustomModel
+from tests.training.elastic_runs import BASE, MODELS, RunOnce, run_bits
+from tests.training.normalized_bigram import build_normalized_bigram
+from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
+
+AUDITED = "fault.audit_interval=1"
+LLAMA, MOE = MODELS["llama"], MODELS["moe"]
+LAYOUTS: dict[str, list[str]] = {
+    "one rank": [*LLAMA, "cluster.workers=1"],
+    "ddp-2": [*LLAMA, "cluster.workers=2", "parallel.bucket_mib=1"],
+    "ddp-5": [*LLAMA, "cluster.workers=5"],  # ranks have one or two microbatches
+    "zero1-2": [*LLAMA, "cluster.workers=2", "parallel.zero=1"],
+    "zero2-3": [*LLAMA, "cluster.workers=3", "parallel.zero=2"],
+    "zero3-4, recompute": [
+        *(*LLAMA, "cluster.workers=4", "parallel.zero=3"),
+        "parallel.activation_checkpointing=full",
+    ],
+    "hsdp-2x2": [*LLAMA, "cluster.workers=4", "parallel.zero=2", "parallel.dp_replicate=2", "parallel.dp_shard=2"],
+    "tp2 x ddp-2": [*LLAMA, "cluster.workers=4", "parallel.tp=2"],
+    "ring2 x zero3-2": [*LLAMA, "cluster.workers=4", "parallel.cp=2", "parallel.zero=3"],
+    "ulysses2 x ddp-2": [*LLAMA, "cluster.workers=4", "parallel.cp=2", "parallel.ulysses=2"],
+    "pp2 x ddp-3": [*LLAMA, "cluster.workers=6", "parallel.pp=2"],
+    "zbv x zero3-2": [
+        *(*LLAMA, "cluster.workers=4", "parallel.pp=2", "parallel.zero=3"),
+        *("parallel.pp_schedule=zbv", "model.num_layers=4"),
+    ],
+    "ep2": [*MOE, "cluster.workers=2", "parallel.ep=2", "model.load_balancing=bias"],
+    "ep2 x ddp-2": [*MOE, "cluster.workers=4", "parallel.ep=2"],
+    "ep2 x zero3-2": [*MOE, "cluster.workers=4", "parallel.ep=2", "parallel.zero=3"],
+    "ep4 x cp2 x tp2": [*MOE, "cluster.workers=8", "parallel.ep=4", "parallel.cp=2", "parallel.tp=2"],
+}
+
+
+def run_steps(pool: WarmPool, run_dir: Path | None, *words: str) -> tuple[list[tuple[float, float]], list[Any]]:
+    """Train; return loss and gradient norm of each step, and the incidents."""
+    records = pool.train(make_small_config(run_dir, *BASE, *words))[0]
+    steps = [(record["train/loss"], record["train/grad_norm"]) for record in get_step_metrics(records)]
+    return steps, [record for record in records if record.get("type") == "incident"]
+
+
+def make_fault(kind: str, rank: int, *, step: int = 2, bit: int = 22, more: str = "") -> str:
+    return f"fault.inject=[{{kind: bitflip_{kind}, rank: {rank}, step: {step}, bit: {bit}{more}}}]"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_audited_run_has_the_same_bits_and_no_alarm(pool: WarmPool, layout: str) -> None:
+    """With dropout, clipping and padding microbatches on some ranks."""
+    steps, incidents = run_steps(pool, None, *LAYOUTS[layout], AUDITED)
+    assert (steps, incidents) == (run_steps(pool, None, *LAYOUTS[layout])[0], [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.dtype=bf16", "train.weight_copies=true"],
+        ["data.packing=documents"],
+        ["train.loss_chunks=3", "lora.rank=2"],
+        ["parallel.zero=3", "parallel.tile_mib=0.001", "parallel.quantize=weights"],
+        ["parallel.zero=3", "train.dtype=float8"],
+        ["parallel.activation_offload=cpu", "parallel.activation_checkpointing=selective"],
+        ["train.compile=true", "parallel.tp=2", "cluster.workers=4"],
+    ],
+    ids=" ".join,
+)
+def test_audits_with_other_features(pool: WarmPool, words: list[str]) -> None:
+    words = [*LLAMA, "cluster.workers=2", *words]
+    steps, incidents = run_steps(pool, None, *words, AUDITED)
+    assert (steps, incidents) == (run_steps(pool, None, *words)[0], [])
+
+
+@pytest.mark.parametrize("build", [build_normalized_bigram, custom_module.build])
+def test_modules_of_users_have_the_same_bits_with_audits(pool: WarmPool, tmp_path: Path, build: Any) -> None:
+    """Running statistics are those without audits."""
+    custom, words = CustomModel(build, custom_module.loss), ["cluster.workers=3", "model.dropout=0"]
+    bits = [
+        run_bits(pool, tmp_path / interval, *words, f"fault.audit_interval={interval}", custom=custom)
+        for interval in ("0", "2")
+    ]
+    assert bits[0] == bits[1]
+
+
+# Rank 1 is in the middle of each layout: a tensor- or context-parallel peer, a second stage, or an owner of experts.
+@pytest.mark.parametrize("kind", ["batch", "activation", "gradient"])
+@pytest.mark.parametrize(
+    ("layout", "micro_batch_size"),
+    [
+        ("ddp-2", 6),
+        ("ddp-5", 2),
+        ("zero3-4, recompute", 3),
+        ("tp2 x ddp-2", 6),
+        ("ring2 x zero3-2", 6),
+        ("pp2 x ddp-3", 4),
+        ("zbv x zero3-2", 6),
+        ("ep2 x ddp-2", 3),
+    ],
+)
+def test_a_transient_fault_is_named_and_undone(
+    pool: WarmPool, tmp_path: Path, layout: str, micro_batch_size: int, kind: str
+) -> None:
+    """The first microbatch of rank 1 is hit, which has no other."""
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={micro_batch_size}", "train.steps=3", "eval.interval=0"]
+    # Of two vocabulary-parallel ranks, only the one with a token's embedding notices that token.
+    rank, bit = (0 if (kind, layout) == ("batch", "tp2 x ddp-2") else 1), (0 if kind == "batch" else 22)
+    steps, incidents = run_steps(pool, tmp_path, *words, AUDITED, make_fault(kind, rank, bit=bit))
+    assert steps == run_steps(pool, None, *words)[0]
+    assert [(incident["kind"], incident["rank"]) for incident in incidents] == [("silent corruption", rank)]
+    (incident,) = incidents
+    assert incident["operation"] == "audit of step 2" and incident["steps_lost"] == 0
+    assert "right when repeated" in incident["reason"]
+    assert incident["recovered_s"] > 0
+
+
+@pytest.mark.parametrize("bit", [0, 6, 12, 22, 23, 30, 31])
+@pytest.mark.parametrize("kind", ["activation", "gradient"])
+def test_flips_that_change_a_result_are_found(
+    pool: WarmPool, run_once: RunOnce, tmp_path: Path, kind: str, bit: int
+) -> None:
+    """Whether one does, an unaudited run with the flip tells, unless it repeats a step that is not finite."""
+    words, fault = [*LLAMA, "cluster.workers=2", "train.micro_batch_size=6"], make_fault(kind, 1, bit=bit)
+    expected = run_once(*words)
+    unaudited = run_bits(pool, tmp_path / "unaudited", *words, fault)
+    steps, incidents = run_steps(pool, tmp_path / "audited", *words, AUDITED, fault)
+    assert steps == [step[:2] for step in expected[0]]
+    assert unaudited != expected or bit < 12 or bit == 30
+    if unaudited != expected or bit == 30:
+        assert [incident["rank"] for incident in incidents] == [1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "named"),
+    [
+        ("ddp-5", 3, "rank 3 computed"),
+        ("zero2-3", 1, "rank 1 computed"),
+        ("pp2 x ddp-3", 1, "rank 1 computed"),  # the second stage of the first pipeline
+        ("ddp-2", 1, "rank 0 computed .* or those that it was compared with.*rank 1 computed"),
+    ],
+)
+def test_a_persistent_fault_ends_the_generation_with_the_rank_named(
+    pool: WarmPool, tmp_path: Path, layout: str, rank: int, named: str
+) -> None:
+    """Of two ranks that disagree, both are named: no third one can decide."""
+    fault = make_fault("activation", rank, more=", persistent: true")
+    with pytest.raises(RankFailedError, match=rf"AuditMismatchError: audit of step [23]: {named}.*again when repeated"):
+        pool.train(make_small_config(tmp_path, *BASE, *LAYOUTS[layout], AUDITED, fault))
+
+
+def test_audits_need_fixed_bits() -> None:
+    with pytest.raises(ConfigError, match=r"fault.audit_interval=10.*needs train.deterministic=elastic"):
+        make_small_config(None, "fault.audit_interval=10")
